@@ -108,6 +108,7 @@ class ClientEnd(RecordTaker):
         epoch: int,
         reply_key: int,
         max_tensors: int,
+        max_values: int,
         inline_nbytes: int,
         max_inflight: int,
         max_reply_inline_nbytes: int,

@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from shmring.core.dlpack cimport DLPackExchangeAPI, DLTensor
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.message_ring cimport RecordWriter
-from shmring.core.wire cimport SlotNumbers
+from shmring.core.wire cimport Bounds, SlotNumbers
 
 
 cdef struct Growing:
@@ -62,7 +62,7 @@ cdef class Packed:
 
 @cython.final
 cdef class Packer:
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
     cdef uint64_t _max_payload_nbytes
     cdef tuple _tensor_types
     cdef DLPackExchangeAPI* _table

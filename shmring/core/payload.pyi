@@ -49,6 +49,7 @@ class Packer:
         self,
         max_tensors: int,
         max_payload_nbytes: int,
+        max_values: int,
         tensor_types: tuple[type, ...],
         table: object,
         is_negative: Callable[[Any], bool],

@@ -28,7 +28,7 @@ from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -40,12 +40,12 @@ from shmring.core.msgpack cimport (
     put_nil, put_sized_head, put_text, put_unsigned, text_nbytes, unsigned_nbytes,
 )
 from shmring.core.wire cimport (
-    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, SlotNumbers,
-    TensorNumbers, check_tensor, put_tensor, read_tensor, tensor_extension,
+    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, Bounds, SlotNumbers,
+    TensorNumbers, bounds_of, check_tensor, measure, put_tensor, read_tensor, tensor_extension, too_many_values,
 )
 
 from shmring.core.messages import TORCH_ITEM_NBYTES
-from shmring.core.wire import DTYPES, check_payload
+from shmring.core.wire import DTYPES
 from shmring.errors import CapacityError, RemoteProtocolError
 
 cdef extern from "Python.h":
@@ -66,6 +66,7 @@ cdef enum:
     _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
     _PLAIN_DIMENSIONS = 8       # a tensor of no more, and of less than 1 TiB, is nothing that a peer would refuse
+    _COUNT_SHIFT = 2            # what is encoded here counts 4 a byte at most: an empty array
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
 
 cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
@@ -157,6 +158,7 @@ cdef class Packer:
     Args:
         max_tensors: the most tensors a payload may hold.
         max_payload_nbytes: of a payload, tensors apart.
+        max_values: what its values may count (see :mod:`.wire`).
         tensor_types: exact types of tensors that DLPack's table of functions describes.
         table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
         is_negative: whether a tensor is to be negated when it is read, of which DLPack says nothing.
@@ -167,8 +169,8 @@ cdef class Packer:
         explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
     """
 
-    def __init__(self, max_tensors, max_payload_nbytes, tensor_types, table, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
-        self._max_tensors = max_tensors
+    def __init__(self, max_tensors, max_payload_nbytes, max_values, tensor_types, table, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
+        self._bounds = bounds_of(max_tensors, max_values)
         self._max_payload_nbytes = max_payload_nbytes
         self._tensor_types = tensor_types
         self._is_negative = is_negative
@@ -196,13 +198,14 @@ cdef class Packer:
 
         Raises:
             TypeError: something in it can't be sent; the message names its path.
-            CapacityError: it holds more tensors than the peer accepts, or is larger than any payload may be.
+            CapacityError: it holds more tensors than the peer accepts, its values count more, or it is larger than any payload may be.
         """
         cdef Packed packed = Packed.__new__(Packed)
         cdef Packed outer = self._packed
         cdef HeldSlots outer_held = self._held
         cdef Growing out
         cdef uint8_t few[_FEW_NBYTES]
+        cdef Bounds found
         packed._copy_strided = self._copy_strided
         packed._copy_past_cache, packed._copy_into_cache = self._copy_past_cache, self._copy_into_cache
         packed._max_payload_nbytes = self._max_payload_nbytes
@@ -220,17 +223,19 @@ cdef class Packer:
             if out.is_on_heap:
                 free(out.start)
         cdef uint32_t count = len(packed.parts)
-        if count > self._max_tensors:
+        if count > self._bounds.tensors:
             raise CapacityError(
-                f"the payload holds {count} tensors, the engine takes {self._max_tensors} (max_tensors)",
-                needed=count, capacity=self._max_tensors,
+                f"the payload holds {count} tensors, the engine takes {self._bounds.tensors} (max_tensors)",
+                needed=count, capacity=self._bounds.tensors,
             )
-        if out.is_foreign:
+        if out.is_foreign or <uint64_t>PyBytes_GET_SIZE(packed.payload) > self._bounds.values >> _COUNT_SHIFT:
             try:
-                tensors = check_payload(packed.payload, self._max_tensors)
+                found = measure(packed.payload, bounds_of(self._bounds.tensors, UINT64_MAX))
             except RemoteProtocolError as error:
                 raise TypeError(f"payload can't be sent: {error}") from None
-            if tensors != count:
+            if found.values > self._bounds.values:
+                raise too_many_values("the payload", found.values, self._bounds.values)
+            if found.tensors != count:
                 raise TypeError(
                     f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type"
                 )

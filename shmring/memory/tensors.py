@@ -21,7 +21,7 @@ from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef, align, item_nbyt
 from shmring.core.payload import Packer, Part
 from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, borrowed
-from shmring.core.wire import DTYPES
+from shmring.core.wire import DTYPES, MAX_VALUES
 from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view
@@ -53,16 +53,18 @@ def nbytes_for(*tensors: tuple[tuple[int, ...], torch.dtype]) -> int:
     return nbytes
 
 
-def make_packer(max_tensors: int, max_payload_nbytes: int) -> Packer:
+def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX_VALUES) -> Packer:
     """Returns what encodes payloads with torch tensors and numpy arrays in them.
 
     Args:
         max_tensors: the most tensors a payload may hold.
         max_payload_nbytes: of a payload, tensors apart.
+        max_values: what its values may count.
     """
     packer = Packer(
         max_tensors,
         max_payload_nbytes,
+        max_values,
         (torch.Tensor, torch.nn.Parameter),
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         torch.Tensor.is_neg,

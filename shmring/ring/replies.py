@@ -48,7 +48,7 @@ class Replies:
         self._reserve_nbytes = geometry.reply_nbytes
         self._slab = slab
         self._copier = copier
-        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes))
+        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes), ring.config.max_values)
         self._inline_nbytes = int(ring.config.inline_nbytes)
         self._tickets = itertools.count(1)
         self._waiters: dict[int, asyncio.Future[ReplySlot]] = {}

@@ -162,6 +162,7 @@ class Ring(EngineCalls):
             Claim,
             epoch=epoch,
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             debug=config.debug,
@@ -247,7 +248,7 @@ class Ring(EngineCalls):
         """Claims the next request if there is one.
 
         Raises:
-            WouldBlock: none is waiting (or others wait for it).
+            WouldBlock: none is waiting, others wait for it, or so much was claimed that the loop is to have a turn before.
             ClosedError: the ring is closed.
         """
         self.check_open()
@@ -278,6 +279,7 @@ class Ring(EngineCalls):
         self._end.is_awaited = self._end.is_crowded = True
         try:
             await future
+            self._end.begin_turn()
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self.request_arrived()  # our turn came as we were cancelled: pass it on
@@ -288,13 +290,22 @@ class Ring(EngineCalls):
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
-        if not self._end.waiting_count:
+        if not self._end.waiting_count or self._end.is_turn_over:
             return
         for future in self._claimers:
             if not future.done():
                 future.set_result(None)
                 break
         self._end.is_awaited = False  # whom this wakes wakes the next
+
+    def let_others_run(self) -> None:
+        """For the end: so much was claimed that nothing more is until the loop has had a turn."""
+        self.loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        if not self._closed:
+            self._end.begin_turn()
+            self.request_arrived()
 
     def take_up_device(self, claim: Claim) -> Place:
         """For the end: a request has slots in device memory. Returns what makes their tensors."""

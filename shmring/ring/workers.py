@@ -158,13 +158,14 @@ class Workers:
             self,
             end,
             self.book,
-            make_packer(config.max_tensors, int(config.max_payload_nbytes)),
+            make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values),
             make_decoder(),
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
             record_nbytes=record_nbytes,
             at_once_nbytes=int(config.copy_offload_nbytes),
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
@@ -475,6 +476,7 @@ class Workers:
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
         )
 
     # -- workers go ----------------------------------------------------------------------------------------------------

@@ -22,16 +22,18 @@ __all__ = [
     "INLINE_NBYTES",
     "MAX_PAYLOAD_NBYTES",
     "MAX_TENSORS",
+    "MAX_VALUES",
     "PACKER",
     "payload_of",
     "require_intact",
 ]
 
 MAX_TENSORS = 16
+MAX_VALUES = 1 << 12
 INLINE_NBYTES = 64  # less than a slot has, so that all arrays are in slots
 MAX_PAYLOAD_NBYTES = 1 << 12
 
-PACKER = make_packer(MAX_TENSORS, MAX_PAYLOAD_NBYTES)
+PACKER = make_packer(MAX_TENSORS, MAX_PAYLOAD_NBYTES, MAX_VALUES)
 DECODER = make_decoder()
 
 

@@ -15,7 +15,7 @@ from shmring.core.messages import Refused
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.memory.tensors import make_decoder
 from shmring.worker.answers import failure_record, records_of
-from tests.simulation.payloads import DECODER, MAX_PAYLOAD_NBYTES, MAX_TENSORS, PACKER, require_intact
+from tests.simulation.payloads import DECODER, MAX_PAYLOAD_NBYTES, MAX_TENSORS, MAX_VALUES, PACKER, require_intact
 from tests.simulation.scenario import Action, Kind, require
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class WorkerProcess:
             PACKER,
             Message,
             max_tensors=MAX_TENSORS,
+            max_values=MAX_VALUES,
             max_payload_nbytes=MAX_PAYLOAD_NBYTES,
         )
         self._end.shell = self
