@@ -106,12 +106,15 @@ cdef class HeldSlots:
                 _drop_unless_null(before)
                 break
 
-    cdef bint has_made(self, object tensor) noexcept:
-        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held."""
+    cdef bint has_made(self, object tensor, uint64_t address) noexcept:
+        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held, and its bytes are there.
+
+        They may be elsewhere since, and be negated: a caller has set the tensor's data.
+        """
         cdef uint32_t i
         for i in range(self._recent_count):
             if self._recent[i].tensor == <PyObject*>tensor:
-                return True
+                return address - self._recent[i].address < self._recent[i].nbytes
         return False
 
     cpdef int forget(self) except -1:
