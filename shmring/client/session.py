@@ -71,6 +71,7 @@ from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.load import map_load_page
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 from shmring.transport.rings import map_rings
 
@@ -345,6 +346,10 @@ class Session:
             raise self._fresh_error()
         if self._closing:
             raise ClosedError(_CLOSED)
+
+    def check_loop(self) -> None:
+        """Raises LocalProtocolError in another loop than this session's."""
+        check_loop(self.loop, f"this client of {self.engine_name!r}")
 
     def _fresh_error(self) -> ShmringError:
         assert self.error is not None

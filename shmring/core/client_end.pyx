@@ -201,6 +201,10 @@ cdef class _Waiting(Awaited):
         self.submission.waiter = None
         return 0
 
+    cdef int check_loop(self) except -1:
+        self.submission.end.shell.check_loop()
+        return 0
+
 
 @cython.final
 cdef class _UntilEnd(_Waiting):

@@ -75,6 +75,7 @@ from shmring.ring.reserve import Reserved, reserve
 from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics
 from shmring.transport.endpoint import Listener, socket_path
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 
 __all__ = ["Ring"]
@@ -222,6 +223,7 @@ class Ring(EngineCalls):
 
     async def claim_in_turn(self) -> Claim:
         """For :meth:`claim`: a request has to be waited for."""
+        self.check_loop()
         while True:
             self.check_open()
             if not self._claimers and (claim := self.claim_now()) is not None:
@@ -344,6 +346,7 @@ class Ring(EngineCalls):
             ClosedError: the ring is closed.
         """
         self.check_open()
+        self.check_loop()
         bound = asyncio.timeout(timeout)
         try:
             async with bound:
@@ -548,6 +551,7 @@ class Ring(EngineCalls):
         """
         if self._closed or self._origin.forked:
             return  # a forked child must not touch its parent's sockets
+        self.check_loop()
         self._closed = True
         self._end.is_open = False
         try:
@@ -591,6 +595,10 @@ class Ring(EngineCalls):
         """Raises :class:`ClosedError` unless the ring may be used in this process."""
         if self._closed or self._origin.forked:
             raise self.closed_error()
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop than the ring's."""
+        check_loop(self.loop, f"this ring {self.name!r}")
 
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""
