@@ -64,7 +64,7 @@ CALLS: dict[str, Callable[[Ends], Awaitable[object]]] = {
     "run": lambda ends: ends.ring.run(lambda claim: asyncio.sleep(0)),
     "wait_workers": lambda ends: ends.ring.wait_workers(2),
     "gather": lambda ends: ends.ring.gather(1),
-    "gather what takes long": lambda ends: ends.ring.gather(torch.ones(20 << 20, dtype=torch.uint8)),
+    "gather what takes long": lambda ends: ends.ring.gather(torch.ones(40_000)),
     "close a ring": lambda ends: ends.ring.close(),
     "receive": lambda ends: ends.worker.receive(),
     "close a worker": lambda ends: ends.worker.close(),
@@ -73,12 +73,12 @@ CALLS: dict[str, Callable[[Ends], Awaitable[object]]] = {
 
 @pytest.fixture
 async def ends(serve: Any, connect: Any, socket_dir: Path) -> AsyncIterator[Ends]:
-    options = {"broadcast_nbytes": "64MiB", "kept_nbytes": "1MiB", "slab_nbytes": "8MiB"}
+    options = {"broadcast_nbytes": "1MiB", "kept_nbytes": "1MiB", "slab_nbytes": "8MiB", "copy_offload_nbytes": "64KiB"}
     ring = await serve(**options)
-    client = await connect(lease_nbytes="1MiB")
+    client = await connect(lease_nbytes="1MiB", connect_timeout_s=50)
     async with (
-        shmring.connect(["test"], socket_dir=str(socket_dir)) as several,
-        shmring.join("test", 0, socket_dir=str(socket_dir)) as worker,
+        shmring.connect(["test"], socket_dir=str(socket_dir), connect_timeout_s=50) as several,
+        shmring.join("test", 0, socket_dir=str(socket_dir), connect_timeout_s=50) as worker,
     ):
         yield Ends(ring, client, several, worker)
 
@@ -138,7 +138,7 @@ def test_a_client_of_a_loop_that_has_ended_says_so(socket_dir: Path) -> None:
     with shmring.threads.serve("test", socket_dir=str(socket_dir), slab_nbytes="8MiB"):
 
         async def connect() -> shmring.RingClient:
-            return await shmring.connect("test", socket_dir=str(socket_dir))
+            return await shmring.connect("test", socket_dir=str(socket_dir), connect_timeout_s=50)
 
         client = asyncio.run(connect())
         for payload in (SMALL, LARGE):

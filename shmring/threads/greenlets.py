@@ -26,7 +26,7 @@ def check_threads() -> None:
         if kind.__module__ not in _STANDARD:
             library = kind.__module__.split(".")[0]
             raise LocalProtocolError(
-                f"{library} has replaced Python's threads, and a call of shmring.threads would never return; leave them as they "
-                "are (gevent: monkey.patch_all(thread=False, queue=False); all greenlets then wait while a call does), or use "
-                f"shmring with asyncio, or a process without {library}"
+                f"{library} has replaced Python's threads, and a call of shmring.threads would never return; leave them as "
+                "they are (gevent: monkey.patch_all(thread=False, queue=False); all greenlets then wait while a call does), "
+                f"or use shmring with asyncio, or a process without {library}"
             )
