@@ -25,7 +25,8 @@ INTERNAL = {
     shmring.RingClient: """acquire_in_turn attach check_process create detached keep_attaching resolve_device session
         submit_in_turn submit_unless_full use why_no_answer why_not_sent""",
     shmring.RoutingClient: "create submit_unless_full",
-    shmring.Submission: "drop_replies end error give_back give_up has_reply raise_error take_reply unread_slots waiter",
+    shmring.Submission: """drop_replies end error give_back give_up has_reply raise_error take_reply unread_slots waiter
+        was_left""",
     shmring.Slot: "cursor device_memory end is_on_host memory other_tensor record take",
     shmring.Worker: """check_process connection_lost fail_answer fail_answer_later join peer_gave_up protocol_violated
         send_answer take_record""",

@@ -452,6 +452,7 @@ class RingClient(ClientCalls):
         return self._attached_now()
 
     def _check_loop(self) -> None:
+        self.check_process()  # a forked child has another loop, too
         check_loop(self._loop, f"this client of {self.name!r}")
 
     def _ready_nowait(self) -> Session:

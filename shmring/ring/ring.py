@@ -597,7 +597,8 @@ class Ring(EngineCalls):
             raise self.closed_error()
 
     def check_loop(self) -> None:
-        """Raises :class:`LocalProtocolError` in another loop than the ring's."""
+        """Raises :class:`LocalProtocolError` in another loop than the ring's; :class:`ClosedError` in a forked child."""
+        self.check_process()
         check_loop(self.loop, f"this ring {self.name!r}")
 
     def check_process(self) -> None:

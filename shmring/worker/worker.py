@@ -247,6 +247,7 @@ class Worker:
             raise fresh(self._reason)
 
     def _check_loop(self) -> None:
+        self.check_process()  # a forked child has another loop, too
         check_loop(self._loop, f"worker {self.rank} of engine {self.name!r}")
 
     def check_process(self) -> None:
