@@ -123,6 +123,20 @@ GUARDS = (
         "tests/test_dropped.py::test_a_request_that_is_dropped_says_what_was_missed",
     ),
     Guard(
+        "who waits in another loop than the end's is told so",
+        "shmring/core/client_end.pyx",
+        "self.submission.end.shell.check_loop()",
+        "pass",
+        "tests/test_other_loops.py::test_a_client_of_a_loop_that_has_ended_says_so",
+    ),
+    Guard(
+        "an end that blocks is not opened where threads are greenlets",
+        "shmring/threads/greenlets.py",
+        "if kind.__module__ not in _STANDARD:",
+        "if False:",
+        "tests/test_greenlets.py::test_an_end_that_blocks_is_refused_where_threads_are_greenlets",
+    ),
+    Guard(
         "a tensor's storage covers its shape",
         "shmring/core/payload.pyx",
         "return needed if needed <= <uint64_t>has_nbytes else 0",

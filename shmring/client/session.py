@@ -63,6 +63,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.copying import cache_nbytes
+from shmring.memory.living import Lent, report
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots, Slots
 from shmring.memory.tensors import make_decoder, make_packer, slot_dtypes
@@ -390,7 +391,8 @@ class Session:
 
     def warn_of_views(self, record: ClientSlotRecord) -> None:
         """For the end, in debug mode: a slot is left while views of it live."""
-        logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        lent = [Lent("slot", self.end.content_address(record), record.nbytes)]
+        logger.warning("a slot of %d bytes was left with living views; it was %s", record.nbytes, report(lent))
 
     def _collect_deaths(self) -> None:
         if self.error is not None:

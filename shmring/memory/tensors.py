@@ -28,7 +28,7 @@ from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view
 
-__all__ = ["make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
+__all__ = ["children", "make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -256,7 +256,7 @@ def _explain(packer: Packer, payload: object, error: Exception, path: str = "pay
     """Descends to the innermost value that can't be encoded, and says why; only ever runs after a failure."""
     if isinstance(error, RecursionError):
         return TypeError(f"{path} is nested too deeply, or contains itself")
-    for step, child in _children(payload):
+    for step, child in children(payload):
         try:
             packer.encode(child)
         except RecursionError:
@@ -266,7 +266,8 @@ def _explain(packer: Packer, payload: object, error: Exception, path: str = "pay
     return TypeError(f"{path} can't be sent: {error}")
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def children(value: object) -> Iterator[tuple[str, object]]:
+    """Yields what a value of a payload has in it, each with its step of the path."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             plain = isinstance(key, str) and key.isidentifier()

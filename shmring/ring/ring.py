@@ -45,6 +45,7 @@ from shmring.core.forks import Origin
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.message_ring import largest_record_nbytes
 from shmring.core.messages import (
+    SLOT_HEADER_NBYTES,
     Failed,
     FailureKind,
     LeaseRecall,
@@ -63,6 +64,7 @@ from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.driver import Driver
 from shmring.gpu.layout import NOTHING_GIVEN, Given
 from shmring.memory.copier import Copier
+from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
 from shmring.memory.views import Place
 from shmring.ring.claim import Claim
@@ -462,9 +464,8 @@ class Ring(EngineCalls):
 
     def log_drain(self, claim: Claim) -> None:
         """For the end, in debug mode: a claim is released while views of it live."""
-        tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in claim.submit.content.tensors)
-        where = "".join(traceback.format_stack(limit=8)[:-1])
-        logger.warning("request %d is left with living views of %s; left at\n%s", claim.request_id, tensors, where)
+        lent = lent_tensors(claim.submit.content, self._slab.address, SLOT_HEADER_NBYTES)
+        logger.warning("request %d is left with living views of its payload; it was %s", claim.request_id, report(lent))
 
     def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
         """For the end: slots are their frontend's again."""

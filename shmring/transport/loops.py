@@ -23,7 +23,7 @@ def check_loop(home: asyncio.AbstractEventLoop, what: str) -> None:
     Raises:
         LocalProtocolError: it is another one.
     """
-    if asyncio.get_running_loop() is not home:
+    if home != asyncio.get_running_loop():
         raise LocalProtocolError(
             f"{what} was made in another event loop, and works only there (asyncio.run makes a new loop each time); "
             "make one in each loop, or use shmring.threads, which any thread may call"
