@@ -173,7 +173,8 @@ class RingConfig:
             further messages to it, and so the engine; nobody else is held up before.
         broadcast_nbytes: memory for what is copied when it is sent to workers. Reserved when the first worker joins; only the
             engine can write it. A message can't copy more, and all that workers have not left yet has to fit.
-        debug: log where views came from that outlive their claim.
+        debug: log which views outlive their claim, where that was left, and who holds them. Looking stops the loop for a
+            moment.
     """
 
     slab_nbytes: int | str = "1GiB"
@@ -272,7 +273,7 @@ class ClientConfig:
         busy_poll_s: as in :class:`RingConfig`, for this end.
         map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
             else is a fault here instead of somebody's wrong tensor.
-        debug: log where views came from that outlive their slot.
+        debug: log which views outlive their slot, where that was left, and who holds them. Looking stops the loop for a moment.
     """
 
     lease_nbytes: int | str = "16MiB"

@@ -92,6 +92,7 @@ REFUSED: dict[type, dict[str, Call]] = {
         "__anext__": lambda ring: ring.__anext__(),
         "check_open": lambda ring: ring.check_open(),
         "check_process": lambda ring: ring.check_process(),
+        "check_loop": lambda ring: ring.check_loop(),
     },
     shmring.Claim: {
         "payload": lambda claim: claim.payload,

@@ -21,8 +21,10 @@ cdef class SubmissionEnd:
     cdef readonly bint ended
     cdef readonly object error
     cdef public object waiter
+    cdef public bint was_left
     cdef object _replies      # Contents that came and were not taken; None until the first
 
+    cdef bint _is_missed(self) except -1
     cdef int _wake(self) except -1
     cdef int _end(self, object error) except -1
 

@@ -21,6 +21,7 @@ MAX_UNREAD_REPLIES: int
 
 class SubmissionEnd:
     waiter: asyncio.Future[None] | None
+    was_left: bool
     @property
     def end(self) -> ClientEnd: ...
     @property

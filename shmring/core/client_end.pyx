@@ -72,6 +72,7 @@ cdef class SubmissionEnd:
         ended: whether nothing more will come (what came may still be taken).
         error: how it ended, if it did not finish.
         waiter: a future that is set as soon as a reply or the end comes; None: nobody waits.
+        was_left: whether its caller has seen its end, or has aborted it.
     """
 
     def next(self, reply_type=Any):
@@ -125,6 +126,7 @@ cdef class SubmissionEnd:
 
     def raise_error(self) -> None:
         """Raises how it ended, unless it finished."""
+        self.was_left = True
         if self.error is not None:
             raise fresh(self.error)
 
@@ -150,14 +152,25 @@ cdef class SubmissionEnd:
 
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
-        if self._replies and self.end is not None and self.end.is_usable() and self.unread_slots:
+        if self.end is not None and self.end.is_usable() and self._is_missed():
             give_back_soon(self.end.shell.loop, self.give_back)
+
+    cdef bint _is_missed(self) except -1:
+        """Whether something of it is left that its caller has not seen: replies that keep space, or what it was sent for."""
+        if self.was_left:
+            return bool(self._replies) and self.unread_slots
+        return bool(self._replies) or self.error is not None
 
     def give_back(self) -> None:
         """It was dropped: gives back what nobody has taken since."""
-        if self._replies and self.end.is_usable():
+        if not self.end.is_usable() or not self._is_missed():
+            return
+        if self._replies:
             warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
-            self.abort()
+        else:
+            how = f"{type(self.error).__name__}: {self.error}"
+            warn_of(f"request {self.request_id} was dropped, and nobody saw how it failed ({how}); wait for it", self)
+        self.abort()
 
     def abort(self) -> None:
         """Gives the request up, if it has not ended, and its replies; for the subclass."""
@@ -201,6 +214,10 @@ cdef class _Waiting(Awaited):
         self.submission.waiter = None
         return 0
 
+    cdef int check_loop(self) except -1:
+        self.submission.end.shell.check_loop()
+        return 0
+
 
 @cython.final
 cdef class _UntilEnd(_Waiting):
@@ -212,6 +229,7 @@ cdef class _UntilEnd(_Waiting):
             submission.end.hear()  # it may be there, and nobody has looked yet
         if not submission.ended:
             return self.wait_for_more()
+        submission.was_left = True
         if submission.error is not None:
             raise fresh(submission.error)
         return owned(None)
@@ -230,6 +248,7 @@ cdef class _NextReply(_Waiting):
         if submission._replies:
             return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
         if submission.ended:
+            submission.was_left = True
             if submission.error is not None:
                 raise fresh(submission.error)
             return nothing_more()

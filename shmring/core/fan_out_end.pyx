@@ -703,6 +703,10 @@ cdef class Gathering(Awaited):
         self.forget()
         return 0
 
+    cdef int check_loop(self) except -1:
+        self.end.shell.check_loop()
+        return 0
+
     def forget(self) -> None:
         """Nobody waits any more."""
         if self.parcel is not None:

@@ -52,6 +52,7 @@ class Packer:
         max_values: int,
         tensor_types: tuple[type, ...],
         table: object,
+        tensor_memory: tuple[int, int, int, int] | None,
         is_negative: Callable[[Any], bool],
         describe: Callable[[object], object],
         copy_strided: Callable[[Part, int], object],

@@ -128,6 +128,7 @@ class Replies:
         slot = self._book.acquire_reply(claim.client_id, nbytes)
         if slot is not None:
             return slot
+        self._ring.check_loop()
         ticket = next(self._tickets)
         future: asyncio.Future[ReplySlot] = self._ring.loop.create_future()
         self._book.queue_reply(claim.client_id, ticket, nbytes)

@@ -241,6 +241,7 @@ class Workers:
 
     async def _send(self, parcel: Parcel) -> None:
         try:
+            self.check_loop()
             await self._take_turn()
             try:
                 while not self.end.take_memory(parcel):
@@ -360,6 +361,10 @@ class Workers:
     def closed(self) -> Exception:
         """For the end: why nothing is sent."""
         return self.ring.closed_error()
+
+    def check_loop(self) -> None:
+        """For the end: raises LocalProtocolError in another loop than the ring's."""
+        self.ring.check_loop()
 
     def _check_open(self) -> None:
         if not self.end.is_open:
