@@ -119,6 +119,10 @@ class FanOutTruth:
                 self._begun += 1
                 call.begun = self._begun
 
+    def is_new(self, task: object) -> bool:
+        """Whether a task is one of a call, and has not run."""
+        return any(call.task is task and not call.begun for call in self._fan_out.calls)
+
     def took_memory(self, task: object, start: int, nbytes: int) -> None:
         """A call has memory, and has copied to it."""
         require(self.taken is None, "two calls are sending at once")
@@ -134,6 +138,7 @@ class FanOutTruth:
         expected: Any = call.ranks
         if call.gathers:
             expected = [[call.number, rank] for rank in call.ranks]
+            result = [answer[:2] for answer in result]
         require(result == expected, f"a call returned {result}, and was to return {expected}")
 
     def follow(self) -> None:
@@ -157,7 +162,7 @@ class FanOutTruth:
 
     def _published(self, record: list[Any], workers: list[EngineWorker]) -> None:
         _, sequence, stamp, flags, in_place, copied, payload = record
-        call = self.by_number[payload[1] if flags & _IS_SHARED else payload[0]]
+        call = self.by_number[payload[1][0] if flags & _IS_SHARED else payload[0]]
         require(not call.sequence, "a message was sent twice")
         for other in self._fan_out.calls:
             require(other is call or not other.waits_to_send or other.begun > call.begun > 0, "a call was overtaken")

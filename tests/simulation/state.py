@@ -387,6 +387,7 @@ class _Encoding:
             claim.aborted,
             claim.ended,
             handling.replies,
+            handling.is_left,
             [] if claim.released else [self._generations[slot.generation] for slot in handling.slots],
             [] if task is None else [handling.is_last, task.cancelling() > 0, *self._replying(engine, handling, task)],
         ]
