@@ -58,8 +58,8 @@ class Connected:
 class End:
     """One end of a connection: what :class:`shmring.transport.link.Link` is to its owner.
 
-    One record is delivered when the simulation says so, or a call looks and is to find some. Room for more is there, and is said
-    to be, when the other end has taken a record.
+    One record is delivered when the simulation says so, or when a call looks and is to find some. Room for more is there, and
+    is said to be, when the other end has taken a record.
     """
 
     bells = 0

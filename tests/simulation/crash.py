@@ -147,7 +147,7 @@ def _end_as_child(run: Callable[[], object], writing: int, notes: _Notes) -> Non
         with open(writing, "wb") as pipe:
             pipe.write(encoded)
         status = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - its parent is told by the status, and people by what is printed
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -253,6 +253,7 @@ class FanOut(Workers):
         """A handler sends the payload of its claim."""
         call = self._new_call(0, False)
         claim = handling.claim
+        call.claim = claim
         call.slots = tuple((claim.client_id, slot.generation) for slot in handling.slots)
         beside = payload_of([], call.number, self.engine.midst.code)
         if how == Sending.NOW:
@@ -263,7 +264,7 @@ class FanOut(Workers):
     def _new_call(self, mask: int, gathers: bool) -> Call:
         number, self.next_call = self.next_call, self.next_call + 1
         to = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1) or None
-        call = self.truth.by_number[number] = Call(number, to, gathers)
+        call = self.truth.by_number[number] = Call(number, to, gathers, outer=asyncio.current_task())
         return call
 
     def _send_now(self, send: Any, claim: Any = None) -> None:
@@ -293,6 +294,8 @@ class FanOut(Workers):
             self.truth.check_result(call, call.task.result())
         elif isinstance(error, WorkerLostError):
             require(not set(error.ranks) & set(self.book.ranks) or call.gathers, "a worker that is there is said to be none")
+        elif isinstance(error, LocalProtocolError):
+            require(call.claim is not None and call.claim.released, f"a message that can be sent is refused: {error}")
         elif isinstance(error, CapacityError):
             require(bool(call.slots), "a message that fits does not fit")  # of a claim that was left before the task ran
         elif not isinstance(error, WorkerFailedError | WorkersBehindError):
@@ -312,7 +315,7 @@ class FanOut(Workers):
         self.truth.look()
         for call in returned:
             self._check_result(call)
-            call.task = call.awaitable = None  # an error would keep what its caller had
+            call.task = call.awaitable = call.claim = None  # an error would keep what its caller had
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class Call:
     blocks: int = 0
     task: Any = None
     awaitable: Any = None  # of that task
+    claim: Any = None  # that is shared
+    outer: Any = None  # the task whose code sends it, as that packs a message of its own
     slots: tuple[tuple[int, int], ...] = ()
     is_cancelled: bool = False
     begun: int = 0
@@ -165,6 +167,8 @@ class FanOutTruth:
         call = self.by_number[payload[1][0] if flags & _IS_SHARED else payload[0]]
         require(not call.sequence, "a message was sent twice")
         for other in self._fan_out.calls:
+            if other.task is call.outer:
+                continue  # it was not in line yet
             require(other is call or not other.waits_to_send or other.begun > call.begun > 0, "a call was overtaken")
         readers = self.model.members(self.model.ranks if call.to is None else call.to)
         require(

@@ -6,9 +6,8 @@ Each is a task that may be anywhere between two awaits.
 A call that looks for what has come, or that runs a caller's code, may find the end of its session there, or leave what it works
 on (:mod:`.midst`).
 
-What is not simulated: message rings that are full and links that poll by themselves (a record comes when the simulation says so),
-a record that is heard without its link, turns of copies in the loop, a close in steps, device memory, calls, deadlines, signals,
-and clients of other threads.
+What is not simulated: message rings that are full and links that poll by themselves (a record comes when the simulation says
+so), turns of copies in the loop, a close in steps, device memory, calls, deadlines, signals, and clients of other threads.
 
 A process can outlive its session, and so can views of its slots: they are memory that the process may still write.
 """
@@ -396,8 +395,12 @@ class Session:
     def _submit(self, blocks: int, arrays: Sequence[Any], slots: Sequence[ClientSlotRecord], kept: Sequence[Any] = ()) -> None:
         number = self._number()
         payload = [*payload_of(arrays, number, self.midst.code), *kept]
-        with self.loop.running():
-            submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
+        try:
+            with self.loop.running():
+                submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
+        except ShmringError as error:
+            require(self.ended, f"what can be sent is refused: {type(error).__name__}: {error}")
+            return
         if submission is not None:
             self._was_sent(submission, number)
         elif not self.ended:

@@ -1,8 +1,8 @@
 """What happens in the midst of a call.
 
-In the product a call is left alone by others only as long as it neither looks for what has come nor runs a caller's code. What it
-takes as it looks may end its session. A payload may have a computed field, and a shape may be a generator: their code may leave
-the slot, finish the claim, or have the session look. So an action may have something *inside* (:class:`.scenario.Inside`), which
+In the product a call is left alone only as long as it neither looks for what has come nor runs a caller's code. What it takes
+as it looks may end its session. A payload may have a computed field, and a shape may be a generator: their code may leave the
+slot, finish the claim, or have the session look. So an action may have something *inside* (:class:`.scenario.Inside`), which
 happens once, at the first such moment of the calls that the action consists of. Where there is none, nothing happens.
 """
 

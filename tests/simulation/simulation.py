@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.states import ClientSlot
 from tests.simulation import books, crash
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
@@ -319,7 +320,7 @@ class Simulation:
             enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
             if not finishing:
-                finishing = self._timers(enabled)
+                finishing = self._timers(enabled) or self._in_vain(enabled)
             if not finishing:
                 return
             self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
@@ -343,6 +344,15 @@ class Simulation:
         if any(len(session.end.pending) for session in sessions) or any(client.replies for client in clients):
             kinds.update((Kind.FRONTEND_TIMER, Kind.TICK))
         return [action for action in enabled if action.kind in kinds and action.inside is None]
+
+    def _in_vain(self, enabled: list[Action]) -> list[Action]:
+        """Callers whose code has left a slot that they send, and who may wait for the memory that they keep: they give up."""
+        return [
+            action
+            for action in enabled
+            if action.kind is Kind.CANCEL
+            and any(slot.state is ClientSlot.DRAINING for slot in self._session(action.at).callers[action.item].slots)
+        ]
 
     def _check_calls(self) -> None:
         fan_out = self.engine.fan_out if self.engine is not None else None
