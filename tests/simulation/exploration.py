@@ -190,6 +190,10 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         looks=True,
         without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS,
     ),
+    # The same of slots that they hold.
+    "looking for slots": msgspec.structs.replace(
+        _ALONE, max_slots=2, looks=True, without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST}
+    ),
     # The same of recalls: another wants the block.
     "looking for recalls": msgspec.structs.replace(
         _SMALLER, leasable_blocks=1, quota_blocks=1, looks=True, max_disturbances=0, without=_NEVER - {Kind.REQUEST_NOW}

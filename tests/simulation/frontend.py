@@ -382,14 +382,13 @@ class Session:
         """The same if nothing has to be waited for; else it asks for a lease in passing."""
         number = self._number()
         payload = payload_of([np.zeros(content_nbytes(blocks), np.uint8)], number, self.midst.code)
-        has_waiters = self.book.waiting > 0
         try:
             with self.loop.running():
                 submission = self.real.sending.submit_nowait(payload, "", ask=True)
         except ShmringError as error:
             require(isinstance(error, WouldBlock) or self.ended, f"who does not wait gets {type(error).__name__}: {error}")
             return
-        require(not has_waiters, "a waiter was overtaken")
+        require(not self.book.waiting, "a waiter was overtaken")
         self._was_sent(submission, number)
 
     def _submit(self, blocks: int, arrays: Sequence[Any], slots: Sequence[ClientSlotRecord], kept: Sequence[Any] = ()) -> None:
