@@ -192,7 +192,7 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # The same of slots that they hold.
     "looking for slots": msgspec.structs.replace(
-        _ALONE, max_slots=2, looks=True, without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST}
+        _ALONE, max_slots=2, looks=True, without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT}
     ),
     # The same of recalls: another wants the block.
     "looking for recalls": msgspec.structs.replace(
@@ -221,13 +221,12 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         max_requests=2,
         max_slots=2,
         in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.LEAVE}),
-        without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST},
+        without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.ENGINE_HANGS_UP},
     ),
     # Code of a reply that leaves its claim, or has its frontend go.
     "code of handlers": msgspec.structs.replace(
         _ALONE,
         reply_blocks_wanted=(0, 1),
-        max_replies=2,
         in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.RELEASE, Kind.REPLY_NOW, Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP}),
         without=_NEVER - {Kind.FAIL} | {Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CRASH},
     ),
@@ -241,7 +240,7 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         worker_backlog=1,
         max_calls=2,
         sendings=(Sending.NOW, Sending.WAITS),
-        in_code=frozenset({Kind.FINISH, Kind.RELEASE, Kind.SHARE, Kind.TO_ENGINE, Kind.DROP_WORKER}),
+        in_code=frozenset({Kind.FINISH, Kind.RELEASE, Kind.SHARE, Kind.DROP_WORKER}),
         without=_NEVER | _OF_FRONTENDS | {Kind.WORKER_JOINS, Kind.REPLY},
     ),
     "code of answers": msgspec.structs.replace(
@@ -265,7 +264,7 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         max_asks=1,
         max_queue=1,
         in_code=frozenset({Kind.LEAVE, Kind.UNPIN, Kind.HANG_UP, Kind.TO_FRONTEND}),
-        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT},
+        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.CLAIM},
     ),
     # Frontends that come again, and engines that die and start.
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),

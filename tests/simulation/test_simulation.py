@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -36,7 +34,7 @@ from tests.simulation.engine import Handling
 from tests.simulation.exploration import EXPLORATIONS, explore
 from tests.simulation.failure import replay
 from tests.simulation.frontend import Caller, HeldReply
-from tests.simulation.scenario import IN_CODE, Action, Kind, Scenario
+from tests.simulation.scenario import Action, Kind, Scenario
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
@@ -84,55 +82,6 @@ def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     assert found.settled > 100
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "looking",
-        "looking for slots",
-        "looking for replies",
-        "code of answers",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "looking for recalls",
-                "claiming",
-                "code",
-                "code in slots",
-                "code of handlers",
-                "code of messages",
-                "code of content",
-            )
-        ),
-    ],
-)
-def test_every_state_of_what_happens_in_the_midst_of_calls_is_sound(name: str) -> None:
-    found = explore(name, max_states=20_000)
-    assert found.failure is None, found.failure.lines()
-    assert found.complete
-    assert found.states > 50
-    assert found.settled > 20
-
-
-def test_something_happens_in_the_midst_of_every_call_that_lets_it() -> None:
-    """Else an action would say that it does, and nothing would be tried."""
-    happened: set[tuple[Kind, Kind]] = set()
-    for seed in range(12):
-        with closing(walked_simulation(seed, 300, looks=True, in_code=IN_CODE)) as simulation:
-            happened.update(simulation.midst.happened)
-    hosts = {
-        Kind.ACQUIRE,
-        Kind.REQUEST,
-        Kind.REQUEST_NOW,
-        Kind.SUBMIT,
-        Kind.READ,
-        Kind.KEEP,
-        Kind.TENSOR,
-        Kind.CLAIM,
-        Kind.REPLY,
-    }
-    assert hosts | {Kind.REPLY_NOW, Kind.BROADCAST, Kind.SHARE, Kind.TURN} <= {kind for kind, _ in happened}
-
-
 def test_an_exploration_that_is_cut_short_says_so() -> None:
     found = explore("requests", max_states=200)
     assert not found.complete
@@ -143,9 +92,9 @@ def test_an_exploration_that_is_cut_short_says_so() -> None:
 # -- states --------------------------------------------------------------------------------------------------------------------
 
 
-def walked_simulation(seed: int, steps: int, **changed: Any) -> Simulation:
+def walked_simulation(seed: int, steps: int) -> Simulation:
     random = Random(seed)
-    simulation = Simulation(msgspec.structs.replace(Scenario.draw(random), **changed))
+    simulation = Simulation(Scenario.draw(random))
     for _ in range(steps):
         simulation.happen(choose(random, simulation.enabled()))
     return simulation
@@ -554,43 +503,6 @@ def test_what_needs_few_actions_is_found_with_the_fewest() -> None:
         assert found.failure.text == "a request never ended"
         assert str(replay(found.failure)) == found.failure.text
     assert replay(found.failure) is None
-
-
-# -- crashes -------------------------------------------------------------------------------------------------------------
-
-
-def a_refusal_crashes(patch: Patch) -> None:
-    """As a second look that is missing in what is compiled."""
-    take_message = RealSession.take_message
-
-    def mutated(session: RealSession, record: bytes) -> None:
-        take_message(session, record)
-        if session.error is not None:
-            os.kill(os.getpid(), signal.SIGSEGV)
-
-    patch.setattr(RealSession, "take_message", mutated)
-
-
-def test_a_crash_is_a_failure_with_the_actions_that_lead_to_it() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        a_refusal_crashes(patch)
-        found = explore("looking", max_states=1_000)
-        assert found.failure is not None
-        assert found.failure.crashes
-        assert found.failure.text == "it crashes: SIGSEGV"
-        assert found.failure.trace[0].kind is Kind.ENGINE_HANGS_UP
-        assert len(found.failure.trace) == 2
-        assert str(replay(found.failure)) == found.failure.text
-    assert replay(found.failure) is None
-
-
-def test_a_crash_of_a_walk_comes_down_to_a_few_actions() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        a_refusal_crashes(patch)
-        walked = walk(2_000, seed=8)
-        assert walked.failure is not None
-        assert walked.failure.text == "it crashes: SIGSEGV"
-        assert len(walked.failure.trace) <= 4
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
