@@ -519,7 +519,7 @@ class Engine:
             masks = range(1 << len(handling.slots))
             actions += [Action(Kind.RELEASE, index, 0, mask) for mask in masks]
             actions += [Action(Kind.FINISH, index, 0, mask) for mask in masks[1:] if with_ends]
-        if claim.aborted or handling.replies == self.scenario.max_replies:
+        if claim.aborted or handling.replies >= self.scenario.max_replies:
             return actions
         wanted = self.scenario.reply_blocks_wanted
         if not self.scenario.turns_wait and not self.clients[claim.client_id].frontend.link.can_write:

@@ -223,12 +223,18 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.LEAVE}),
         without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.ENGINE_HANGS_UP},
     ),
+    # Code of a shape, which leaves the slot, or has the session end.
+    "code of shapes": msgspec.structs.replace(
+        _ALONE,
+        in_code=frozenset({Kind.LEAVE, Kind.HANG_UP, Kind.TO_FRONTEND}),
+        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT},
+    ),
     # Code of a reply that leaves its claim, or has its frontend go.
     "code of handlers": msgspec.structs.replace(
         _ALONE,
-        reply_blocks_wanted=(0, 1),
-        in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.RELEASE, Kind.REPLY_NOW, Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP}),
-        without=_NEVER - {Kind.FAIL} | {Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CRASH},
+        reply_blocks_wanted=(1,),
+        in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.REPLY_NOW, Kind.ENGINE_HANGS_UP}),
+        without=_NEVER - {Kind.FAIL} | DISTURBANCES - {Kind.ENGINE_HANGS_UP, Kind.ABORT},
     ),
     # The same of a message to workers, and of a worker's reply.
     "code of messages": msgspec.structs.replace(
@@ -238,8 +244,8 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         joined_workers=1,
         broadcast_blocks_wanted=(),
         worker_backlog=1,
-        max_calls=2,
-        sendings=(Sending.NOW, Sending.WAITS),
+        max_calls=1,
+        sendings=(Sending.NOW,),
         in_code=frozenset({Kind.FINISH, Kind.RELEASE, Kind.SHARE, Kind.DROP_WORKER}),
         without=_NEVER | _OF_FRONTENDS | {Kind.WORKER_JOINS, Kind.REPLY},
     ),

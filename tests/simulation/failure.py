@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -56,10 +57,15 @@ def replay(failure: Failure) -> Violation | None:
     if not failure.crashes:
         return _violation(failure)
     try:
-        text = in_child(lambda: str(_violation(failure) or ""), str)
+        text = in_child(lambda: _text_of(failure), str)
     except Crash as crash:
         return Violation(str(crash))
     return Violation(text) if text else None
+
+
+def _text_of(failure: Failure) -> str:
+    faulthandler.disable()  # where it crashes was said when it did so first
+    return str(_violation(failure) or "")
 
 
 def _violation(failure: Failure) -> Violation | None:

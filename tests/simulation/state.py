@@ -274,7 +274,8 @@ class _Encoding:
         message = decode_engine_message(record)
         match message:
             case LeaseGrant(asked, lease_id, offset, nbytes):
-                return [0, token - asked if asked else -1, self._leases[lease_id], offset, nbytes]
+                # Who has asked anew since only knows that it is not the one that was asked for last.
+                return [0, min(token - asked, 1) if asked else -1, self._leases[lease_id], offset, nbytes]
             case LeaseRecall(lease_ids):
                 return [1, *map(self._leases.__getitem__, lease_ids)]
             case Release(generations):
