@@ -1255,10 +1255,10 @@ GUARDS = (
         "tests/test_routing_client.py::test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again",
     ),
     Guard(
-        "whoever hears before a request's turn looks whether the session goes on",
+        "whoever hears before a copy looks whether the session goes on",
         "shmring/core/client_end.pyx",
-        "        if self.in_flight >= self._max_inflight and not self.hear():\n            return None\n",
-        "        if self.in_flight >= self._max_inflight:\n            self.hear()\n",
+        "if packed.slot_nbytes and not self.hear():",
+        "if packed.slot_nbytes and not (self.hear() or True):",
         "tests/simulation/test_midst.py::test_what_a_call_hears_may_end_its_session",
     ),
     Guard(

@@ -232,9 +232,9 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     # Code of a reply that leaves its claim, or has its frontend go.
     "code of handlers": msgspec.structs.replace(
         _ALONE,
-        reply_blocks_wanted=(1,),
-        in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.REPLY_NOW, Kind.ENGINE_HANGS_UP}),
-        without=_NEVER - {Kind.FAIL} | DISTURBANCES - {Kind.ENGINE_HANGS_UP, Kind.ABORT},
+        reply_blocks_wanted=(0, 1),
+        in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.RELEASE, Kind.REPLY_NOW, Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP}),
+        without=_NEVER - {Kind.FAIL} | DISTURBANCES - {Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.RELEASE},
     ),
     # The same of a message to workers, and of a worker's reply.
     "code of messages": msgspec.structs.replace(

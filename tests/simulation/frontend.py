@@ -298,7 +298,7 @@ class Session:
                 return
             try:
                 payload = self._next_reply(sent.submission)
-            except (StopAsyncIteration, ShmringError):
+            except (StopAsyncIteration, ShmringError, TimeoutError):
                 require(sent.submission.ended, "a request failed that goes on")
                 self.sent.pop(request_id)
                 return
@@ -394,12 +394,8 @@ class Session:
     def _submit(self, blocks: int, arrays: Sequence[Any], slots: Sequence[ClientSlotRecord], kept: Sequence[Any] = ()) -> None:
         number = self._number()
         payload = [*payload_of(arrays, number, self.midst.code), *kept]
-        try:
-            with self.loop.running():
-                submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
-        except ShmringError as error:
-            require(self.ended, f"what can be sent is refused: {type(error).__name__}: {error}")
-            return
+        with self.loop.running():
+            submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
         if submission is not None:
             self._was_sent(submission, number)
         elif not self.ended:
@@ -456,7 +452,7 @@ class Session:
         """A caller makes a tensor in a slot, and drops it; its code may have left the slot by then."""
         slot = self.held[index].slot
         with self.loop.running(), contextlib.suppress(ShmringError):
-            slot.tensor(self.midst.shape(), torch.uint8)
+            slot.tensor(cast(Any, self.midst.shape()), torch.uint8)
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
