@@ -227,7 +227,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "Waiter": {"nbytes", "held"},
     }  # fmt: skip
     assert fields(Caller) == {"wants", "detail", "task", "slots", "number"}
-    assert fields(Handling) == {"claim", "number", "replies", "replying", "is_last", "is_released"}
+    assert fields(Handling) == {"claim", "number", "replies", "replying", "is_last", "is_released", "is_left"}
     assert fields(HeldReply) == {"generation", "start", "blocks", "array"}
 
 
