@@ -1,0 +1,294 @@
+"""Puts faults into a copy of the sources, one at a time, and looks whether a check notices: what ``make guards`` and ``make mutants`` share.
+
+What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have the fault as
+well, for checks that read them, and because it is all that Python needs. As many checks run at a time as there are cores, each in a copy of
+its own: in a process that is forked from this one, which has imported what takes longest.
+"""
+
+from __future__ import annotations
+
+import collections
+import compileall
+import contextlib
+import dataclasses
+import importlib
+import os
+import py_compile
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.switches import DECLARATION, HEADER, VARIABLE, Change, with_switches
+
+ROOT = Path(__file__).resolve().parents[1]
+_COPIED = ("shmring", "engine", "frontend", "bench", "tests", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+_PACKAGES = ("shmring", "engine", "frontend", "bench", "tests")
+_IMPORTED = ("torch", "numpy", "hypothesis", "msgspec", "uvloop")
+_CYTHON = (".pyx", ".pxd")
+_C = (".c", ".h")
+_TEST_TIMEOUT_S = 60
+_TIMEOUT_S = 90  # of a check that hangs where no signal of pytest's reaches it: in C
+_ALL_TIMEOUT_S = 900
+_Key = TypeVar("_Key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Something that can be wrong, and who must notice.
+
+    Attributes:
+        name: what is wrong then; of a guard, what holds as long as it is there.
+        file: where.
+        old: what stands there, exactly once.
+        new: what stands there with the fault.
+        test: arguments of pytest.
+        reason: why nobody need notice; empty if somebody must.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    reason: str = ""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is there only after a build."""
+        return self.file.endswith((*_CYTHON, *_C))
+
+
+def faults_in(file: str, *faults: tuple[str, ...]) -> tuple[Fault, ...]:
+    """Returns the faults of one file; each without that file's name."""
+    return tuple(Fault(name, file, *rest) for name, *rest in faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a check ended.
+
+    Attributes:
+        how: ``passed``, ``failed``, ``hung``, or the name of the signal that ended it.
+        who: the first test that failed; empty if none could say so.
+        seconds: how long it took.
+        output: what it printed.
+    """
+
+    how: str
+    who: str
+    seconds: float
+    output: str
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether the check did not just pass."""
+        return self.how != "passed"
+
+
+def check_place(fault: Fault, root: Path = ROOT) -> str:
+    """Returns the source in which a fault is to be; ends the program where it does not fit, before much time is spent."""
+    source = (root / fault.file).read_text()
+    if source.count(fault.old) != 1:
+        sys.exit(f"{fault.name}: its code stands {source.count(fault.old)} times in {fault.file}; the table is out of date")
+    for test in shlex.split(fault.test):
+        file, _, name = test.partition("::")
+        if file.startswith("tests/") and f"{name.partition('[')[0]}" not in (root / file).read_text():
+            sys.exit(f"{fault.name}: there is no {test}; the table is out of date")
+    return source
+
+
+def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
+    """Tries faults, and yields how the check of each ended, as soon as it has.
+
+    Ends the program if a check fails without any fault.
+
+    Args:
+        faults: that are built.
+        chosen: those of them that are tried.
+    """
+    for fault in faults:
+        check_place(fault)
+    with tempfile.TemporaryDirectory() as directory:
+        copies = build_copies(faults, Path(directory))
+        passes_without(chosen, copies)
+        yield from _run(faults, chosen, copies)
+
+
+def build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
+    """Builds all faults, and returns a copy for each core."""
+    begun_s = time.monotonic()
+    first = directory / "0"
+    first.mkdir()
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(source, first / name)
+    changes = collections.defaultdict(list)
+    for number, fault in enumerate(faults, 1):
+        if fault.is_compiled:
+            changes[fault.file].append(Change(number, fault.old, fault.new))
+    for file, of_file in changes.items():
+        (first / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(_CYTHON), of_file))
+    if changes:
+        (first / "shmring/core/fault.h").write_text(HEADER)
+        (first / "shmring/core/fault.pxd").write_text(DECLARATION)
+    _build(first, ["-include", str(first / "shmring/core/fault.h")] if changes else [])
+    for file in changes:
+        shutil.copy(ROOT / file, first / file)
+    # By what stands in a file and not by its date: the faults of a second have the same.
+    by_content = py_compile.PycInvalidationMode.CHECKED_HASH
+    for name in _PACKAGES:
+        compileall.compile_dir(first / name, quiet=2, invalidation_mode=by_content)
+    copies = [first, *(directory / str(number) for number in range(1, len(os.sched_getaffinity(0))))]
+    for copy in copies[1:]:
+        shutil.copytree(first, copy, ignore=shutil.ignore_patterns("build"))
+    print(f"built in {time.monotonic() - begun_s:.0f} s", flush=True)
+    return copies
+
+
+def _build(copy: Path, flags: Sequence[str]) -> None:
+    """Without optimising, which takes half of the time."""
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--parallel={len(os.sched_getaffinity(0))}"]
+    cflags = shlex.join(["-O0", "-fwrapv", "-DNDEBUG", "-w", *flags])
+    result = subprocess.run(build, cwd=copy, env={**os.environ, "CFLAGS": cflags}, capture_output=True, check=False)
+    if result.returncode:
+        sys.exit(f"the core can't be built:\n{result.stdout.decode()}{result.stderr.decode()}")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> None:
+    """Ends the program unless all checks pass without a fault."""
+    begun_s = time.monotonic()
+    tests = sorted({fault.test for fault in chosen})
+    together = " ".join(test for test in tests if " " not in test)
+    for test in [together, *(test for test in tests if " " in test)]:
+        for _, outcome in _results({None: _start(test, copies[0], {}, _ALL_TIMEOUT_S)} if test else {}):
+            if outcome.is_noticed:
+                sys.exit(f"without a fault, {outcome.who or test} {outcome.how}:\n{outcome.output}")
+    print(f"without a fault, all pass in {time.monotonic() - begun_s:.0f} s", flush=True)
+
+
+def _run(faults: Sequence[Fault], chosen: Sequence[Fault], copies: Sequence[Path]) -> Iterator[tuple[Fault, Outcome]]:
+    numbers = {fault: number for number, fault in enumerate(faults, 1)}
+    waiting = collections.deque(chosen)
+    free = list(copies)
+    running: dict[Fault, _Check] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                fault, copy = waiting.popleft(), free.pop()
+                (copy / fault.file).write_text((ROOT / fault.file).read_text().replace(fault.old, fault.new))
+                environment = {VARIABLE: str(numbers[fault])} if fault.is_compiled else {}
+                running[fault] = _start(fault.test, copy, environment, _TIMEOUT_S)
+            for fault, outcome in _results(running):
+                copy = running.pop(fault).copy
+                shutil.copy(ROOT / fault.file, copy / fault.file)
+                free.append(copy)
+                yield fault, outcome
+                break
+    finally:
+        for check in running.values():
+            _kill(check.pid)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    pid: int
+    pidfd: int
+    printed: Path
+    copy: Path
+    begun_s: float
+    deadline_s: float
+
+
+def _start(test: str, copy: Path, environment: Mapping[str, str], timeout_s: float) -> _Check:
+    """Runs tests in a child, until one of them fails."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    printed = copy / "printed"
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        _be_pytest(test, copy, environment, printed)
+    now_s = time.monotonic()
+    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + timeout_s)
+
+
+def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: Path) -> None:
+    code = 3
+    try:
+        os.setsid()
+        os.chdir(copy)
+        output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.dont_write_bytecode = True
+        # What was freed does not look as it did before.
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", MALLOC_PERTURB_="165", **environment)
+        sys.path[0] = str(copy)
+        for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
+            del sys.modules[name]
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}", "--hypothesis-profile=unshrunk"]
+        code = pytest.main([*arguments, *shlex.split(test)])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _results(running: Mapping[_Key, _Check]) -> Iterator[tuple[_Key, Outcome]]:
+    """Yields what has ended, or was ended because its time was over; waits for the next."""
+    left = dict(running)
+    while left:
+        first_s = min(check.deadline_s for check in left.values())
+        poll = select.poll()
+        for check in left.values():
+            poll.register(check.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(max(0.0, first_s - time.monotonic()) * 1000)}
+        now_s = time.monotonic()
+        for key, check in [*left.items()]:
+            if check.pidfd in ready or now_s >= check.deadline_s:
+                del left[key]
+                yield key, _ended(check, is_late=check.pidfd not in ready)
+
+
+def _ended(check: _Check, *, is_late: bool) -> Outcome:
+    _kill(check.pid)  # and whatever its tests have left
+    os.close(check.pidfd)
+    code = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
+    output = check.printed.read_text(errors="replace")
+    named = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.MULTILINE)
+    how = "failed"
+    if is_late or "Failed: Timeout" in output or "+++ Timeout +++" in output:
+        how = "hung"
+    elif code < 0:
+        how = signal.Signals(-code).name
+    elif code == 0:
+        how = "passed"
+    elif code > 2:  # 2: what a test imports fails
+        sys.exit(f"a check could not be run:\n{output}")
+    return Outcome(how, named[1] if named else "", time.monotonic() - check.begun_s, output)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,513 @@
+"""Faults in the books: who holds which part of the slab, who waits for it, and what those who have gone leave behind."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/core/blocks.pyx",
+        (
+            "a run that is taken whole leaves an empty one behind",
+            "if run_length > length",
+            "if run_length >= length",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "a run that comes back does not join the one behind it",
+            "has_after and after >> HALF == end",
+            "False",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "a run at the end of a free one can't be carved out",
+            "if start + length > run_start + run_length",
+            "if start + length >= run_start + run_length",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "what comes back may lie over what is free behind it",
+            "(has_after and end > after >> HALF)",
+            "False",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "slots that touch count as slots that overlap",
+            "after >> HALF < start + length",
+            "after >> HALF <= start + length",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "what is carved out still counts as free",
+            """\
+        if run_start + run_length > start + length:
+            self._add(start + length, run_start + run_length - start - length)
+        self.free_units -= length
+""",
+            """\
+        if run_start + run_length > start + length:
+            self._add(start + length, run_start + run_length - start - length)
+""",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "the rest of a run is noted where the run began",
+            "_key(start + length, run_length - length)",
+            "_key(start, run_length - length)",
+            "tests/core/test_blocks.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/sorted_keys.pyx",
+        (
+            "a key that is as high as the first of a new chunk goes into that",
+            "if key > memory[0]",
+            "if key >= memory[0]",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "chunks are joined that are larger than one",
+            "chunk.count + self.chunks[place + 1].count <= CHUNK_KEYS // 2",
+            "chunk.count + self.chunks[place + 1].count <= 2 * CHUNK_KEYS",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "a key is exchanged in its chunk for one that belongs into the next",
+            "place + 1 == self.count",
+            "True",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "what is below the first key of a chunk is not found",
+            "place = self._chunk_of(key - 1)",
+            "place = self._chunk_of(key)",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "the place in a chunk is kept for the next one",
+            "place, at = place + 1, 0",
+            "place, at = place + 1, at - 1",
+            "tests/core/test_blocks.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/numbered.pyx",
+        (
+            "an entry whose own place is the gap stays behind it",
+            "((place - (self._entries[place].number * _GOLDEN >> self._shift)) & self._mask) >= ((place - gap) & self._mask)",
+            "((place - (self._entries[place].number * _GOLDEN >> self._shift)) & self._mask) > ((place - gap) & self._mask)",
+            "tests/core/test_numbered.py",
+        ),
+        (
+            "a table grows when nothing more fits, and then none is empty",
+            "if 2 * (self.count + 1) > self._mask",
+            "if self.count > self._mask",
+            "tests/core/test_numbered.py",
+        ),
+        (
+            "a table that has grown is gone through as the small one was",
+            "self._shift -= 1",
+            "pass",
+            "tests/core/test_numbered.py",
+        ),
+        (
+            "who looks for a number does not go on at the beginning of the table",
+            """\
+            if self._entries[place].number == number:
+                return self._entries[place].item
+            place = (place + 1) & self._mask
+""",
+            """\
+            if self._entries[place].number == number:
+                return self._entries[place].item
+            place = place + 1
+""",
+            "tests/core/test_numbered.py",
+        ),
+        (
+            "what is taken out still counts",
+            "self.count -= 1",
+            "pass",
+            "tests/core/test_numbered.py",
+        ),
+        (
+            "what is taken out is dropped before its new owner has it",
+            "        item = <object>found\n        _drop(found)",
+            "        _drop(found)\n        item = <object>found",
+            "tests/core/test_numbered.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/client_book.pyx",
+        (
+            "a lease that begins in the slab may end behind it",
+            "grant.offset + grant.nbytes > self.limits.slab_nbytes",
+            "grant.offset > self.limits.slab_nbytes",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a recall is not counted",
+            "self._recalls += 1",
+            "pass",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "slots are put into leases that the engine wants back",
+            "if lease.recalled:\n            return False",
+            "if False:\n            return False",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "who waits keeps leases that are empty",
+            "lease.is_empty() and (lease.recalled or first is not None)",
+            "lease.is_empty() and lease.recalled",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "two requests for leases have one number",
+            "self._token += 1",
+            "pass",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a slot that its caller holds is free when the engine releases it",
+            "if slot.held:\n            self._here.put",
+            "if False:\n            self._here.put",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a slot that is viewed is free when it is left",
+            "DISCARD_VIEWED if slot.viewed else DISCARD",
+            "DISCARD",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a lease counts as empty since it was granted",
+            "        if slot.lease.is_empty():\n            slot.lease.empty_since = now\n",
+            "        pass\n",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a lease that has been empty for exactly as long as it may be stays",
+            "lease.empty_since <= deadline",
+            "lease.empty_since < deadline",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a slot that was split still counts",
+            "self._slots_in[WRITING] -= 1",
+            "pass",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a lease all of which is kept is not given back",
+            "if lease.kept_blocks == lease.slots.length:",
+            "if False:",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "who does not wait overtakes those who do",
+            "return None if self._waiters else self.take_slot(nbytes, held)",
+            "return self.take_slot(nbytes, held)",
+            "tests/core/test_client_book.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/engine_book.pyx",
+        (
+            "slots of a submission that is refused stay taken",
+            "                        slot.lease.live.give(slot.start, slot.blocks)\n",
+            "                        pass\n",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "content of a submission that is refused stays pinned",
+            "self.kept.unpin(slot.kept)  # whose client has it pinned",
+            "pass  # whose client has it pinned",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "one request more than max_inflight is taken",
+            "<uint64_t>len(client.requests) >= self._max_inflight",
+            "<uint64_t>len(client.requests) > self._max_inflight",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "a client's memory is free with its death, whoever views it",
+            "lease.live.units == lease.kept_blocks and (client.dead or lease.given_up)",
+            "(client.dead or lease.given_up)",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "reply space that came back counts against its client",
+            "client.reply_blocks -= <uint64_t>slot.blocks",
+            "pass",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "a client releases a reply that the engine still writes",
+            "is_known = generation not in client.unsent_replies",
+            "is_known = True",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "nobody is served when content is unpinned",
+            "self._owes_service = self.host.waiting_lease_requests != 0",
+            "pass",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "the reply that exceeds a client's part of the reserve is granted",
+            "held > 0 and held + want.blocks > self._reply_reserve_blocks // 2",
+            "held > self._reply_reserve_blocks // 2",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "small replies overtake the first that needs space",
+            "break  # nobody overtakes",
+            "continue  # nobody overtakes",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "an abort releases slots that their claim has released",
+            "if slot.state_number == RELEASED:\n                continue",
+            "if False:\n                continue",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "all slots of a request are left as the first one is",
+            "viewed != NULL and viewed[place]",
+            "viewed != NULL and viewed[0]",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "a client that has gone still waits for a lease",
+            "lending.forget(client.client_id)",
+            "pass",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "a client that has gone still waits for replies",
+            """\
+        self._drop_reply_wants(client)
+        for lease in client.leases.values():
+            self._lending(lease).change(lease, DISCONNECT)
+""",
+            """\
+        for lease in client.leases.values():
+            self._lending(lease).change(lease, DISCONNECT)
+""",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "a pin more than the client has is counted down below nothing",
+            "client.pin_count -= count",
+            "client.pin_count -= 1",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "content has room when the oldest of it has gone, however large it is",
+            "        while self.kept.must_give(record.blocks):\n            self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())))\n",
+            "        if self.kept.must_give(record.blocks):\n            self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())))\n",
+            "tests/core/test_engine_book.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/kept_book.pyx",
+        (
+            "one content more than max_kept is taken where all are pinned",
+            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept",
+            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) > self.max_kept",
+            "tests/core/test_kept_book_machine.py",
+        ),
+        (
+            "content that is pinned counts as content that may go",
+            "            del self.unpinned[record.generation]\n            self.unpinned_blocks -= record.blocks",
+            "            del self.unpinned[record.generation]",
+            "tests/core/test_kept_book_machine.py",
+        ),
+        (
+            "content is kept until there is too much, and not before",
+            "self.blocks + blocks > self.max_blocks",
+            "self.blocks > self.max_blocks",
+            "tests/core/test_kept_book_machine.py",
+        ),
+        (
+            "the content that goes is the one that was used last",
+            "            self.unpinned[record.generation] = record\n",
+            "            self.unpinned[record.generation] = record\n            self.unpinned.move_to_end(record.generation, last=False)\n",
+            "tests/core/test_kept_book_machine.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/lending.pyx",
+        (
+            "content beside a window goes with what lies in it",
+            "first -= before.start + before.blocks > start",
+            "first -= before.start + before.blocks >= start",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "content that begins where a window ends is wanted for it",
+            "start < self._window.start + self._window.blocks",
+            "start <= self._window.start + self._window.blocks",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "what a client has pinned does not count as what it holds",
+            "held += client.pinned_blocks",
+            "pass",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "a client gets one lease more than max_leases",
+            "client.leases_in[self.memory] >= self._max_leases",
+            "client.leases_in[self.memory] > self._max_leases",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "a lease is recalled again for everybody who waits",
+            "                    lease.recalled = True\n",
+            "",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "what lies behind the window when a lease comes back is lost",
+            "self._give(inside_end, end - inside_end)",
+            "pass",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "what was set apart is counted after it was put back",
+            "        self._apart.clear()\n        self._apart_blocks = 0",
+            "        self._apart.clear()",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "a lease that came back still counts",
+            "client.leases_in[self.memory] -= 1",
+            "pass",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "the last range that would fit is not looked at",
+            "if start > last_start",
+            "if start >= last_start",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "who comes new gets what somebody waits for",
+            "if want.waits:\n                return None",
+            "if False:\n                return None",
+            "tests/core/test_lending.py",
+        ),
+        (
+            "a quarantined lease is as good as one that is leased",
+            "piece.lease.state_number == QUARANTINED",
+            "False",
+            "tests/core/test_lending.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/lending.pxd",
+        (
+            "a slot's header takes no room",
+            "nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1",
+            "nbytes % BLOCK_NBYTES + BLOCK_NBYTES - 1",
+            "tests/core/test_client_book.py",
+        ),
+        (
+            "a lease of nothing has no block",
+            "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)",
+            "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0)",
+            "tests/core/test_client_book.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/records.pyx",
+        (
+            "a client's first request is its second",
+            "self.last_request_id = -1",
+            "self.last_request_id = 0",
+            "tests/core/test_engine_book.py",
+        ),
+        (
+            "leases are counted in the other memory",
+            "return tuple(self.leases_in)",
+            "return tuple(reversed(self.leases_in))",
+            "tests/core/test_engine_book.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/transitions.pyx",
+        (
+            "what no table allows leads to the first state",
+            "self._next[state][event] = NOT_ALLOWED",
+            "self._next[state][event] = 0",
+            "tests/core/test_states.py",
+        ),
+        (
+            "who watches is told the state behind a transition",
+            "_watcher(self.name, self._states[state], self._events[event])",
+            "_watcher(self.name, self._states[following], self._events[event])",
+            "tests/core/test_states.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/fan_out_book.pyx",
+        (
+            "the one before a message that has gone is still behind it",
+            "            self._messages[message.newer].older = message.older\n",
+            "            pass\n",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "who waits later takes the bell from who waits already",
+            "min(earlier, wanted[place]) if earlier else wanted[place]",
+            "wanted[place]",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "no fence between saying what is wanted and the second look",
+            "fence_full()  # before the look: a worker stores its stamp",
+            "pass  # before the look: a worker stores its stamp",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "no second look after saying what is wanted",
+            "return self.sweep() > 0",
+            "return False",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "a stamp that is larger than a message's number stands for it, too",
+            "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence",
+            "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) >= message.sequence",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "the bytes of messages that were left still count",
+            "worker.unacknowledged_nbytes -= message.nbytes",
+            "pass",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "a worker that has closed keeps the first message that was sent after that",
+            "return closed != 0 and closed <= sequence",
+            "return closed != 0 and closed < sequence",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "a message goes to workers that have parted",
+            "self._member_mask &= ~(<uint64_t>1 << worker.place)",
+            "pass",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "the slots of a message that has gone are dropped when their book is",
+            "        for i in range(count):\n            drop_region(regions[i])\n",
+            "",
+            "tests/test_workers.py",
+        ),
+    ),
+)

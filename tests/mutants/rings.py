@@ -1,0 +1,230 @@
+"""Faults in what two processes share: rings of messages, the order of memory, an engine's load; and in looking at them for a while."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/core/message_ring.pyx",
+        (
+            "a record's head is published before the record is copied out",
+            """\
+        memcpy(to, self._at + AT_RECORDS + (self._head & (self._capacity - 1)) + LENGTH_NBYTES, nbytes)
+        self._head += _up(LENGTH_NBYTES + <uint64_t>nbytes)
+        store_release_u64(self._at + AT_HEAD, self._head)""",
+            """\
+        store_release_u64(self._at + AT_HEAD, self._head + _up(LENGTH_NBYTES + <uint64_t>nbytes))
+        memcpy(to, self._at + AT_RECORDS + (self._head & (self._capacity - 1)) + LENGTH_NBYTES, nbytes)
+        self._head += _up(LENGTH_NBYTES + <uint64_t>nbytes)""",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "no fence between publishing a record and the look whether its reader sleeps",
+            "fence_full()  # after the tail",
+            "pass  # after the tail",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "no fence between saying that a reader sleeps and its second look",
+            "fence_full()  # before the second look: the writer publishes its tail",
+            "pass  # before the second look: the writer publishes its tail",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "no fence between saying that a writer waits and its second look",
+            "fence_full()  # before the second look: the reader publishes its head",
+            "pass  # before the second look: the reader publishes its head",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a reader falls asleep without a second look",
+            "if load_acquire_u64(self._at + AT_TAIL) != self._head",
+            "if False",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a writer waits for room without a second look",
+            "if self._tail + self._needed(<uint32_t>nbytes) - self._head <= self._capacity",
+            "if False",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a record that ends where the ring does begins at the start instead",
+            "if needed > to_end",
+            "if needed >= to_end",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "room for the skip before a record is counted where none is needed",
+            "return needed if needed <= to_end else to_end + needed",
+            "return needed if needed < to_end else to_end + needed",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "room for the skip before a record is not counted",
+            "return needed if needed <= to_end else to_end + needed",
+            "return needed",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a ring that is full takes eight bytes more",
+            "if self._tail + needed - self._head > self._capacity:\n                return NULL",
+            "if self._tail + needed - self._head > self._capacity + STEP:\n                return NULL",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a reader's count that has passed the tail is believed",
+            "head - self._head > self._tail - self._head",
+            "False",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a writer's count is believed whatever the ring holds",
+            "published > self._capacity",
+            "False",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "the length of a record is compared with nothing that bounds its copy",
+            "length > self._largest_record_nbytes",
+            "False",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "a skip with nothing behind it is believed",
+            "if to_end >= published",
+            "if to_end > published",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "who hears a ring between its turns does not ring for the room",
+            "        self.wake_writer()\n        return True\n",
+            "        return True\n",
+            "tests/transport/test_link.py",
+        ),
+        (
+            "a reader says for ever that it is reading, after its taker has raised",
+            "            kept.is_reading = False",
+            "            pass",
+            "tests/transport/test_rings.py",
+        ),
+        (
+            "a sleeper's flag is seen, and is not taken: it is rung for each record",
+            "not load_relaxed_u32(self._at + AT_READER_SLEEPS) or not exchange_u32(self._at + AT_READER_SLEEPS, 0)",
+            "not load_relaxed_u32(self._at + AT_READER_SLEEPS)",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "records overtake those that wait for room",
+            "not self.blocked and self._forks == forks()",
+            "self._forks == forks()",
+            "tests/transport/test_link.py",
+        ),
+        (
+            "a frontend that gives up is taken for one that rings",
+            "2 if bytes_read[index] == 1 else 4",
+            "4",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "the end of a ring is bounded anew whenever it is said",
+            "if not self._is_ending:",
+            "if True:",
+            "tests/core/test_message_ring.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/atomics.h",
+        (
+            "a release store orders nothing",
+            "__atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE);",
+            "__atomic_store_n((uint64_t *)at, value, __ATOMIC_RELAXED);",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "an acquire load orders nothing",
+            "return __atomic_load_n((const uint64_t *)at, __ATOMIC_ACQUIRE);",
+            "return __atomic_load_n((const uint64_t *)at, __ATOMIC_RELAXED);",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "the full fence lets loads pass stores",
+            "__atomic_thread_fence(__ATOMIC_SEQ_CST);",
+            "__atomic_thread_fence(__ATOMIC_ACQ_REL);",
+            "tests/core/test_message_ring.py",
+        ),
+        (
+            "two threads that take a reference take one",
+            "__atomic_fetch_add(count, 1, __ATOMIC_RELAXED);",
+            "*(volatile int32_t *)count += 1;",
+            "tests/core/test_views.py -k thread",
+        ),
+        (
+            "two threads that drop a reference drop one",
+            "return __atomic_sub_fetch(count, 1, __ATOMIC_ACQ_REL);",
+            "return *(volatile int32_t *)count -= 1;",
+            "tests/core/test_views.py -k thread",
+        ),
+        (
+            "what a dropped reference says is how many there were",
+            "return __atomic_sub_fetch(count, 1, __ATOMIC_ACQ_REL);",
+            "return __atomic_fetch_sub(count, 1, __ATOMIC_ACQ_REL);",
+            "tests/core/test_views.py",
+        ),
+        (
+            "who pushes on the stack does not look whether its top has changed",
+            "return __atomic_compare_exchange_n(top, seen, item, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);",
+            "__atomic_store_n(top, item, __ATOMIC_RELEASE); return 1;",
+            "tests/core/test_views.py -k thread",
+        ),
+        (
+            "the stack is taken in two steps",
+            "return __atomic_exchange_n(top, instead, __ATOMIC_ACQ_REL);",
+            "void *taken = __atomic_load_n(top, __ATOMIC_ACQUIRE); __atomic_store_n(top, instead, __ATOMIC_RELEASE); return taken;",
+            "tests/core/test_views.py -k thread",
+        ),
+        (
+            "a flag is exchanged in two steps",
+            "return __atomic_exchange_n((uint32_t *)at, value, __ATOMIC_ACQ_REL);",
+            "uint32_t former = *(volatile uint32_t *)at; *(volatile uint32_t *)at = value; return former;",
+            "tests/core/test_message_ring.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/load.pyx",
+        (
+            "what waits is published as what is in flight",
+            "store_relaxed_u64(self._at + _AT_WAITING, waiting)",
+            "store_relaxed_u64(self._at + _AT_WAITING, in_flight)",
+            "tests/transport/test_load.py",
+        ),
+        (
+            "a forked child looks into a page that it does not have",
+            "return load_relaxed_u64(self._at + _AT_IN_FLIGHT) if self._forks == forks() else 0",
+            "return load_relaxed_u64(self._at + _AT_IN_FLIGHT)",
+            "tests/transport/test_load.py",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/looking.pyx",
+        (
+            "it is looked until the time begins",
+            "return after < self._until",
+            "return after > self._until",
+            "tests/test_workers.py",
+        ),
+        (
+            "moments in vain are counted on after one that was not",
+            "0 if found else self._vain + 1",
+            "self._vain + 1",
+            "tests/test_threads.py",
+        ),
+        (
+            "looking is left out for ever after one time in which others wanted the core",
+            "self._left_out -= 1",
+            "pass",
+            "tests/transport/test_polling.py",
+        ),
+    ),
+)
