@@ -590,3 +590,34 @@ async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any
             await submission.next()
     await client.close()
     await settled(ring)
+
+
+async def test_each_slot_of_a_claim_drains_for_its_own_views(ends: Ends, eventually: Any) -> None:
+    slots = await ends.client.slots([5000, 5000])
+    _, claim = await ends.claim([slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)])
+    with claim:
+        first, second = claim.payload
+        del first
+    for slot in slots:
+        slot.close()
+    assert ends.ring.statistics().slots_draining == 1
+    assert second.eq(1).all()
+    del second
+    await eventually(lambda: not ends.ring.statistics().slots_in_use)
+
+
+async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes(ends: Ends, hold: Any, turns: Any) -> None:
+    submission, claim = await ends.claim("x")
+    link = ends.client._session.link  # type: ignore[union-attr]
+    go_on = hold(link)
+    replying = [asyncio.create_task(claim.reply(bytes(10_000))) for _ in range(100)]
+    await turns()
+    assert not all(task.done() for task in replying), "the ring is full"
+    go_on()
+    bells = link.reader.bells
+    await submission.next()
+    assert link.reader.bells == bells + 1
+    for _ in range(99):
+        await submission.next()
+    claim.done()
+    await asyncio.gather(*replying)

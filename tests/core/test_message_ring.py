@@ -315,6 +315,17 @@ def test_skips_with_nothing_behind_them_are_the_writers_fault(pair: Pair, tail: 
         pair.reader.read()
 
 
+def test_after_its_writers_end_a_ring_is_read_once_and_no_further(pair: Pair) -> None:
+    taken: list[bytes] = []
+    for _ in range(4):
+        pair.reader.expect_the_end()
+        while pair.writer.write(bytes(28)):
+            pass
+        pair.reader.deliver(taken.append, 100, lambda: 0.0, 1.0)
+    assert len(taken) == 8, "as many as fit in the ring"
+    assert pair.reader.stopped
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(range(RECORDS, RECORDS + 64, 8)), st.integers(0, 2**32 - 1) | st.just(SKIP))),
     st.integers(0, 72),

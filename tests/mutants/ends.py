@@ -11,13 +11,13 @@ FAULTS = (
             "what was awaited happens again",
             "if awaited._begun:\n            raise",
             "if False:\n            raise",
-            "tests/test_awaiting.py",
+            "tests/test_awaiting.py::test_it_is_a_coroutine_to_those_who_look",
         ),
         (
             "what is cancelled by a throw does not give up what it has",
             "            self._inner = None\n            self.gave_up()\n            raise",
             "            self._inner = None\n            raise",
-            "tests/test_awaiting.py",
+            "tests/test_workers.py::test_a_gather_times_out_with_the_ranks_and_a_late_reply_is_counted",
         ),
         (
             "what fails while it waits does not give up what it has",
@@ -29,7 +29,7 @@ FAULTS = (
             "what was closed before it began counts as forgotten",
             "inner, self._inner, self._begun = self._inner, None, True",
             "inner, self._inner = self._inner, None",
-            "tests/test_awaiting.py",
+            "tests/test_awaiting.py::test_it_is_a_coroutine_to_those_who_look",
         ),
         (
             "what was waited for is never let go",
@@ -50,13 +50,13 @@ FAULTS = (
             "a request overtakes copies that wait for their turn",
             "if self._copier.copied_in_turn:",
             "if False:",
-            "tests/test_client.py",
+            "tests/test_client.py::test_after_12_mib_of_large_copies_the_loop_has_a_turn_before_the_next",
         ),
         (
             "a slot on a GPU is one in host memory",
             "if end is not None and self.device is None",
             "if end is not None",
-            "tests/memory/test_device_slots.py",
+            "tests/memory/test_device_slots.py::test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy",
         ),
         (
             "who keeps a submission keeps its payload",
@@ -74,7 +74,7 @@ FAULTS = (
             "a slot is not left with its block",
             "self.slot._close()",
             "pass",
-            "tests/test_slot.py",
+            "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),
     ),
     *faults_in(
@@ -101,13 +101,13 @@ FAULTS = (
             "a tensor may begin in a slot and end behind it",
             "if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes",
             "if nbytes > self.nbytes",
-            "tests/test_slot.py",
+            "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),
         (
             "tensors in a slot are not aligned",
             "offset[0] = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)",
             "offset[0] = self.cursor",
-            "tests/test_slot.py",
+            "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),
         (
             "a shape whose bytes overflow is one of few bytes",
@@ -119,7 +119,7 @@ FAULTS = (
             "a reply's slot may lie behind the slab",
             "if slot.offset + HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes",
             "if False",
-            "tests/test_session.py",
+            "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
         ),
         (
             "one reply more may be unread than there may be",
@@ -131,7 +131,7 @@ FAULTS = (
             "a reply's slot may have another generation",
             "numbers[0] != slot.generation or numbers[1] != slot.nbytes",
             "numbers[1] != slot.nbytes",
-            "tests/test_session.py",
+            "tests/test_session.py::test_a_reply_slot_that_holds_something_else_is_stale",
         ),
         (
             "a reply that nobody views keeps its slot",
@@ -161,13 +161,13 @@ FAULTS = (
             "replies to a request that has failed keep their slots",
             "if error is not None:\n            self.drop_replies()",
             "if False:\n            self.drop_replies()",
-            "tests/test_client.py",
+            "tests/test_client.py::test_unread_replies_are_bounded",
         ),
         (
             "who waited for a request still does when it looks again",
             "        self.submission.waiter = None\n        return self.happen()",
             "        return self.happen()",
-            "tests/test_client.py",
+            "tests/test_client.py::test_many_requests_are_in_flight_at_once",
         ),
         (
             "one slot more than there is room for is described on the stack",
@@ -185,7 +185,7 @@ FAULTS = (
             "a reply to a request that was aborted keeps its slot",
             "        if content.slot_count:\n            self.shell.release_replies([content.slot_numbers.generation])\n",
             "",
-            "tests/test_client.py",
+            "tests/test_client.py::test_a_reply_that_comes_after_its_abort_gives_its_space_back",
         ),
     ),
     *faults_in(
@@ -200,7 +200,7 @@ FAULTS = (
             "a tensor that was made in a slot is kept after the slot was left",
             "        _drop(gone.record)\n        _drop_unless_null(gone.tensor)",
             "        _drop(gone.record)",
-            "tests/test_slot.py",
+            "tests/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
         ),
         (
             "a slot that others push out of the list is found no more",
@@ -233,7 +233,7 @@ FAULTS = (
             "a forked child takes itself for its parent",
             "fork_count += 1",
             "pass",
-            "tests/core/test_forks.py",
+            "tests/core/test_forks.py::test_a_child_knows_that_it_is_one_and_its_parent_that_it_is_none",
         ),
     ),
     *faults_in(
@@ -242,7 +242,7 @@ FAULTS = (
             "compiled code does not see that it was forked",
             "return fork_count",
             "return 0",
-            "tests/core/test_forks.py",
+            "tests/core/test_forks.py::test_a_child_knows_that_it_is_one_and_its_parent_that_it_is_none",
         ),
     ),
     *faults_in(
@@ -278,19 +278,19 @@ FAULTS = (
             "of those that wait, the one behind remembers the one that has gone",
             "after._before = <PyObject*>before",
             "pass",
-            "tests/test_claim.py",
+            "tests/test_claim.py::test_large_replies_of_many_claims_at_once_do_not_end_the_connection",
         ),
         (
             "the last that has gone is still the last",
             "self._last = before",
             "pass",
-            "tests/test_claim.py",
+            "tests/test_claim.py::test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nobody",
         ),
         (
             "a request that has ended counts as one that is in flight",
             "        claim._is_known = False\n        self._known -= 1\n",
             "        claim._is_known = False\n",
-            "tests/test_claim.py",
+            "tests/test_claim.py::test_leaving_the_block_finishes_the_request",
         ),
         (
             "a payload in a slot may be of any length",
@@ -308,7 +308,7 @@ FAULTS = (
             "slots are released twice",
             "claim.released = True",
             "pass",
-            "tests/test_claim.py",
+            "tests/test_claim.py::test_leaving_the_block_finishes_the_request",
         ),
         (
             "callbacks are called at each end of a request",
@@ -320,19 +320,19 @@ FAULTS = (
             "who has sent a payload is convicted of what others wrote into its slot",
             "not is_payload_shared",
             "True",
-            "tests/integration/test_forged.py",
+            "tests/integration/test_forged.py::test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_else",
         ),
         (
             "a slot's header may say another size",
             "if numbers[0] != slot.generation or numbers[1] != slot.nbytes",
             "if numbers[0] != slot.generation",
-            "tests/integration/test_forged.py",
+            "tests/integration/test_forged.py::test_a_header_that_differs_from_its_descriptor_is_stale",
         ),
         (
             "an end that was left keeps its rings mapped",
             "self._writer, self._reader = None, None",
             "pass",
-            "tests/test_ring.py",
+            "tests/test_ring.py::test_closing_for_a_reason_that_is_no_text_closes",
         ),
         (
             "nobody is told that a turn of a frontend is over before its records are",
@@ -359,7 +359,7 @@ FAULTS = (
             "a message does not keep the slots of claims that it shows",
             "hold_region(parcel.regions[place])",
             "pass",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker",
         ),
         (
             "who finds no place does not look what was acknowledged",
@@ -377,13 +377,13 @@ FAULTS = (
             "a worker that sleeps is not woken for a message",
             "            worker.writer.wake_reader()\n",
             "            pass\n",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_a_payload_is_decoded_into_a_type_or_fails_alone",
         ),
         (
             "memory of a message that was not sent stays taken",
             "self.book.give_blocks(parcel.start, parcel.blocks)",
             "pass",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor",
         ),
         (
             "a reply to the next message is believed",
@@ -395,7 +395,7 @@ FAULTS = (
             "a payload keeps the last claim alive that it was looked for in",
             "self.found, self._last = [], None",
             "self.found = []",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_a_claim_that_was_shared_and_is_dropped_fails_its_request",
         ),
         (
             "who was to get a message and has broken the rules just now gets it",
@@ -407,7 +407,7 @@ FAULTS = (
             "a reply stands in the place of another worker",
             "self.answers[self._orders[worker.place]] = answer",
             "self.answers[worker.place] = answer",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_replies_are_in_order_of_rank",
         ),
     ),
     *faults_in(
@@ -416,7 +416,7 @@ FAULTS = (
             "who waits for room takes the bell of who sleeps for a message",
             "if descriptors[0].revents and not self._is_receiving",
             "if descriptors[0].revents",
-            "tests/core/test_worker_end.py",
+            "tests/core/test_worker_end.py::test_who_waits_for_room_takes_no_bell_from_who_receives",
         ),
         (
             "no fence between acknowledging a message and the look whether the engine waits for it",
@@ -434,7 +434,7 @@ FAULTS = (
             "a worker says that it closed one message sooner",
             "store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence + 1)",
             "store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence)",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
         ),
         (
             "a message's slot may lie behind the engine's memory",
@@ -464,7 +464,7 @@ FAULTS = (
             "the page goes before the last message was acknowledged",
             "        take_reference(&self._page.references)\n",
             "",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_a_payload_is_decoded_into_a_type_or_fails_alone",
         ),
         (
             "a signal does not end waiting",

@@ -11,7 +11,7 @@ FAULTS = (
             "tensors are not aligned to lines of the cache",
             "return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)",
             "return nbytes",
-            "tests/memory/test_payload.py",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
         ),
         (
             "what was encoded is lost where it grows",
@@ -284,7 +284,7 @@ FAULTS = (
             "content that was copied to its slot counts as written in place",
             "content.is_copied_to_slot = is_copied",
             "content.is_copied_to_slot = False",
-            "tests/test_kept.py",
+            "tests/test_kept.py::test_what_does_not_lie_in_one_slot_is_copied_to_one",
         ),
         (
             "kept content has the blocks of its bytes without a header",
