@@ -276,7 +276,6 @@ def _ended(check: _Check, *, is_late: bool) -> Outcome:
     os.close(check.pidfd)
     code = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
     output = check.printed.read_text(errors="replace")
-    named = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.MULTILINE)
     how = "failed"
     if is_late or "Failed: Timeout" in output or "+++ Timeout +++" in output:
         how = "hung"
@@ -286,7 +285,14 @@ def _ended(check: _Check, *, is_late: bool) -> Outcome:
         how = "passed"
     elif code > 2:  # 2: what a test imports fails
         sys.exit(f"a check could not be run:\n{output}")
-    return Outcome(how, named[1] if named else "", time.monotonic() - check.begun_s, output)
+    return Outcome(how, _who(output), time.monotonic() - check.begun_s, output)
+
+
+def _who(output: str) -> str:
+    """The first test that failed, or in which it crashed or hung."""
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.MULTILINE)
+    inside = re.search(r'^  File "\S*/tests/(\S+)", line \d+ in (test_\w+)', output, re.MULTILINE)
+    return failed[1] if failed else f"{inside[1]}::{inside[2]}" if inside else ""
 
 
 def _kill(group: int) -> None:

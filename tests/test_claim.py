@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.messages import Abort
 from shmring.transport.polling import RECORDS_IN_TURN
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -621,3 +622,62 @@ async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_make
         await submission.next()
     claim.done()
     await asyncio.gather(*replying)
+
+
+async def test_a_reply_without_tensors_that_lies_in_a_slot_gives_it_back_when_it_was_read(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim("x")
+    with claim:
+        await claim.reply(bytes(65_000))
+        assert ends.ring.statistics().reply_free_nbytes < ends.ring.statistics().reply_nbytes
+        assert await submission.next() == bytes(65_000)
+        await eventually(lambda: ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes)
+
+
+async def test_what_has_come_is_there_without_a_turn_of_the_loop(ends: Ends) -> None:
+    submission, claim = await ends.claim("x")
+    for number in range(3):
+        claim.reply_nowait(number)
+        with pytest.raises(StopIteration) as there:
+            submission.next().send(None)
+        assert there.value.value == number
+    claim.done()
+
+
+async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends: Ends, eventually: Any) -> None:
+    """Also where the link to its frontend sleeps."""
+    [frontend] = ends.ring._frontends.values()
+    await eventually(lambda: not frontend.link._awake)
+    ends.client.submit_nowait("x")
+    with pytest.raises(StopIteration) as there:
+        ends.ring.claim().send(None)
+    with there.value.value as claim:
+        assert claim.payload == "x"
+
+
+async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ends: Ends, hold: Any, turns: Any) -> None:
+    session = ends.client._session
+    assert session is not None
+    while session.link.can_write:
+        session.link.send(Abort(1))  # a request that there is not
+    [frontend] = ends.ring._frontends.values()
+    for _ in range(100):
+        frontend.link.poll()
+    with pytest.raises(shmring.WouldBlock):
+        ends.client.submit_nowait("x")
+    await turns()
+    ends.client.submit_nowait("x")
+    with await ends.ring.claim() as claim:
+        assert claim.payload == "x"
+
+
+async def test_five_slots_in_one_request(ends: Ends) -> None:
+    slots = await ends.client.slots([5000] * 5)
+    views = [slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
+    submission, claim = await ends.claim(views)
+    with claim:
+        assert [int(view[0]) for view in claim.payload] == [0, 1, 2, 3, 4]
+        await claim.reply("seen")
+    assert await submission.result() == "seen"
+    del views
+    for slot in slots:
+        slot.close()

@@ -64,12 +64,13 @@ FAULTS = (
             "if key > memory[0]",
             "if key >= memory[0]",
             "tests/core/test_blocks.py",
+            "Equivalent: no key is there twice.",
         ),
         (
             "chunks are joined that are larger than one",
             "chunk.count + self.chunks[place + 1].count <= CHUNK_KEYS // 2",
             "chunk.count + self.chunks[place + 1].count <= 2 * CHUNK_KEYS",
-            "tests/core/test_blocks.py",
+            "tests/core/test_blocks.py::test_ten_thousand_live_runs_lie_where_the_models_lie",
         ),
         (
             "a key is exchanged in its chunk for one that belongs into the next",
@@ -82,6 +83,7 @@ FAULTS = (
             "place = self._chunk_of(key - 1)",
             "place = self._chunk_of(key)",
             "tests/core/test_blocks.py",
+            "Equivalent: nobody asks with a key that is there, since the keys of runs have a length and those of slots a header before them.",
         ),
         (
             "the place in a chunk is kept for the next one",
@@ -102,13 +104,14 @@ FAULTS = (
             "a table grows when nothing more fits, and then none is empty",
             "if 2 * (self.count + 1) > self._mask",
             "if self.count > self._mask",
-            "tests/core/test_numbered.py",
+            "tests/core/test_numbered.py::test_what_a_table_does_not_have_is_looked_for_up_to_an_empty_entry",
         ),
         (
             "a table that has grown is gone through as the small one was",
             "self._shift -= 1",
             "pass",
             "tests/core/test_numbered.py",
+            "Only where entries are: they lie closer, so it is slower and never wrong.",
         ),
         (
             "who looks for a number does not go on at the beginning of the table",
@@ -134,7 +137,7 @@ FAULTS = (
             "what is taken out is dropped before its new owner has it",
             "        item = <object>found\n        _drop(found)",
             "        _drop(found)\n        item = <object>found",
-            "tests/core/test_numbered.py",
+            "tests/core/test_numbered.py::test_it_is_a_dict",
         ),
     ),
     *faults_in(
@@ -278,7 +281,7 @@ FAULTS = (
             "all slots of a request are left as the first one is",
             "viewed != NULL and viewed[place]",
             "viewed != NULL and viewed[0]",
-            "tests/core/test_engine_book.py",
+            "tests/test_claim.py::test_each_slot_of_a_claim_drains_for_its_own_views",
         ),
         (
             "a client that has gone still waits for a lease",
@@ -318,25 +321,25 @@ FAULTS = (
             "one content more than max_kept is taken where all are pinned",
             "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept",
             "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) > self.max_kept",
-            "tests/core/test_kept_book_machine.py",
+            "tests/core/test_kept_book.py::test_where_as_many_are_pinned_as_may_be_kept_another_one_is_not_kept",
         ),
         (
             "content that is pinned counts as content that may go",
             "            del self.unpinned[record.generation]\n            self.unpinned_blocks -= record.blocks",
             "            del self.unpinned[record.generation]",
-            "tests/core/test_kept_book_machine.py::TestKeptBookMachine::runTest",
+            "tests/core/test_engine_book.py::test_pins_are_taken_back_as_often_as_they_are_named",
         ),
         (
             "content is kept until there is too much, and not before",
             "self.blocks + blocks > self.max_blocks",
             "self.blocks > self.max_blocks",
-            "tests/core/test_kept_book_machine.py",
+            "tests/core/test_engine_book.py::test_as_much_of_the_oldest_content_goes_as_new_content_needs",
         ),
         (
             "the content that goes is the one that was used last",
             "            self.unpinned[record.generation] = record\n",
             "            self.unpinned[record.generation] = record\n            self.unpinned.move_to_end(record.generation, last=False)\n",
-            "tests/core/test_kept_book_machine.py",
+            "tests/core/test_engine_book.py::test_content_that_was_used_last_goes_last",
         ),
     ),
     *faults_in(
@@ -345,7 +348,7 @@ FAULTS = (
             "content beside a window goes with what lies in it",
             "first -= before.start + before.blocks > start",
             "first -= before.start + before.blocks >= start",
-            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+            "tests/core/test_kept_book.py::test_what_is_kept_beside_a_range_that_somebody_waits_for_stays",
         ),
         (
             "content that begins where a window ends is wanted for it",
@@ -471,13 +474,13 @@ FAULTS = (
             "no fence between saying what is wanted and the second look",
             "fence_full()  # before the look: a worker stores its stamp",
             "pass  # before the look: a worker stores its stamp",
-            "tests/core/test_fan_out_book_machine.py",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
         ),
         (
             "no second look after saying what is wanted",
             "return self.sweep() > 0",
             "return False",
-            "tests/core/test_fan_out_book_machine.py::TestFanOutBook::runTest",
+            "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
         ),
         (
             "a stamp that is larger than a message's number stands for it, too",
@@ -489,7 +492,7 @@ FAULTS = (
             "the bytes of messages that were left still count",
             "worker.unacknowledged_nbytes -= message.nbytes",
             "pass",
-            "tests/core/test_fan_out_book_machine.py::TestFanOutBook::runTest",
+            "tests/core/test_fan_out_book_machine.py::TestFanOutBook",
         ),
         (
             "a worker that has closed keeps the first message that was sent after that",
@@ -501,7 +504,7 @@ FAULTS = (
             "a message goes to workers that have parted",
             "self._member_mask &= ~(<uint64_t>1 << worker.place)",
             "pass",
-            "tests/core/test_fan_out_book_machine.py",
+            "tests/core/test_fan_out_book_machine.py::TestFanOutBook",
         ),
         (
             "the slots of a message that has gone are dropped when their book is",
