@@ -1,8 +1,8 @@
-"""Puts faults into a copy of the sources, one at a time, and looks whether a check notices: what ``make guards`` and ``make mutants`` share.
+"""Puts faults into copies of the sources, and looks whether checks notice: what ``make guards`` and ``make mutants`` share.
 
-What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have the fault as
-well, for checks that read them, and because it is all that Python needs. As many checks run at a time as there are cores, each in a copy of
-its own: in a process that is forked from this one, which has imported what takes longest.
+What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have
+the fault as well, for checks that read them, and because it is all that Python needs. As many checks run at a time as there are
+cores, each in a copy of its own: in a process that is forked from this one, which has imported what takes longest.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
+from shmring.memory.slab import sweep
 from tests.switches import DECLARATION, HEADER, VARIABLE, Change, with_switches
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,6 @@ _C = (".c", ".h")
 _TEST_TIMEOUT_S = 60
 _TIMEOUT_S = 90  # of a check that hangs where no signal of pytest's reaches it: in C
 _ALL_TIMEOUT_S = 900
-_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,8 @@ def check_place(fault: Fault, root: Path = ROOT) -> str:
         sys.exit(f"{fault.name}: its code stands {source.count(fault.old)} times in {fault.file}; the table is out of date")
     for test in shlex.split(fault.test):
         file, _, name = test.partition("::")
-        if file.startswith("tests/") and f"{name.partition('[')[0]}" not in (root / file).read_text():
+        defined = rf"^(async )?def {name}\(|^{name} = " if name else ""
+        if file.startswith("tests/") and not re.search(defined, (root / file).read_text(), re.MULTILINE):
             sys.exit(f"{fault.name}: there is no {test}; the table is out of date")
     return source
 
@@ -121,12 +121,16 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
     for fault in faults:
         check_place(fault)
     with tempfile.TemporaryDirectory() as directory:
-        copies = build_copies(faults, Path(directory))
-        passes_without(chosen, copies)
-        yield from _run(faults, chosen, copies)
+        copies = _build_copies(faults, Path(directory))
+        _passes_without(chosen, copies)
+        numbers = {fault: number for number, fault in enumerate(faults, 1)}
+        for job, outcome in _run([_Job(fault.test, _TIMEOUT_S, fault, numbers[fault]) for fault in chosen], copies):
+            sweep()  # a test that has failed may leave a segment, which others would take for their own
+            if job.fault is not None:
+                yield job.fault, outcome
 
 
-def build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
+def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
     """Builds all faults, and returns a copy for each core."""
     begun_s = time.monotonic()
     first = directory / "0"
@@ -172,36 +176,47 @@ def _build(copy: Path, flags: Sequence[str]) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """Tests to be run, with a fault or without one."""
+
+    test: str
+    timeout_s: float
+    fault: Fault | None = None
+    number: int = 0
+
+
+def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> None:
     """Ends the program unless all checks pass without a fault."""
     begun_s = time.monotonic()
     tests = sorted({fault.test for fault in chosen})
-    together = " ".join(test for test in tests if " " not in test)
-    for test in [together, *(test for test in tests if " " in test)]:
-        for _, outcome in _results({None: _start(test, copies[0], {}, _ALL_TIMEOUT_S)} if test else {}):
-            if outcome.is_noticed:
-                sys.exit(f"without a fault, {outcome.who or test} {outcome.how}:\n{outcome.output}")
+    plain = [test for test in tests if " " not in test]
+    parts = [" ".join(plain[place :: len(copies)]) for place in range(min(len(copies), len(plain)))]
+    jobs = [_Job(test, _ALL_TIMEOUT_S) for test in (*parts, *(test for test in tests if " " in test))]
+    for job, outcome in _run(jobs, copies):
+        if outcome.is_noticed:
+            sys.exit(f"without a fault, {outcome.who or job.test} {outcome.how}:\n{outcome.output}")
     print(f"without a fault, all pass in {time.monotonic() - begun_s:.0f} s", flush=True)
 
 
-def _run(faults: Sequence[Fault], chosen: Sequence[Fault], copies: Sequence[Path]) -> Iterator[tuple[Fault, Outcome]]:
-    numbers = {fault: number for number, fault in enumerate(faults, 1)}
-    waiting = collections.deque(chosen)
-    free = list(copies)
-    running: dict[Fault, _Check] = {}
+def _run(jobs: Sequence[_Job], copies: Sequence[Path]) -> Iterator[tuple[_Job, Outcome]]:
+    """Runs one in each copy at a time; yields each with its outcome as soon as that is there."""
+    waiting, free = collections.deque(jobs), list(copies)
+    running: dict[_Job, _Check] = {}
     try:
         while waiting or running:
             while waiting and free:
-                fault, copy = waiting.popleft(), free.pop()
-                (copy / fault.file).write_text((ROOT / fault.file).read_text().replace(fault.old, fault.new))
-                environment = {VARIABLE: str(numbers[fault])} if fault.is_compiled else {}
-                running[fault] = _start(fault.test, copy, environment, _TIMEOUT_S)
-            for fault, outcome in _results(running):
-                copy = running.pop(fault).copy
-                shutil.copy(ROOT / fault.file, copy / fault.file)
-                free.append(copy)
-                yield fault, outcome
-                break
+                job, copy = waiting.popleft(), free.pop()
+                if job.fault is not None:
+                    source = (ROOT / job.fault.file).read_text()
+                    (copy / job.fault.file).write_text(source.replace(job.fault.old, job.fault.new))
+                running[job] = _start(job, copy)
+            job, outcome = _next_to_end(running)
+            copy = running.pop(job).copy
+            if job.fault is not None:
+                shutil.copy(ROOT / job.fault.file, copy / job.fault.file)
+            free.append(copy)
+            yield job, outcome
     finally:
         for check in running.values():
             _kill(check.pid)
@@ -217,17 +232,18 @@ class _Check:
     deadline_s: float
 
 
-def _start(test: str, copy: Path, environment: Mapping[str, str], timeout_s: float) -> _Check:
+def _start(job: _Job, copy: Path) -> _Check:
     """Runs tests in a child, until one of them fails."""
     for name in _IMPORTED:
         importlib.import_module(name)
     printed = copy / "printed"
+    environment = {VARIABLE: str(job.number)} if job.fault is not None and job.fault.is_compiled else {}
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
-        _be_pytest(test, copy, environment, printed)
+        _be_pytest(job.test, copy, environment, printed)
     now_s = time.monotonic()
-    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + timeout_s)
+    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + job.timeout_s)
 
 
 def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: Path) -> None:
@@ -246,32 +262,26 @@ def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: P
             del sys.modules[name]
         arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}", "--hypothesis-profile=unshrunk"]
         code = pytest.main([*arguments, *shlex.split(test)])
-    except BaseException:
+    except Exception:  # noqa: BLE001 - it ends here, and says so
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
-def _results(running: Mapping[_Key, _Check]) -> Iterator[tuple[_Key, Outcome]]:
-    """Yields what has ended, or was ended because its time was over; waits for the next."""
-    left = dict(running)
-    while left:
-        first_s = min(check.deadline_s for check in left.values())
-        poll = select.poll()
-        for check in left.values():
-            poll.register(check.pidfd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(max(0.0, first_s - time.monotonic()) * 1000)}
-        now_s = time.monotonic()
-        for key, check in [*left.items()]:
-            if check.pidfd in ready or now_s >= check.deadline_s:
-                del left[key]
-                yield key, _ended(check, is_late=check.pidfd not in ready)
+def _next_to_end(running: Mapping[_Job, _Check]) -> tuple[_Job, Outcome]:
+    """Waits for one to end, or ends it because its time is over."""
+    first_s = min(check.deadline_s for check in running.values())
+    poll = select.poll()
+    for check in running.values():
+        poll.register(check.pidfd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(max(0.0, first_s - time.monotonic()) * 1000)}
+    job = next(job for job, check in running.items() if check.pidfd in ready or (not ready and check.deadline_s == first_s))
+    return job, _ended(job.test, running[job], is_late=not ready)
 
 
-def _ended(check: _Check, *, is_late: bool) -> Outcome:
+def _ended(test: str, check: _Check, *, is_late: bool) -> Outcome:
     _kill(check.pid)  # and whatever its tests have left
     os.close(check.pidfd)
     code = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
@@ -284,7 +294,7 @@ def _ended(check: _Check, *, is_late: bool) -> Outcome:
     elif code == 0:
         how = "passed"
     elif code > 2:  # 2: what a test imports fails
-        sys.exit(f"a check could not be run:\n{output}")
+        sys.exit(f"{test} could not be run:\n{output}")
     return Outcome(how, _who(output), time.monotonic() - check.begun_s, output)
 
 

@@ -1,15 +1,14 @@
 """Takes the guards away one at a time, and looks whether the test that is named for each notices: ``make guards``.
 
 A test that passes without the guard it is about proves nothing. Each line below says where a guard is, what is put in its
-place, and which test must fail then. Works on copies of the sources, of which what is compiled is built once (:mod:`tests.faulty`);
-needs the tests' environment, and a compiler.
+place, and which test must fail then. It works on copies of the sources, and builds what is compiled there once
+(:mod:`tests.faulty`); it needs the tests' environment, and a compiler.
 """
 
 from __future__ import annotations
 
 import sys
 
-from shmring.memory.slab import sweep
 from tests.faulty import Fault as Guard
 from tests.faulty import try_all
 
@@ -940,7 +939,6 @@ def main() -> None:
     chosen = [guard for guard in GUARDS if not sys.argv[1:] or any(text in guard.name for text in sys.argv[1:])]
     unnoticed = []
     for guard, outcome in try_all(GUARDS, chosen):
-        sweep()  # without a guard, a test may leave a segment, which others would take for their own
         print(f"{'noticed' if outcome.is_noticed else 'UNNOTICED':9}  {guard.name}: {guard.test}", flush=True)
         if not outcome.is_noticed:
             unnoticed.append(guard)

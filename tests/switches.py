@@ -1,8 +1,8 @@
 """Puts faults into sources, each behind a switch: with ``SHMRING_FAULT=7`` in its environment, a process has the seventh fault.
 
-A fault is text that stands in the place of other text. In Cython, the lines that it changes are there twice, and ``if FAULT(7)`` says which of
-them are run: whole blocks of them, or the condition alone where only that is another one. In C, text that ends with a semicolon is
-statements, and other text is an expression.
+A fault is text that stands in the place of other text. In Cython, the lines that it changes are there twice, and an ``if
+FAULT(7)`` says which of them are run: whole blocks of them, or the condition alone where only that is another one. In C, text
+that ends with a semicolon is statements, and other text is an expression.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 VARIABLE = "SHMRING_FAULT"
 
@@ -105,7 +105,7 @@ def _indent(line: str) -> int:
 
 
 def _place(lines: Sequence[str], source: str, change: Change) -> tuple[int, int]:
-    """Returns the lines that are there twice: the ones that change, and with them whole blocks, unless only a condition does."""
+    """Returns the lines that are there twice: those that change, and with them whole blocks, unless only a condition does."""
     start = source.index(change.old)
     stop = start + len(change.old.rstrip("\n"))
     at, first, end = 0, 0, len(lines)
@@ -121,9 +121,11 @@ def _place(lines: Sequence[str], source: str, change: Change) -> tuple[int, int]
     indent = min(_indent(line) for line in lines[first:end] if line.strip())
     while _indent(lines[first]) > indent or not lines[first].strip() or _CONTINUED.match(lines[first]):
         first -= 1
-    while end < len(lines) and (not lines[end].strip() or _indent(lines[end]) > indent or (
-        _indent(lines[end]) == indent and _CONTINUED.match(lines[end])
-    )):
+    while end < len(lines) and (
+        not lines[end].strip()
+        or _indent(lines[end]) > indent
+        or (_indent(lines[end]) == indent and _CONTINUED.match(lines[end]))
+    ):
         end += 1
     while not lines[end - 1].strip():
         end -= 1
@@ -131,7 +133,7 @@ def _place(lines: Sequence[str], source: str, change: Change) -> tuple[int, int]
 
 
 def _parts(line: str, change: Change) -> tuple[str, str, str, str] | None:
-    """If only a condition changes, or what a variable begins with: what is before it, it, with the fault, and what is behind it."""
+    """If only a condition changes, or what a variable begins with: what is before it, it, it with the fault, and the rest."""
     changed = line.replace(change.old, change.new)
     for pattern in (_CONDITION, _DECLARED):
         was, is_now = pattern.fullmatch(line), pattern.fullmatch(changed)
@@ -142,15 +144,15 @@ def _parts(line: str, change: Change) -> tuple[str, str, str, str] | None:
 
 
 def _switch(text: str, group: Sequence[Change]) -> str:
-    parts = [_parts(text, change) for change in group]
-    if all(parts) and len(_logical_lines(text)) == 1:
-        before, old, _, behind = parts[0]  # type: ignore[misc]
+    parts = {change.number: part for change in group if (part := _parts(text, change)) is not None}
+    if len(parts) == len(group) and len(_logical_lines(text)) == 1:
+        before, old, _, behind = parts[group[0].number]
         if before.lstrip().startswith("cdef"):
-            others = "".join(f"({new}) if FAULT({change.number}) else " for change, (_, _, new, _) in _zip(group, parts))
+            others = "".join(f"({new}) if FAULT({number}) else " for number, (_, _, new, _) in parts.items())
             return f"{before}({others}({old})){behind}"
         # Not `new if FAULT(7) else old`: the two may be of different types, and both are only asked whether they are true.
-        others = "".join(f"(FAULT({change.number}) and ({new})) or " for change, (_, _, new, _) in _zip(group, parts))
-        none = " and ".join(f"not FAULT({change.number})" for change in group)
+        others = "".join(f"(FAULT({number}) and ({new})) or " for number, (_, _, new, _) in parts.items())
+        none = " and ".join(f"not FAULT({number})" for number in parts)
         return f"{before}{others}({none} and ({old})){behind}"
     if re.search(r"^ *cdef ", text, re.MULTILINE):
         raise ValueError(f"what is declared can't be in a block: {group[0].old!r}")
@@ -161,7 +163,3 @@ def _switch(text: str, group: Sequence[Change]) -> str:
         branch = changed if re.search(r"^\s*[^#\s]", changed, re.MULTILINE) else f"{indent}pass\n"
         switch += f"{indent}{'elif' if switch else 'if'} FAULT({change.number}):\n" + textwrap.indent(branch, "    ")
     return switch + f"{indent}else:\n" + textwrap.indent(text, "    ")
-
-
-def _zip(group: Sequence[Change], parts: Sequence[tuple[str, str, str, str] | None]) -> Iterator[tuple[Change, tuple[str, str, str, str]]]:
-    return zip(group, (part for part in parts if part), strict=True)

@@ -49,7 +49,10 @@ def test_a_block_is_there_as_a_whole() -> None:
 
 def test_faults_may_have_one_place() -> None:
     text = with_switches(_CYTHON, True, [Change(1, "work(a)", "work(b)"), Change(2, "work(a)", "work(0)")])
-    assert "if FAULT(1):\n            work(b)\n        elif FAULT(2):\n            work(0)\n        else:\n            work(a)\n" in text
+    branches = (
+        "if FAULT(1):\n            work(b)\n        elif FAULT(2):\n            work(0)\n        else:\n            work(a)\n"
+    )
+    assert branches in text
 
 
 def test_what_is_declared_can_not_be_in_a_block() -> None:

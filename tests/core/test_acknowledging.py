@@ -54,8 +54,8 @@ class Ends:
         self.engine.setblocking(False)
 
     def open(self, sequence: int, stamp: int = 0, slots: tuple[SlotRef, ...] = ()) -> MessageEnd:
-        record = [BROADCAST, sequence, stamp, 0, [slot_extension(*msgspec.structs.astuple(slot)) for slot in slots], None, "payload"]
-        message = self.end.open(msgspec.msgpack.encode(record))
+        described = [slot_extension(*msgspec.structs.astuple(slot)) for slot in slots]
+        message = self.end.open(msgspec.msgpack.encode([BROADCAST, sequence, stamp, 0, described, None, "payload"]))
         assert isinstance(message, MessageEnd)
         return message
 

@@ -1308,14 +1308,6 @@ def test_who_asks_for_nothing_has_a_base_lease_of_a_block() -> None:
     assert connect(book, 1, 0).nbytes == BLOCK_NBYTES
 
 
-def test_what_no_table_allows_is_refused() -> None:
-    book = make_book()
-    book.submit(1, 1, [slot_in(connect(book, 1), 1, 1)])
-    book.claim(1, 1)
-    with pytest.raises(LocalProtocolError, match="RUNNING: SCHEDULE is not allowed"):
-        book.claim(1, 1)
-
-
 def test_each_slot_of_a_request_is_left_by_itself() -> None:
     book = make_book()
     grant = connect(book, 1, 4)

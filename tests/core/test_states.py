@@ -126,9 +126,7 @@ def test_an_illegal_event_leaves_the_state_of_its_caller_alone() -> None:
 
 def test_who_watches_is_told_of_a_transition_before_it_is_made() -> None:
     told: list[tuple[Any, ...]] = []
-    book = ClientBook(
-        ClientBookLimits(client_id=1, slab_nbytes=4 << 12, leasable_nbytes=2 << 12, max_leases=1, lease_nbytes=2 << 12, lease_idle_s=1.0)
-    )
+    book = ClientBook(ClientBookLimits(1, 4 << 12, 2 << 12, 1, 2 << 12, 1.0))
     book.granted(LeaseGrant(0, 1, 1 << 12, 2 << 12), 0.0)
     watch(lambda *transition: told.append(transition))
     try:

@@ -1,4 +1,4 @@
-"""``python -m tests.mutants [NAME ...]``: tries all faults, or those whose names or files contain an argument. See ``__init__.py``."""
+"""``python -m tests.mutants [NAME ...]``: tries all faults, or those whose names or files contain an argument."""
 
 from __future__ import annotations
 

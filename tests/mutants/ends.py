@@ -404,7 +404,11 @@ FAULTS = (
         ),
         (
             "who was to get a message and has broken the rules just now gets it",
-            "        mask = self._mask(parcel)  # without those who have broken the rules\n        if not mask:\n            return True\n",
+            """\
+        mask = self._mask(parcel)  # without those who have broken the rules
+        if not mask:
+            return True
+""",
             "",
             "tests/test_workers.py",
         ),
@@ -476,7 +480,7 @@ FAULTS = (
             "a signal does not end waiting",
             "PyErr_CheckSignals()",
             "pass",
-            "tests/test_threads.py -k signal",
+            "tests/core/test_worker_end.py",
             "Equivalent: the call returns then, and Python looks for signals by itself.",
         ),
     ),

@@ -93,7 +93,7 @@ FAULTS = (
             "if cursor.end - cursor.at < nbytes",
             "if cursor.end - cursor.at < nbytes - 1",
             "tests/core/test_wire.py",
-            "Equivalent: the cursor stands behind the end then, and that is refused by whoever has read; a bytes object has one byte more.",
+            "Equivalent: the cursor stands behind the end then, which is refused; and a bytes object has one byte more.",
         ),
         (
             "the smallest number of a byte takes two",

@@ -1,4 +1,4 @@
-"""Faults in what two processes share: rings of messages, the order of memory, an engine's load; and in looking at them for a while."""
+"""Faults in what two processes share: rings of messages, the order of memory, an engine's load; and in looking at it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ FAULTS = (
         (
             "the stack is taken in two steps",
             "return __atomic_exchange_n(top, instead, __ATOMIC_ACQ_REL);",
-            "void *taken = __atomic_load_n(top, __ATOMIC_ACQUIRE); __atomic_store_n(top, instead, __ATOMIC_RELEASE); return taken;",
+            "void *taken = *(void *volatile *)top; __atomic_store_n(top, instead, __ATOMIC_RELEASE); return taken;",
             "tests/core/test_protocols.py::test_an_operation_is_the_instruction_that_orders_what_it_says",
         ),
         (
