@@ -167,7 +167,7 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
 def _build(copy: Path, flags: Sequence[str]) -> None:
     """Without optimising, which takes half of the time."""
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--parallel={len(os.sched_getaffinity(0))}"]
-    cflags = shlex.join(["-O0", "-fwrapv", "-DNDEBUG", "-w", *flags])
+    cflags = shlex.join(["-O0", "-fwrapv", "-fstack-protector-all", "-DNDEBUG", "-w", *flags])
     result = subprocess.run(build, cwd=copy, env={**os.environ, "CFLAGS": cflags}, capture_output=True, check=False)
     if result.returncode:
         sys.exit(f"the core can't be built:\n{result.stdout.decode()}{result.stderr.decode()}")

@@ -1410,6 +1410,16 @@ async def test_a_reply_to_a_message_that_was_not_sent_ends_its_worker(serve: Any
     await eventually(lambda: ring.ranks == ())
 
 
+async def test_a_message_to_all_goes_to_no_worker_that_has_parted(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    first, second = await join(0), await join(1)
+    await second.close()
+    await eventually(lambda: ring.ranks == (0,))
+    assert await ring.broadcast("x") == (0,)
+    with await first.receive() as message:
+        assert message.payload == "x"
+
+
 async def test_what_reaches_beyond_a_claims_slot_is_copied(serve: Any, connect: Any, join: Any) -> None:
     """A view made by other means may span two slots: it must not be described as lying in one."""
     ring = await serve(**OPTIONS)

@@ -70,7 +70,7 @@ FAULTS = (
             "chunks are joined that are larger than one",
             "chunk.count + self.chunks[place + 1].count <= CHUNK_KEYS // 2",
             "chunk.count + self.chunks[place + 1].count <= 2 * CHUNK_KEYS",
-            "tests/core/test_blocks.py::test_ten_thousand_live_runs_lie_where_the_models_lie",
+            "tests/core/test_blocks.py",
         ),
         (
             "a key is exchanged in its chunk for one that belongs into the next",
@@ -137,7 +137,7 @@ FAULTS = (
             "what is taken out is dropped before its new owner has it",
             "        item = <object>found\n        _drop(found)",
             "        _drop(found)\n        item = <object>found",
-            "tests/core/test_numbered.py::test_it_is_a_dict",
+            "tests/core/test_numbered.py::test_numbers_that_count_up_come_and_go",
         ),
     ),
     *faults_in(
@@ -507,7 +507,7 @@ FAULTS = (
             "a message goes to workers that have parted",
             "self._member_mask &= ~(<uint64_t>1 << worker.place)",
             "pass",
-            "tests/core/test_fan_out_book_machine.py::TestFanOutBook",
+            "tests/test_workers.py::test_a_message_to_all_goes_to_no_worker_that_has_parted",
         ),
         (
             "the slots of a message that has gone are dropped when their book is",

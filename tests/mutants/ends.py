@@ -23,7 +23,8 @@ FAULTS = (
             "what fails while it waits does not give up what it has",
             "awaited.gave_up()",
             "pass",
-            "tests/test_workers.py::test_a_gather_that_has_failed_is_forgotten",
+            "tests/test_awaiting.py",
+            "Equivalent: what fails by itself, and not because an error is thrown in, has noted nothing before.",
         ),
         (
             "what was closed before it began counts as forgotten",
@@ -41,7 +42,7 @@ FAULTS = (
             "the exception that is set goes away while it is given up",
             "PyErr_Restore(kind, value, traceback)\n    return 0",
             "PyErr_Restore(NULL, NULL, NULL)\n    return 0",
-            "tests/test_awaiting.py",
+            "tests/test_awaiting.py::test_an_error_that_ends_the_waiting_reaches_who_waits",
         ),
     ),
     *faults_in(
@@ -144,7 +145,7 @@ FAULTS = (
             "a slot that was left drops its region twice",
             "slot._region = NULL",
             "pass",
-            "tests/test_slot.py::test_a_slot_is_free_when_it_is_left",
+            "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),
         (
             "nobody who waits for a turn is told that a request has ended",
@@ -410,7 +411,7 @@ FAULTS = (
             return True
 """,
             "",
-            "tests/test_workers.py",
+            "tests/test_workers.py::test_counts_that_can_not_be_true_end_one_worker",
         ),
         (
             "a reply stands in the place of another worker",
@@ -455,7 +456,7 @@ FAULTS = (
             "a message is acknowledged when it was left and again when it goes",
             "        self._acknowledgement = NULL\n",
             "",
-            "tests/core/test_acknowledging.py::test_an_engine_is_rung_for_once_for_the_message_that_it_waits_for_or_a_later_one",
+            "tests/test_workers.py::test_a_message_is_kept_until_it_was_left_and_its_last_view_has_died",
         ),
         (
             "one stamp more is taken than a page has",

@@ -118,7 +118,7 @@ FAULTS = (
             "a view is freed before its region is dropped",
             "    drop_region(view.region)\n    free(view)\n",
             "    free(view)\n    drop_region(view.region)\n",
-            "tests/core/test_views.py::test_a_region_drains_until_its_last_view_dies",
+            "tests/core/test_views.py::test_views_may_live_until_the_interpreter_has_ended",
         ),
         (
             "extents may be negative",
@@ -164,7 +164,7 @@ FAULTS = (
             "a negative length is a very large one",
             "nbytes < 0",
             "0",
-            "tests/memory/test_copying.py",
+            "tests/memory/test_copying.py::test_what_is_no_copy_is_refused",
         ),
     ),
     *faults_in(

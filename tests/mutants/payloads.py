@@ -185,7 +185,7 @@ FAULTS = (
             "a third slot has no room",
             "if count > 2",
             "if count > 3",
-            "tests/core/test_received.py::test_nothing_is_left_of_a_content_with_many_slots",
+            "tests/core/test_wire.py",
         ),
         (
             "a slot's numbers may be so large that their sum overflows",
@@ -273,7 +273,7 @@ FAULTS = (
             "a reply that was copied out may be a view of its slot",
             "if self.is_copied_out:",
             "if False:",
-            "tests/core/test_received.py",
+            "tests/test_claim.py::test_a_reply_that_is_copied_out_stays_what_it_was",
         ),
     ),
     *faults_in(
