@@ -17,7 +17,9 @@ import sys
 import threading
 from typing import TextIO
 
-__all__ = ["CollapsingHandler", "configure_logging"]
+from shmring.core.printable import printable_lines
+
+__all__ = ["CollapsingHandler", "PrintableFormatter", "configure_logging"]
 
 _INTERVAL_S = 10.0
 _MAX_KINDS = 256  # the sources have some fifty; a text that is no constant would make any number of them
@@ -31,8 +33,15 @@ def configure_logging(level: str, process: str) -> None:
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
     """
     handler = CollapsingHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    handler.setFormatter(PrintableFormatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class PrintableFormatter(logging.Formatter):
+    """Whatever callers of the server have got into a text, no terminal carries it out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 @dataclasses.dataclass(slots=True)

@@ -29,10 +29,10 @@ INTERNAL = {
     shmring.Slot: "cursor device_memory end is_on_host memory other_tensor record take",
     shmring.Worker: """check_process connection_lost fail_answer fail_answer_later join peer_gave_up protocol_violated
         send_answer take_record""",
-    shmring.Message: "end is_shared mark_answered",
+    shmring.Message: "end is_shared mark_answered unmark_answered",
     shmring.threads.Claim: "arrived_s",
     shmring.threads.Worker: "check_process fail_answer fail_answer_later send_answer",
-    shmring.threads.Message: "end is_shared mark_answered",
+    shmring.threads.Message: "end is_shared mark_answered unmark_answered",
 }
 
 

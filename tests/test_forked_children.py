@@ -212,14 +212,14 @@ OF_PARTS: dict[type, str] = {
     shmring.Claim: """call_on_abort call_on_end finish_with forget_on_end mark_ended release_slots send_reply""",
     shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
         join""",
-    shmring.Message: "mark_answered",
+    shmring.Message: "mark_answered unmark_answered",
     shmring.RingClient: """acquire_in_turn attach keep_attaching resolve_device submit_in_turn use why_no_answer
         why_not_sent create detached""",
     shmring.RoutingClient: "create",
     shmring.Submission: "drop_replies give_back give_up raise_error",
     shmring.Slot: "memory other_tensor take",
     threads.Worker: "fail_answer fail_answer_later send_answer",
-    threads.Message: "mark_answered",
+    threads.Message: "mark_answered unmark_answered",
 }
 
 _PROTOCOLS = ("__anext__", "__next__", "__exit__", "__aexit__")

@@ -16,9 +16,11 @@ from shmring.core.messages import (
     CallResult,
     EngineMessage,
     Failed,
+    Found,
     Goodbye,
     LeaseGrant,
     LeaseRecall,
+    NotKept,
     Refused,
     Release,
     SlotRef,
@@ -126,6 +128,10 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
 # -- an engine that lies --------------------------------------------------------------------------------------------------
 
 
+#: Where replies lie in the slab that these tests serve: behind what is leased out.
+REPLIES_AT, REPLIES_NBYTES = 240 * 4096, 16 * 4096
+
+
 def reply_in(offset: int, nbytes: int, tensor: msgspec.msgpack.Ext) -> bytes:
     """A reply with a tensor in a slot."""
     return reply_of(tensor, SlotRef(0, offset, nbytes, 77))
@@ -133,11 +139,11 @@ def reply_in(offset: int, nbytes: int, tensor: msgspec.msgpack.Ext) -> bytes:
 
 def reply_at(offset: int, nbytes: int, slot_nbytes: int = 100, payload: object = None) -> bytes:
     """A reply whose payload lies in a slot."""
-    return reply_of(payload, SlotRef(0, 4096, slot_nbytes, 77), lies_at=(offset, nbytes))
+    return reply_of(payload, SlotRef(0, REPLIES_AT, slot_nbytes, 77), lies_at=(offset, nbytes))
 
 
 HUNDRED = tensor_extension(0, 0, 100, "uint8", (100,))
-SLOT = slot_extension(0, 4096, 100, 77)
+SLOT = slot_extension(0, REPLIES_AT, 100, 77)
 
 LIES = {
     "a reply to nothing": [reply_of(None, request_id=99)],
@@ -150,14 +156,21 @@ LIES = {
     "a reply beyond the slab": [reply_in(1 << 20, 100, HUNDRED)],
     "a reply that ends beyond the slab": [reply_in((1 << 20) - 4096, 8192, HUNDRED)],
     "a last reply beyond the slab": [msgspec.msgpack.encode([104, 1, [], slot_extension(0, 1 << 20, 100, 77), HUNDRED])],
-    "a tensor beyond its slot": [reply_in(4096, 100, tensor_extension(0, 50, 100, "uint8", (100,)))],
-    "a tensor of no dtype": [reply_in(4096, 100, tensor_extension(0, 0, 100, 0, (100,), b"void"))],
-    "a tensor of no dtype's number": [reply_in(4096, 100, tensor_extension(0, 0, 100, 200, (100,)))],
-    "a tensor in no slot": [reply_in(4096, 100, tensor_extension(1, 0, 100, "uint8", (100,)))],
+    "a reply where requests lie": [reply_in(REPLIES_AT - 4096, 100, HUNDRED)],
+    "a reply at no block": [reply_in(REPLIES_AT + 64, 100, HUNDRED)],
+    "a tensor beyond its slot": [reply_in(REPLIES_AT, 100, tensor_extension(0, 50, 100, "uint8", (100,)))],
+    "a tensor of no dtype": [reply_in(REPLIES_AT, 100, tensor_extension(0, 0, 100, 0, (100,), b"void"))],
+    "a tensor of no dtype's number": [reply_in(REPLIES_AT, 100, tensor_extension(0, 0, 100, 200, (100,)))],
+    "a tensor in no slot": [reply_in(REPLIES_AT, 100, tensor_extension(1, 0, 100, "uint8", (100,)))],
     "a tensor in a reply without a slot": [reply_of(HUNDRED)],
     "a slot that is none": [reply_of(HUNDRED, msgspec.msgpack.Ext(82, bytes(SLOT.data)[:-1]))],
     "a slot and an event": [msgspec.msgpack.encode([103, 1, bytes(64), SLOT, None])],
     "a lease beyond the slab": records(LeaseGrant(1, 9, 1 << 20, 4096)),
+    "a lease where replies lie": records(LeaseGrant(1, 9, REPLIES_AT, 4096)),
+    "a lease that reaches to where replies lie": records(LeaseGrant(1, 9, REPLIES_AT - 4096, 8192)),
+    "a lease twice": records(LeaseGrant(0, 1, 4096, 4096)),
+    "what is lent already": records(LeaseGrant(1, 9, 4096, 4096)),
+    "a lease of device memory where there is none": records(LeaseGrant(1, 9, REPLIES_AT + REPLIES_NBYTES, 4096)),
     "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
     "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
     "a second welcome": records(
@@ -192,6 +205,92 @@ async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
     await eventually(lambda: ring.statistics().clients == 0)
 
 
+ELSEWHERE = 100 * 4096  # what is leased out, and not to this client
+PAYLOAD = msgspec.msgpack.encode({"x": HUNDRED})
+GENERATION = (1 << 40) + 1  # of the slot that is given to keep
+
+
+def found(token: int = 1, generation: int = 77, offset: int = ELSEWHERE, nbytes: int = 100) -> Found:
+    return Found(token, generation, offset, nbytes, True, PAYLOAD)
+
+
+async def find(client: shmring.RingClient, number: int = 1) -> None:
+    await client.find(bytes([number]) * 32)
+
+
+async def keep(client: shmring.RingClient) -> None:
+    await client.keep(bytes(32), {"x": torch.ones(100, dtype=torch.uint8)})
+
+
+async def call(client: shmring.RingClient) -> None:
+    await client.call("method")
+
+
+#: What is asked, and what that is answered.
+ANSWERS: dict[str, tuple[list[Any], list[EngineMessage]]] = {
+    "nothing is found, for it is too large": ([find], [NotKept(1, "large")]),
+    "nothing is found, for there is no room": ([find], [NotKept(1, "full")]),
+    "nothing is kept, for it is not there": ([keep], [NotKept(1, "absent")]),
+    "a reason that is none": ([find], [msgspec.Raw(msgspec.msgpack.encode([113, 1, "lost\x1b"]))]),
+    "found in the header": ([find], [found(offset=0)]),
+    "found in a lease of this client": ([find], [found(offset=8192)]),
+    "found where replies lie": ([find], [found(offset=REPLIES_AT)]),
+    "found up to where replies lie": ([find], [found(offset=REPLIES_AT - 4096, nbytes=4096)]),
+    "found at no block": ([find], [found(offset=ELSEWHERE + 64)]),
+    "found beyond everything": ([find], [found(offset=2**62, nbytes=2**62)]),
+    "two contents in one place": ([find, lambda client: find(client, 2)], [found(), found(2, 78)]),
+    "two contents of which one lies in the other": (
+        [find, lambda client: find(client, 2)],
+        [found(nbytes=9000), found(2, 78, ELSEWHERE + 4096)],
+    ),
+    "two contents under one key": ([find, find], [found(), found(2, 78, ELSEWHERE + 4096)]),
+    "one content under two keys": ([find, lambda client: find(client, 2)], [found(), found(2)]),
+    "one content in two places": ([find, find], [found(), found(2, offset=ELSEWHERE + 4096)]),
+    "kept elsewhere": ([keep], [found(1, GENERATION)]),
+    "more kept than was given": ([keep], [found(1, GENERATION, 4096, 200)]),
+    "a result that is no msgpack": ([call], [CallResult(1, b"\xc1")]),
+    "a result that something follows": ([call], [CallResult(1, b"\xc0\xc0")]),
+}
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+async def test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead(
+    serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
+) -> None:
+    ring, client = await serve(), await connect()
+    [frontend] = ring._frontends.values()
+    asked: list[bytes] = []
+    frontend.take_message = asked.append  # it answers nothing by itself
+    calls, answers = answer
+    waiting = [asyncio.create_task(each(client)) for each in calls]
+    await eventually(lambda: len(asked) == len(calls))
+    session = session_of(client)
+    tell(ring, client, records(*answers))
+    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert isinstance(errors[-1], shmring.EngineDeadError)
+    assert "broke the protocol" in str(errors[-1])
+    assert str(errors[-1]).isprintable()
+    assert session.error is not None
+    assert not client.connected
+
+
+@pytest.mark.both_loops
+async def test_what_an_engine_says_can_be_printed(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    failing, late, other = [await client.submit("x") for _ in range(3)]
+    await eventually(lambda: ring.statistics().waiting == 3)
+    tell(ring, client, records(Failed(1, "error", "Err\x1b", "one\n\x1b[31mtwo"), Failed(2, "timed_out", "", "late\x07")))
+    with pytest.raises(shmring.RemoteError) as failed:
+        await failing.next()
+    assert str(failed.value) == "Err\\x1b: one\n\\x1b[31mtwo"
+    with pytest.raises(TimeoutError, match=r"late\\x07$"):
+        await late.next()
+    tell(ring, client, records(Refused("enough\x1b\nERROR: not a line of ours")))
+    with pytest.raises(shmring.EngineDeadError, match=r"enough\\x1b\\nERROR"):
+        await other.next()
+
+
 @pytest.mark.both_loops
 @pytest.mark.parametrize("lies_in_slot", [False, True])
 @pytest.mark.parametrize("header", [b"", slot_header(78, 100), slot_header(77, 99), b"S" + slot_header(77, 100)[1:]])
@@ -200,8 +299,8 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(
 ) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
-    ring._slab.bytes_at(4096, len(header))[:] = list(header)
-    lie = reply_at(0, 100) if lies_in_slot else reply_in(4096, 100, HUNDRED)
+    ring._slab.bytes_at(REPLIES_AT, len(header))[:] = list(header)
+    lie = reply_at(0, 100) if lies_in_slot else reply_in(REPLIES_AT, 100, HUNDRED)
     tell(ring, client, [lie, reply_of(7)])
     with pytest.raises(shmring.StaleDescriptorError):
         await submission.next()

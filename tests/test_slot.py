@@ -351,10 +351,10 @@ async def test_a_payload_that_waits_keeps_its_own_list_of_slots(serve: Any, conn
     await serve()
     client = await connect()
     end = client._session.end
-    _, of_first = end.pack("in no slot")
+    first = end.pack("in no slot")
     async with client.slot(30_000) as slot:
-        _, of_second = end.pack(slot.tensor((30_000,), torch.uint8))
-        assert (len(of_first), len(of_second)) == (0, 1)
+        second = end.pack(slot.tensor((30_000,), torch.uint8))
+        assert (len(first.slots), len(second.slots)) == (0, 1)
 
 
 @pytest.mark.parametrize("change", ["it is left", "another request has it"])
@@ -366,13 +366,13 @@ async def test_a_slot_that_changed_hands_since_its_payload_was_packed_is_not_sen
     end = client._session.end
     async with client.slot(30_000) as slot:
         view = slot.tensor((30_000,), torch.uint8).fill_(1)
-        packed, in_place = end.pack({"x": view})
+        packed = end.pack({"x": view})
         if change == "it is left":
             slot.close()
         else:
             await client.submit({"x": view})
         before = client.statistics()
-        assert end.send(packed, in_place, None, "", None) is None
+        assert end.send(packed, None, "", None) is None
         assert not end.found_full
         assert client.statistics() == before, "nothing was sent, and no slot changed its state"
         del view

@@ -929,9 +929,25 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
 
 
 @pytest.mark.usefixtures("no_new_segments")
-@pytest.mark.parametrize("how", ["falls off the end", "sys.exit", "raises"])
+@pytest.mark.parametrize("how", ["falls off the end", "sys.exit", "raises", "a finaliser closes"])
 def test_a_program_that_ends_without_closing_ends_quietly(how: str, process: Any) -> None:
-    ending = {"falls off the end": "", "sys.exit": "import sys; sys.exit(0)", "raises": "raise SystemExit(0)"}[how]
+    ending = {
+        "falls off the end": "",
+        "sys.exit": "import sys; sys.exit(0)",
+        "raises": "raise SystemExit(0)",
+        "a finaliser closes": """
+class Holder:
+    def __init__(self):
+        self.ends, self.request, self.closed_error = [client, ring], client.request, shmring.ClosedError
+    def __del__(self):
+        try:
+            self.request("the thread that would do this never runs again")
+        except self.closed_error:
+            for end in self.ends:
+                end.close()
+holder = Holder()
+""",
+    }[how]
     program = f"""
 import threading
 ring = threads.serve("test", slab_nbytes="1MiB", **options)

@@ -1235,6 +1235,65 @@ async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any
     message.leave()
 
 
+# -- an engine that lies -------------------------------------------------------------------------------------------------------
+
+
+def tell(ring: shmring.Ring, *records: bytes) -> None:
+    """Has the engine send this to its only worker, whatever it is."""
+    [worker] = ring.workers._workers.values()
+    for record in records:
+        assert worker.link.writer.write(record)
+    worker.link.writer.ring_bell()
+
+
+WRONG = {
+    "a reply of a frontend": encode_message(AnswerPart(b"x", False)),
+    "a message without a number": msgspec.msgpack.encode([120, None]),
+    "a stamp that no page has": msgspec.msgpack.encode([120, 1, 256, 0, [], None, 1]),
+    "rubbish": b"\xff" * 100,
+}
+
+
+@pytest.mark.parametrize("record", WRONG.values(), ids=WRONG.keys())
+async def test_an_engine_that_sends_what_no_worker_is_sent_is_left(
+    serve: Any, join: Any, eventually: Any, record: bytes
+) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(0)
+    tell(ring, record)
+    for _ in range(2):
+        with pytest.raises(shmring.RemoteProtocolError):
+            await asyncio.wait_for(worker.receive(), 5)
+    await eventually(lambda: ring.ranks == ())
+    await worker.close()
+
+
+async def test_a_worker_closes_whatever_it_was_sent_and_has_not_received(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(0)
+    await ring.broadcast({"x": torch.ones(1000)})
+    tell(ring, WRONG["a message without a number"])
+    await ring.broadcast({"x": torch.ones(1000)})
+    await eventually(lambda: len(worker._records) == 3)
+    await worker.close()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_workers_name_can_be_printed(serve: Any, join: Any, eventually: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    ring = await serve(**OPTIONS)
+    worker = await join(0, label="\x1b[31mred\nERROR: not a line of ours")
+    [joined] = [record.getMessage() for record in caplog.records if "has joined" in record.getMessage()]
+    assert joined.startswith("worker 0 (\\x1b[31mred\\nERROR: not")
+    gathering = asyncio.ensure_future(ring.gather(1))
+    with await worker.receive() as message:
+        worker._link.send(AnswerFailed(message.sequence, "Err\x1b", "one\n\x1btwo"))
+        with pytest.raises(shmring.WorkerFailedError) as failed:
+            await gathering
+        message.mark_answered()
+    assert str(failed.value) == "worker 0: Err\\x1b: one\n\\x1btwo"
+
+
 # An engine that polls looks for replies itself: those that lie there before the message that they are to are found at once.
 POLLING = OPTIONS | {"busy_poll_s": 0.001, "worker_backlog": 128}
 

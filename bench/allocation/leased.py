@@ -100,7 +100,6 @@ class Leased:
 def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientConfig) -> ClientBookLimits:
     return ClientBookLimits(
         client_id=client_id,
-        slab_nbytes=(length + 2) * BLOCK_NBYTES,  # a header block before, a reply block behind
         leasable_nbytes=length * BLOCK_NBYTES,
         max_leases=ring.max_leases,
         lease_nbytes=int(client.lease_nbytes),

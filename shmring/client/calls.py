@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmring.core.messages import Call, CallResult
+from shmring.core.printable import printable, printable_lines
 from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CallsInFlight:
         self._session = session
         self._ids = itertools.count(1)
         self._free = asyncio.Semaphore(session.welcome.max_calls)
-        self._results: dict[int, asyncio.Future[bytes]] = {}
+        self._results: dict[int, asyncio.Future[Any]] = {}
 
     async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
         """Calls a method of the engine and waits for its result."""
@@ -58,7 +59,7 @@ class CallsInFlight:
         future = self._results[call_id] = session.loop.create_future()
         session.link.send(Call(call_id, method, encoded))
         try:
-            return msgspec.msgpack.decode(await future)
+            return await future
         finally:
             del future  # it holds its error, whose traceback holds this frame
 
@@ -66,18 +67,24 @@ class CallsInFlight:
         """The engine has answered.
 
         Raises:
-            RemoteProtocolError: a call that is not in flight.
+            RemoteProtocolError: a call that is not in flight, or with what is no result.
         """
-        future = self._results.pop(result.call_id, None)
+        future = self._results.get(result.call_id)
         if future is None:
             raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
+        try:
+            value = None if result.error is not None else msgspec.msgpack.decode(result.result)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"the result of call {result.call_id} is not msgpack: {error}") from error
+        del self._results[result.call_id]  # not before: whoever waits is told if the result breaks the rules
         self._free.release()
         if future.done():
             return  # its caller stopped waiting
         if result.error is not None:
-            future.set_exception(RemoteError(*result.error))
+            type_name, text = result.error
+            future.set_exception(RemoteError(printable(type_name), printable_lines(text)))
         else:
-            future.set_result(result.result)
+            future.set_result(value)
 
     def lose(self) -> list[asyncio.Future[Any]]:
         """The session has ended; returns what somebody waits for."""

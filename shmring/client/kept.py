@@ -21,8 +21,19 @@ import msgspec
 
 from shmring.core.client_book import ClientSlotRecord
 from shmring.core.dropped import give_back_soon, warn_of
+from shmring.core.geometry import BLOCK_NBYTES, Geometry, slot_blocks
 from shmring.core.kept_content import KeptContent, kept_slot
-from shmring.core.messages import KEY_NBYTES, MAX_FINDS, MAX_KEPT_PAYLOAD_NBYTES, Find, Found, Keep, NotKept, Unpin
+from shmring.core.messages import (
+    KEY_NBYTES,
+    MAX_FINDS,
+    MAX_KEPT_PAYLOAD_NBYTES,
+    SLOT_HEADER_NBYTES,
+    Find,
+    Found,
+    Keep,
+    NotKept,
+    Unpin,
+)
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
 
@@ -32,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["Kept", "KeptContents", "check_key"]
 
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
+_NOT_FOUND = ("absent", "pins")  # what a search can be answered with
+_NOT_KEPT = ("full", "large", "pins")  # and a slot that is given to keep
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
@@ -190,8 +203,8 @@ class KeptContents:
         session = self.session
         session.check_alive()
         copied: ClientSlotRecord | None = None
-        packed, in_place = session.end.pack(payload)
-        if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+        packed = session.end.pack(payload)
+        if not session.can_keep(packed):
             packed = session.end.pack_apart(payload)
             if not packed.copied_nbytes:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
@@ -243,10 +256,10 @@ class KeptContents:
                 encoded, payload, record = given
                 is_copied = record is not None
                 if record is None:  # where its tensors are may have changed while this waited
-                    packed, in_place = session.end.pack(payload)
-                    if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+                    packed = session.end.pack(payload)
+                    if not session.can_keep(packed):
                         raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
-                    encoded, record = packed.payload, in_place[0]
+                    encoded, record = packed.payload, packed.slots[0]
                 slot = session.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
             future: asyncio.Future[_Pin | NotKept] = session.loop.create_future()
@@ -276,7 +289,12 @@ class KeptContents:
         if question is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
         future, key, record = question
-        result = answer if isinstance(answer, NotKept) else self._pinned(key, answer, record)
+        if isinstance(answer, Found):
+            result: _Pin | NotKept = self._pinned(key, answer, record)
+        elif answer.reason in (_NOT_FOUND if record is None else _NOT_KEPT):
+            result = answer
+        else:
+            raise RemoteProtocolError(f"request {answer.token} for kept content is answered with {answer.reason!r}")
         del self._answers[answer.token]  # not before: whoever waits is told if the answer breaks the rules
         self._asking.release()
         if not future.done():
@@ -285,10 +303,20 @@ class KeptContents:
             self.leave(result, None)
 
     def _pinned(self, key: bytes, found: Found, record: ClientSlotRecord | None) -> _Pin:
-        """Content is pinned once more at the engine; returns its pin, with one more user."""
+        """Content is pinned once more at the engine; returns its pin, with one more user.
+
+        Raises:
+            RemoteProtocolError: it can't be what the engine keeps under this key.
+        """
         session = self.session
         pin = self._pins.get(found.generation)
-        if pin is None and record is not None and record.generation == found.generation:
+        is_given = pin is None and record is not None and record.generation == found.generation
+        if not (self._is_same(pin, key, found) if pin is not None else self._can_be(key, found, record if is_given else None)):
+            raise RemoteProtocolError(
+                f"the engine says that it keeps slot {found.generation} at {found.offset} of {found.nbytes} bytes under a key"
+            )
+        if is_given:
+            assert record is not None
             session.host_slots.carry_out(session.host_slots.book.kept(found.generation, session.loop.time()))
             pin = _Pin(key, found, record, session.end.content_address(record))
             if record.held or record.viewed:  # its caller has not left it, or still views it
@@ -305,6 +333,25 @@ class KeptContents:
         pin.count += 1
         pin.users += 1
         return pin
+
+    def _is_same(self, pin: _Pin, key: bytes, found: Found) -> bool:
+        """Whether what was found is what is pinned already."""
+        return pin.key == key and msgspec.structs.replace(found, token=pin.found.token) == pin.found
+
+    def _can_be(self, key: bytes, found: Found, given: ClientSlotRecord | None) -> bool:
+        """Whether an engine that keeps to the rules can have found this: another content under no key that is pinned, where
+        no lease of ours and nothing else that is pinned lies; or the slot that was given, where that is."""
+        if key in self._by_key:
+            return False
+        if given is not None:
+            return (found.offset, found.nbytes) == (given.offset, given.nbytes)
+        session = self.session
+        address = session.mapping.address + found.offset + SLOT_HEADER_NBYTES
+        start, blocks = found.offset // BLOCK_NBYTES, slot_blocks(found.nbytes)
+        last_block = Geometry.LEASABLE_START + session.welcome.leasable_nbytes // BLOCK_NBYTES
+        is_leasable = not found.offset % BLOCK_NBYTES and start >= Geometry.LEASABLE_START and start + blocks <= last_block
+        is_ours = session.host_slots.book.has(start, blocks) or session.end.held.overlaps(address, found.nbytes)
+        return is_leasable and not is_ours
 
     def open(self, pin: _Pin) -> KeptContent:
         """Opens a content for one caller's views."""

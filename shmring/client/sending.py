@@ -92,10 +92,10 @@ class Sending:
         try:
             while True:
                 self._session.check_alive()
-                packed, in_place = self.end.pack(payload)
-                submission = self._send_now(packed, in_place, name, stream, self._copier.at_once_nbytes)
+                packed = self.end.pack(payload)
+                submission = self._send_now(packed, name, stream, self._copier.at_once_nbytes)
                 if submission is None:
-                    submission = await self._send_in_turn(packed, in_place, name, stream, flight)
+                    submission = await self._send_in_turn(packed, name, stream, flight)
                 if submission is not None:
                     return submission
         except BaseException:
@@ -134,29 +134,25 @@ class Sending:
                 break
         self.end.crowded = bool(self._again or self._turns)
 
-    def _send_now(
-        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
-    ) -> Submission | None:
+    def _send_now(self, packed: Packed, name: str, stream: Stream | None, copy_limit_nbytes: float) -> Submission | None:
         """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
         if not self._link.can_write or packed.slot_nbytes > copy_limit_nbytes:
             return None
         self._copier.count_in_turn(packed.slot_nbytes)
-        sent: Submission | None = self.end.send_now(packed, in_place, name, stream)
+        sent: Submission | None = self.end.send_now(packed, name, stream)
         return sent
 
-    async def _send_in_turn(
-        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, flight: _Flight
-    ) -> Submission | None:
+    async def _send_in_turn(self, packed: Packed, name: str, stream: Stream | None, flight: _Flight) -> Submission | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
         The slot is taken after that, so that it is the one that was released last, which is still in the cache.
         """
         await self._copier.turn(packed.slot_nbytes)
         self._session.check_alive()
-        submission = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
+        submission = self._send_now(packed, name, stream, self._copier.offload_nbytes)
         if submission is None:
             slot = await self._space(packed.slot_nbytes, flight) if packed.slot_nbytes else None
-            submission = await self._send_when_possible(packed, in_place, name, stream, slot)
+            submission = await self._send_when_possible(packed, name, stream, slot)
         return submission
 
     async def _space(self, nbytes: int, flight: _Flight) -> ClientSlotRecord:
@@ -177,7 +173,6 @@ class Sending:
     async def _send_when_possible(
         self,
         packed: Packed,
-        in_place: list[ClientSlotRecord],
         name: str,
         stream: Stream | None,
         slot: ClientSlotRecord | None,
@@ -191,10 +186,10 @@ class Sending:
         try:
             if slot is not None:
                 await self.copy(packed, slot)
-            while submission is None and all(record.is_submittable() for record in in_place):
+            while submission is None and all(record.is_submittable() for record in packed.slots):
                 await self.writable()
                 self._session.check_alive()
-                submission = self.end.send(packed, in_place, slot, name, stream)
+                submission = self.end.send(packed, slot, name, stream)
                 if submission is None and self._link.can_write:
                     self._link.expect_space()
             return submission
@@ -223,8 +218,7 @@ class Sending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self._begin_nowait()
         try:
-            packed, in_place = self.end.pack(payload)
-            return self._send_nowait(packed, in_place, name, ask=ask)
+            return self._send_nowait(self.end.pack(payload), name, ask=ask)
         except BaseException:
             self.end.leave()
             raise
@@ -233,11 +227,11 @@ class Sending:
         """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
         self._begin_nowait()
         try:
-            packed, in_place = self.end.pack(payload)
+            packed = self.end.pack(payload)
             if packed.slot_nbytes <= self._copier.offload_nbytes:
-                return self._send_nowait(packed, in_place, name, ask=ask)
+                return self._send_nowait(packed, name, ask=ask)
             slot = self._host_slots.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)
-            submission = await self._send_when_possible(packed, in_place, name, None, slot)
+            submission = await self._send_when_possible(packed, name, None, slot)
             if submission is None:
                 raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
             return submission
@@ -257,8 +251,8 @@ class Sending:
             self.end.leave()
             raise WouldBlock(_READS_SLOWLY)
 
-    def _send_nowait(self, packed: Packed, in_place: list[ClientSlotRecord], name: str, *, ask: bool) -> Submission:
-        submission = self._send_now(packed, in_place, name, None, math.inf)
+    def _send_nowait(self, packed: Packed, name: str, *, ask: bool) -> Submission:
+        submission = self._send_now(packed, name, None, math.inf)
         if submission is None and self.end.found_full:
             self._link.expect_space()
             raise WouldBlock(_READS_SLOWLY)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from shmring.core.client_end import ClientEnd, SubmissionEnd
 from shmring.core.forks import Origin
 from shmring.core.load import LoadPage
 from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RingMemory, largest_record_nbytes
+from shmring.core.message_ring import RingMemory
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -47,7 +48,10 @@ from shmring.core.messages import (
     Welcome,
     decode_engine_message,
 )
+from shmring.core.payload import Packed
+from shmring.core.printable import printable, printable_lines
 from shmring.core.views import Regions
+from shmring.core.welcome import check_welcome
 from shmring.errors import (
     AbortedError,
     ClosedError,
@@ -260,7 +264,7 @@ class Session:
             case CallResult():
                 self.calls.ended(message)
             case Refused(reason):
-                self._lose(self._dead(f"ended the connection: {reason}"))
+                self._lose(self._dead(f"ended the connection: {printable(reason)}"))
             case Welcome():
                 raise RemoteProtocolError("Welcome was sent a second time")
 
@@ -374,9 +378,12 @@ class Session:
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
-    def can_keep(self, record: ClientSlotRecord) -> bool:
-        """Whether the engine can keep a slot: one in host memory that it does not keep already."""
-        return record.lease is not None and record.offset < self.welcome.slab_nbytes
+    def can_keep(self, packed: Packed) -> bool:
+        """Whether the engine can keep a payload where it lies: in one slot in host memory that it does not keep already."""
+        if packed.copied or len(packed.slots) != 1:
+            return False
+        record: ClientSlotRecord = packed.slots[0]
+        return record.is_submittable() and record.lease is not None and record.offset < self.welcome.slab_nbytes
 
     def kept_slot_left(self, record: ClientSlotRecord) -> None:
         """For the end: the caller has left a slot that the engine keeps."""
@@ -410,7 +417,7 @@ class Session:
         """
         if not len(self.end.held):
             return False, False
-        _, records = self.end.pack(payload)
+        records = self.end.pack(payload).slots
         return bool(records), any(map(self.device_slots.has, records))
 
     def why_no_reply(self) -> str:
@@ -443,8 +450,8 @@ class Session:
             submission.give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
         else:
             self.counters.failed += 1
-            is_timeout = failure.kind == "timed_out"
-            submission.give_up(TimeoutError(failure.message) if is_timeout else RemoteError(failure.type_name, failure.message))
+            type_name, text = printable(failure.type_name), printable_lines(failure.message)
+            submission.give_up(TimeoutError(text) if failure.kind == "timed_out" else RemoteError(type_name, text))
 
     # -- replies -------------------------------------------------------------------------------------------------------------
 
@@ -471,7 +478,7 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Says goodbye: what nobody in this process uses any more goes back at once."""
+        """Says goodbye: what nobody in this process uses any more goes back at once, the rest when the last of it is left."""
         if self.error is not None:
             return
         self._closing = True
@@ -498,14 +505,20 @@ class Session:
             record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = [lease_id for slots in self.slots for lease_id in slots.book.leases_in_use()]
         replies = [generation for kind, generation in self._regions.living() if kind == _OF_REPLIES]
+        pinned = self.kept.in_use()
         for lease_ids in self.link.split(kept):
             self.link.send(Goodbye(lease_ids, more=True))
         for generations in self.link.split(replies):
             self.link.send(Goodbye((), generations, more=True))
-        for generations in self.link.split(self.kept.in_use()):
+        for generations in self.link.split(pinned):
             self.link.send(Goodbye((), (), more=True, pinned_generations=generations))
-        self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped))
-        self.link.close()
+        # What is named may be used for as long as the slab is mapped, which may be longer than there is a loop.
+        lingers = bool(kept or replies or pinned)
+        self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped, lingers=lingers))
+        self.link.close(self._hand_socket_on if lingers else None)
+
+    def _hand_socket_on(self, connected: socket.socket) -> None:
+        self._slab.mapping.end_with(connected.detach())
 
 
 def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:
@@ -513,9 +526,7 @@ def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:
     welcome = engine.welcome
     try:
         try:
-            record_nbytes = largest_record_nbytes(welcome.message_ring_nbytes)
-            if welcome.max_record_nbytes != record_nbytes or welcome.inline_nbytes > record_nbytes // 2:
-                raise RemoteProtocolError("the engine's limits of messages do not fit the size of its message rings")
+            check_welcome(welcome)
             rings = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
             load = map_load_page(engine.load_fd)
         except BaseException:

@@ -12,6 +12,7 @@ nobody has to wait for that: submitting it and leaving it come behind what is qu
 from __future__ import annotations
 
 import math
+import operator
 from types import TracebackType
 from typing import Any
 
@@ -75,6 +76,7 @@ class Slot(SlotEnd):
         return view
 
     def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
+        shape = tuple(map(operator.index, shape))  # code of the caller's, which may leave the slot
         if self.end is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
         self.end.shell.check_alive()

@@ -53,6 +53,7 @@ cdef class ClientBook:
     cdef public uint64_t _wish_nbytes     # what a caller wanted that did not wait; 0: nothing
     cdef public uint64_t _next_generation
     cdef object _capacity_nbytes
+    cdef uint64_t lease_end_nbytes        # where the memory that is leased out ends in the address space
     cdef uint64_t _max_leases
     cdef uint64_t _lease_nbytes
     cdef uint64_t _common_blocks

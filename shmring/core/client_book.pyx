@@ -16,8 +16,11 @@ of both.
 What happens to every message has an entry in C (the ``.pxd``). ``tests/model/client_book.py`` says in plain Python what the book
 does, and the tests hold the two against each other.
 
-Invariants (:meth:`ClientBook.check`): slots of a lease are disjoint; a free slot is in no list; at most one lease request
-is outstanding.
+The engine is believed nothing: what it lends lies in the memory that is leased out, and in nothing that is lent already. So a slot
+is never where others write, or where nobody here can.
+
+Invariants (:meth:`ClientBook.check`): slots of a lease are disjoint, and leases are but for what became the engine's; a free slot is
+in no list; at most one lease request is outstanding.
 """
 
 import cython
@@ -114,6 +117,7 @@ cdef class ClientBook:
         self._with_engine, self._here = Numbered(), Numbered()
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
         self._capacity_nbytes = limits.leasable_nbytes - SLOT_HEADER_NBYTES
+        self.lease_end_nbytes = limits.first_block * BLOCK_NBYTES + limits.leasable_nbytes
         self._max_leases, self._lease_nbytes = limits.max_leases, limits.lease_nbytes
         self._common_blocks = blocks_for(self._lease_nbytes)
         self._lease_idle_s = limits.lease_idle_s
@@ -124,14 +128,18 @@ cdef class ClientBook:
         """The engine lends a range.
 
         Raises:
-            RemoteProtocolError: it is not a range of the slab.
+            RemoteProtocolError: it is not a range of what is leased out, or is lent already.
         """
         cdef HeldLease lease
         start, misaligned = divmod(grant.offset, BLOCK_NBYTES)
         blocks, ragged = divmod(grant.nbytes, BLOCK_NBYTES)
-        outside = start < self.limits.first_block or grant.offset + grant.nbytes > self.limits.slab_nbytes
+        outside = start < self.limits.first_block or grant.offset + grant.nbytes > self.lease_end_nbytes
         if misaligned or ragged or outside or blocks < 1:
-            raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
+            raise RemoteProtocolError(
+                f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of what is leased out"
+            )
+        if grant.lease_id in self.leases or self.has(start, blocks):
+            raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is lent already")
         lease = HeldLease.__new__(HeldLease)
         lease.lease_id, lease.is_base, lease.slots = grant.lease_id, grant.token == 0, RunAllocator(start, blocks)
         lease.empty_since = now
@@ -140,6 +148,21 @@ cdef class ClientBook:
         if grant.token == self._token:
             self._requested_nbytes = self._wish_nbytes = 0
         return self.serve() or []
+
+    def has(self, uint64_t start, uint64_t blocks):
+        """Whether some of these blocks are in a lease of ours, and have not become the engine's (:meth:`kept`)."""
+        cdef HeldLease lease
+        cdef ClientSlotRecord slot
+        cdef uint64_t end = start + blocks
+        for lease in self.leases.values():
+            if not lease.slots.start < end or not start < lease.slots.start + lease.slots.length:
+                continue
+            if not lease.kept_blocks:
+                return True
+            runs = [(slot.start, slot.blocks) for slot in self._slots() if slot.lease is lease] + lease.slots.runs()
+            if any([first < end and start < first + length for first, length in runs]):
+                return True
+        return False
 
     def recalled(self, lease_ids):
         """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""

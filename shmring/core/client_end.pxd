@@ -80,6 +80,8 @@ cdef class ClientEnd(RecordTaker):
     cdef uint64_t _max_reply_inline_nbytes
     cdef uint64_t _max_payload_nbytes
     cdef Mapping _mapping
+    cdef uint64_t _slab_nbytes
+    cdef uint32_t _record_nbytes
     cdef Packer _packer
     cdef RecordWriter _writer
     cdef type _submission_type
@@ -98,17 +100,20 @@ cdef class ClientEnd(RecordTaker):
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
     cdef bint is_usable(self) noexcept
     cdef bint is_forked(self) noexcept
-    cdef int hear(self) except -1
+    cdef bint is_writable(self) noexcept
+    cdef bint hear(self) except -1
     cpdef object hold(self, ClientSlotRecord record, bint drain)
     cpdef bint begin(self) except -1
     cpdef int leave(self) except -1
-    cpdef object send_now(self, Packed packed, list in_place, str name, object stream)
-    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, object stream)
+    cpdef object send_now(self, Packed packed, str name, object stream)
+    cpdef object send(self, Packed packed, ClientSlotRecord slot, str name, object stream)
     cpdef SubmissionEnd forget(self, uint64_t request_id)
     cpdef PayloadDecoder decoder_of(self, object reply_type)
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
     cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held)
+    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held)
+    cdef bint _may_send(self, Packed packed, uint64_t nbytes) except -1
     cdef int _leave(self, SlotEnd slot) except -1
     cdef double _time_of(self, ClientSlotRecord slot) except -1
     cdef int _follow(self, list effects) except -1

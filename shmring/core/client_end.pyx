@@ -40,7 +40,7 @@ from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers
 
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, SLOT_MAGIC, SlotRef
-from shmring.errors import CapacityError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
+from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef extern from *:
     """
@@ -312,26 +312,27 @@ cdef class SlotEnd:
             ValueError: an extent is negative.
         """
         cdef int64_t extents[MAX_DIMENSIONS]
-        cdef tuple known
+        cdef tuple known, items
+        cdef ClientEnd end = self.end
         cdef int ndim = 0
         cdef int64_t extent
         cdef uint64_t nbytes, offset
-        if self.end is None or self._region == NULL or not self.end.is_usable():
-            return self.other_tensor(shape, dtype)
-        known = self.end._dtypes.get(dtype)
+        items = tuple(shape)
+        known = None if end is None else end._dtypes.get(dtype)
         if known is None:
-            return self.other_tensor(shape, dtype)
+            return self.other_tensor(items, dtype)
         nbytes = known[2]
-        for item in shape:
+        for item in items:
             extent = item
             if extent <= 0 or ndim == MAX_DIMENSIONS or multiply_overflows(nbytes, <uint64_t>extent, &nbytes):
-                return self.other_tensor(shape, dtype)
+                return self.other_tensor(items, dtype)
             extents[ndim] = extent
             ndim += 1
-        if self._take(nbytes, &offset):
-            return self.other_tensor(shape, dtype)
-        made = self.end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
-        self.end.held.remember(self._address, made)
+        # The shape may have been a generator, or an extent an object with code of its own, and that code may have left the slot.
+        if self._region == NULL or not end.is_usable() or self._take(nbytes, &offset):
+            return self.other_tensor(items, dtype)
+        made = end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
+        end.held.remember(self._address, made)
         return made
 
     def other_tensor(self, shape, dtype):
@@ -339,7 +340,13 @@ cdef class SlotEnd:
         raise NotImplementedError
 
     def memory(self):
-        """Returns its bytes as a buffer that counts as a view."""
+        """Returns its bytes as a buffer that counts as a view.
+
+        Raises:
+            ClosedError: the slot was left, or is in device memory.
+        """
+        if self._region == NULL:
+            raise ClosedError("this slot was left; views of it are made inside its block")
         return lend_bytes(self._region)
 
     @property
@@ -418,9 +425,9 @@ cdef class ClientEnd(RecordTaker):
         self._cache_nbytes = cache_nbytes
         self.book = book
         self.regions = regions
-        self._mapping = mapping
+        self._mapping, self._slab_nbytes = mapping, mapping.mapped.nbytes
         self._packer = packer
-        self._writer = writer
+        self._writer, self._record_nbytes = writer, writer.largest_record_nbytes
         self._submission_type = submission_type
         self._slot_type = slot_type
         self._maker = maker
@@ -448,19 +455,27 @@ cdef class ClientEnd(RecordTaker):
         """Whether requests may be sent from this process."""
         return self.is_open and self._writer is not None and not self._writer.is_forked()
 
+    cdef bint is_writable(self) noexcept:
+        """Whether a request may be written to the ring now, if it finds room there."""
+        return self.is_open and self._writer is not None and self._writer.is_writable()
+
     cdef bint is_forked(self) noexcept:
         """Whether this is a copy in a forked child."""
         return self._writer is not None and self._writer.is_forked()
 
-    cdef int hear(self) except -1:
-        """Takes in what has come: slots that the engine has released may be used again, and replies may be there."""
+    cdef bint hear(self) except -1:
+        """Takes in what has come: slots that the engine has released may be used again, and replies may be there.
+
+        Returns:
+            Whether this end may still be used: what has come may have been its end.
+        """
         if self.reader is not None and self.is_usable() and self.reader.has_news():  # a forked child has no rings
             try:
                 if not self.reader.hear(self):
                     self.shell.link.poll()
             except RemoteProtocolError as error:
                 self.shell.link.violated(error)
-        return 0
+        return self.is_usable()
 
     cpdef PayloadDecoder decoder_of(self, reply_type):
         """Returns the decoder of payloads of a type, which is made once."""
@@ -481,9 +496,8 @@ cdef class ClientEnd(RecordTaker):
         if not self.is_usable():
             return None
         record = self.book.acquire_slot(nbytes, True)
-        if record is None:
-            self.hear()  # what it needs may have been released
-            record = self.book.acquire_slot(nbytes, True) if self.is_usable() else None
+        if record is None and self.hear():  # what it needs may have been released
+            record = self.book.acquire_slot(nbytes, True)
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
@@ -554,22 +568,33 @@ cdef class ClientEnd(RecordTaker):
 
     # -- requests go ---------------------------------------------------------------------------------------------------
 
-    def pack(self, payload) -> tuple:
-        """Encodes a payload. Changes nothing.
+    def pack(self, payload) -> Packed:
+        """Encodes a payload. Changes nothing; what code of the caller changes that runs meanwhile is looked at afterwards.
 
         Returns:
-            What :meth:`send` sends, and the records of the held slots in which tensors of it lie.
+            What :meth:`send` sends. ``slots`` has the records of the held slots in which tensors of it lie.
 
         Raises:
             TypeError, CapacityError: as :meth:`Packer.pack`.
+            ClosedError, EngineDeadError: the session has ended, perhaps meanwhile.
         """
-        packed = self._pack(payload, self._inline_nbytes, self.held)
-        return packed, self.held.found
+        return self._pack_or_raise(payload, self._inline_nbytes, self.held)
+
+    def pack_apart(self, payload) -> Packed:
+        """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
+        return self._pack_or_raise(payload, 0, None)
+
+    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held):
+        cdef Packed packed = self._pack(payload, inline_nbytes, held)
+        if packed is None:
+            self.shell.check_alive()
+        return packed
 
     cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
-        cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._writer.largest_record_nbytes, held)
+        """Encodes a payload; None: this end may not be used any more. Code of the caller may have run, and ended it."""
+        cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._record_nbytes, held)
         packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
-        return packed
+        return packed if self.is_usable() else None
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):
         """Packs and sends a payload, unless something has to be waited for.
@@ -587,22 +612,22 @@ cdef class ClientEnd(RecordTaker):
             TypeError, CapacityError: as :meth:`pack`.
         """
         cdef Packed packed
-        cdef list in_place
-        if not self.is_open or self._writer is None or not self._writer.is_writable():
+        if not self.is_writable():
             return None
-        if self.in_flight >= self._max_inflight:
-            self.hear()
+        if self.in_flight >= self._max_inflight and not self.hear():
+            return None
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
         packed = self._pack(payload, self._inline_nbytes, self.held)
-        in_place = self.held.found
-        if packed.slot_nbytes:
-            self.hear()  # what was released just now is still in the cache: that is where to copy to
+        if packed is None:
+            return None
+        if packed.slot_nbytes and not self.hear():  # what was released just now is still in the cache: that is where to copy to
+            return None
         if packed.slot_nbytes > most_nbytes or not self.begin():
             return None
         sent = None
         try:
-            sent = self.send_now(packed, in_place, name, None)
+            sent = self.send_now(packed, name, None)
         finally:
             if sent is None:
                 self.leave()
@@ -610,9 +635,9 @@ cdef class ClientEnd(RecordTaker):
 
     def content_address(self, ClientSlotRecord slot not None) -> int:
         """Where a slot's content is in this process."""
-        return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + HEADER_NBYTES
+        return <uint64_t>self._mapping.at(slot.start * _BLOCK_NBYTES + HEADER_NBYTES, slot.nbytes)
 
-    cpdef object send_now(self, Packed packed, list in_place, str name, object stream):
+    cpdef object send_now(self, Packed packed, str name, object stream):
         """Copies what has to be copied, and sends it.
 
         Returns:
@@ -622,6 +647,7 @@ cdef class ClientEnd(RecordTaker):
             CapacityError: so much space can never be had.
         """
         cdef ClientSlotRecord slot = None
+        cdef Mapping mapping = self._mapping  # for as long as the copy takes, whatever ends meanwhile
         self.found_full = False
         if packed.slot_nbytes:
             slot = self.book.acquire_slot(packed.slot_nbytes, False)
@@ -632,57 +658,49 @@ cdef class ClientEnd(RecordTaker):
             if slot is not None:
                 packed.copy_into(self.content_address(slot))
                 self.copied_into_slots += packed.slot_nbytes
-            sent = self.send(packed, in_place, slot, name, stream)
+            sent = self.send(packed, slot, name, stream)
         finally:
             if sent is None and slot is not None:
                 self.shell.give_up(slot)
         return sent
 
-    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, object stream):
+    cpdef object send(self, Packed packed, ClientSlotRecord slot, str name, object stream):
         """Sends a payload whose tensors have been copied.
 
         Args:
             packed: from :meth:`pack`.
-            in_place: the records of the slots in which tensors of it lie.
             slot: the record of the slot that it was copied to, if it needs one.
             name: the caller's own name for the request.
             stream: that the slots in device memory were written on; None: the current one.
 
         Returns:
-            The submission; None if the ring is full, or a slot of ``in_place`` has changed hands, and nothing was sent.
+            The submission; None if the ring is full, a slot that its tensors lie in has changed hands, or this end is over, and
+            nothing was sent.
         """
         cdef SlotNumbers few[_FEW]
         cdef SlotNumbers* numbers = few
         cdef SubmissionEnd submission
         cdef ClientSlotRecord record
-        cdef uint32_t count = <uint32_t>len(in_place) + (slot is not None), i = 0
-        cdef uint64_t request_id = self._next_id + 1
+        cdef uint32_t count = <uint32_t>len(packed.slots) + (slot is not None), i = 0
+        cdef uint64_t request_id, nbytes
         cdef bytes fence = b""
-        cdef bint is_on_device = False
-        cdef uint64_t nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
-        if self._writer is None or not self._writer.is_writable():
-            return None
-        try:
-            if not self._writer.has_room(<uint32_t>nbytes):
-                self.found_full = True
-                return None
-        except RemoteProtocolError as error:
-            self.shell.link.break_off(error)
-            return None
-        for record in in_place:
-            if not record.is_submittable():
-                return None
-            is_on_device = is_on_device or record.start * _BLOCK_NBYTES >= self._mapping.mapped.nbytes
-        if is_on_device:
-            fence = self.device_slots.record_fence(in_place, stream)
-            nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
+        for record in packed.slots:
+            if record.start * _BLOCK_NBYTES >= self._slab_nbytes:
+                if not self._may_send(packed, submit_nbytes(packed, self.epoch, self._next_id + 1, name, fence, count)):
+                    return None  # before CUDA is asked for anything
+                fence = self.device_slots.record_fence(packed.slots, stream)
+                break
         submission = new_instance(self._submission_type, ())
+        request_id = self._next_id + 1
+        nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
+        if not self._may_send(packed, nbytes):  # looked at last: each call above may have run other code; none below does
+            return None
         if count > _FEW:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
             if numbers == NULL:
                 raise MemoryError
         try:
-            for record in in_place:
+            for record in packed.slots:
                 self._hand_over(record, numbers + i)
                 i += 1
             if slot is not None:
@@ -712,6 +730,21 @@ cdef class ClientEnd(RecordTaker):
         self.inline_payloads += packed.copied != 0 and not packed.slot_nbytes
         return submission
 
+    cdef bint _may_send(self, Packed packed, uint64_t nbytes) except -1:
+        """Whether a payload may be sent now, with a record of so many bytes."""
+        cdef ClientSlotRecord record
+        if not self.is_writable():
+            return False
+        for record in packed.slots:
+            if not record.is_submittable():
+                return False
+        try:
+            self.found_full = not self._writer.has_room(<uint32_t>nbytes)
+        except RemoteProtocolError as error:
+            self.shell.link.break_off(error)
+            return False
+        return not self.found_full
+
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1:
         """Makes a slot the engine's, and describes it."""
         numbers.offset = record.start * _BLOCK_NBYTES
@@ -720,14 +753,14 @@ cdef class ClientEnd(RecordTaker):
             numbers.lease_id, numbers.generation = KEPT_LEASE_ID, record.generation
             return 0
         numbers.lease_id = record.lease.lease_id
-        if numbers.offset >= self._mapping.mapped.nbytes:  # where there is no header
+        if numbers.offset >= self._slab_nbytes:  # where there is no header
             numbers.generation = self.device_slots.submit(record)
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
         if not self._away or self._next_id - self._away_request > self._max_inflight:  # it may be kept there for ever
             self._away, self._away_request = numbers.generation, self._next_id
             self._away_since, self._sent_before = self._received(), self.slot_nbytes_submitted
-        put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
+        put_header(self._mapping.at(numbers.offset, HEADER_NBYTES), <const char*>_MAGIC, numbers)
         return 0
 
     def hand_over(self, ClientSlotRecord record not None):
@@ -735,10 +768,6 @@ cdef class ClientEnd(RecordTaker):
         cdef SlotNumbers numbers
         self._hand_over(record, &numbers)
         return SlotRef(numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation)
-
-    def pack_apart(self, payload):
-        """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
-        return self._pack(payload, 0, None)
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
@@ -840,8 +869,9 @@ cdef class ClientEnd(RecordTaker):
             )
         if content.slot_count:  # one, since a reply names none but that of its copied bytes
             slot = content.slot_numbers
-            if slot.offset + HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
-                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
+            if slot.offset % _BLOCK_NBYTES or slot.offset < self.book.lease_end_nbytes \
+                    or slot.offset + HEADER_NBYTES + slot.nbytes > self._slab_nbytes:
+                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes is not where replies lie")
         self.replies += 1
         if not submission.ended:
             if submission._replies is None:
@@ -893,17 +923,18 @@ cdef class ClientEnd(RecordTaker):
         cdef SlotNumbers* slot = content.slot_numbers
         cdef uint64_t numbers[2]
         cdef bint is_viewed = False
+        cdef Mapping mapping = self._mapping
         self.shell.check_alive()
-        regions = regions_of(content, self._reply_key, self.regions, self._mapping)
+        regions = regions_of(content, self._reply_key, self.regions, mapping)
         regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
         try:
             if content.slot_count:
-                if not read_header(self._mapping.mapped.address + slot.offset, <const char*>_MAGIC, &numbers[0], &numbers[1]) \
+                if not read_header(mapping.at(slot.offset, HEADER_NBYTES), <const char*>_MAGIC, &numbers[0], &numbers[1]) \
                         or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
                 if content.payload_nbytes:
                     content.take_payload(
-                        (self._mapping.mapped.address + slot.offset + HEADER_NBYTES + content.payload_offset)
+                        mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes)
                         [:content.payload_nbytes],
                         self._max_tensors,
                     )

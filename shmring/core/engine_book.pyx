@@ -173,7 +173,10 @@ cdef class EngineBook:
         return 0
 
     def died(self, uint64_t client_id):
-        """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
+        """The kernel says that the client's process is dead: what no reader of ours holds is free again.
+
+        Or it has said goodbye, and later that it uses nothing any more of what that named.
+        """
         cdef ClientRecord client = self.clients.get(client_id)
         cdef list effects = []
         if client is None:

@@ -101,4 +101,4 @@ cdef class EngineEnd:
     cdef int _send_done(
         self, FrontendEnd frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
     ) except -1
-    cdef int _finish(self, ClaimEnd claim, Packed reply, SlotNumbers* slot) except -1
+    cdef bint _finish(self, ClaimEnd claim, Packed reply, slot) except -1

@@ -198,7 +198,7 @@ cdef class ClaimEnd:
         if self.ended:
             self.end.shell.carry_out(self.release_slots())
         else:
-            self.end._finish(self, None, NULL)
+            self.end._finish(self, None, None)
         return 0
 
     def send_reply(self, Packed reply not None, slot) -> bool:
@@ -210,22 +210,31 @@ cdef class ClaimEnd:
 
         Returns:
             Whether it was sent; False: the ring is full.
+
+        Raises:
+            AbortedError, LocalProtocolError: the request has ended.
         """
         return self.end._send_reply(self, reply, slot)
 
     def finish_with(self, Packed reply not None, slot) -> bool:
-        """Sends a last reply, releases the slots and finishes the request, in one record; for who may still answer.
+        """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
 
         Args:
             reply, slot: as of :meth:`send_reply`.
 
         Returns:
-            True: a request's end finds room.
+            Whether it was sent; False: the request was aborted while its slots were released.
+
+        Raises:
+            AbortedError, LocalProtocolError: the request has ended.
         """
-        cdef SlotNumbers numbers
-        self.end._lend_reply(self, slot, &numbers)
-        self.end._finish(self, reply, &numbers)
-        return True
+        if self.ended:
+            self.check_running()
+        return self.end._finish(self, reply, slot)
+
+    def check_running(self) -> None:
+        """Raises unless the request can still be answered; for the subclass."""
+        raise NotImplementedError
 
     def release_slots(self, *, copying: bool = False) -> list:
         """Releases the slots; twice is once.
@@ -553,6 +562,10 @@ cdef class EngineEnd:
             if content.fence:
                 place = self.shell.take_up_device(claim)
             claim._payload = self._decoder.decode(claim.regions, place)
+            if claim.request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
+                raise AbortedError(
+                    f"request {claim.submit.request_id} was aborted while it was taken up", request_id=claim.submit.request_id
+                )
         except RemoteProtocolError as error:
             self.shell.take_up_failed(claim, error, breaks_rules=not is_payload_shared)
             return None
@@ -566,7 +579,7 @@ cdef class EngineEnd:
     cdef bytes _payload_in_slot(self, Content content):
         cdef SlotNumbers* slot = content.slot_numbers + content.slot_count - 1
         return PyBytes_FromStringAndSize(
-            self._mapping.mapped.address + slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+            self._mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
         )
 
     cdef int _check_headers(self, ClaimEnd claim) except -1:
@@ -578,7 +591,7 @@ cdef class EngineEnd:
             slot = claim.submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
                 continue  # in device memory stands no header, and what is kept is what the book says
-            if not read_header(self._mapping.mapped.address + slot.offset, <const char*>_MAGIC, &numbers[0], &numbers[1]):
+            if not read_header(self._mapping.at(slot.offset, HEADER_NBYTES), <const char*>_MAGIC, &numbers[0], &numbers[1]):
                 raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
             if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                 raise StaleDescriptorError(
@@ -594,7 +607,7 @@ cdef class EngineEnd:
         if slot is None:
             return 0
         numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
-        put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
+        put_header(self._mapping.at(numbers.offset, HEADER_NBYTES), <const char*>_MAGIC, numbers)
         self.book.reply_sent(claim.frontend.client_id, slot.generation)
         return 0
 
@@ -602,6 +615,8 @@ cdef class EngineEnd:
         cdef FrontendEnd frontend = claim.frontend
         cdef SlotNumbers numbers
         cdef uint64_t request_id = claim.submit.request_id
+        if claim.ended:  # whatever has run since its caller looked
+            claim.check_running()
         try:
             if frontend._writer is None or not frontend._writer.is_writable() \
                     or not frontend._writer.has_room(<uint32_t>reply_nbytes(reply, request_id)):
@@ -660,9 +675,14 @@ cdef class EngineEnd:
             if viewed != few:
                 free(viewed)
 
-    cdef int _finish(self, ClaimEnd claim, Packed reply, SlotNumbers* slot) except -1:
-        """Releases and finishes a request that has not ended: one record tells its frontend."""
+    cdef bint _finish(self, ClaimEnd claim, Packed reply, slot) except -1:
+        """Releases and finishes a request that has not ended: one record tells its frontend.
+
+        Releasing drops the payload, and so may run its code: whether the request still runs is asked after it.
+        """
         cdef FrontendEnd frontend = claim.frontend
+        cdef SlotNumbers numbers
+        cdef bint is_sent = False
         cdef uint64_t few[_FEW]
         cdef uint64_t* released = few
         cdef Py_ssize_t count = 0
@@ -682,8 +702,10 @@ cdef class EngineEnd:
                 self.book.end_request(frontend.record, claim.request, _FINISH)
                 self.finished += 1
                 if reply is not None:
+                    self._lend_reply(claim, slot, &numbers)
                     self._count_reply(reply)
-                self._send_done(frontend, claim.submit.request_id, released, <uint32_t>count, reply, slot)
+                self._send_done(frontend, claim.submit.request_id, released, <uint32_t>count, reply, &numbers)
+                is_sent = True
         finally:
             if released != few:
                 free(released)
@@ -692,7 +714,7 @@ cdef class EngineEnd:
         if claim._end_callbacks:
             self.shell.call_soon(claim.mark_ended())
         claim._abort_callbacks = None
-        return 0
+        return is_sent
 
     cdef int _send_done(
         self, FrontendEnd frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot

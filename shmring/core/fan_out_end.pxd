@@ -30,7 +30,9 @@ cdef class ClaimedSlots(HeldSlots):
 
     cdef int look_in(self, ClaimEnd claim) except -1
     cdef int rest(self) except -1
-    cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
+    cdef bint _find_in(
+        self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
+    ) except -1
 
 
 cdef class JoinedWorker(RecordTaker):
@@ -84,6 +86,7 @@ cdef class FanOutEnd:
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1
     cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence)
     cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared)
+    cdef int _check_open(self) except -1
     cdef uint64_t _mask(self, Parcel parcel) except? 0
     cdef bint _send_at_once(self, Parcel parcel) except -1
     cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1

@@ -35,7 +35,9 @@ from shmring.core.views cimport Lent, drop_region, hold_region
 from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, read_content
 
 from shmring.core.messages import SLOT_HEADER_NBYTES
-from shmring.errors import CapacityError, ClosedError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError
+from shmring.errors import (
+    CapacityError, LocalProtocolError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError,
+)
 
 cdef extern from *:
     """
@@ -64,14 +66,14 @@ cdef class ClaimedSlots(HeldSlots):
         self._end = end
         self._address, self._nbytes = address, nbytes
 
-    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
         cdef ClaimEnd claim
         if address - self._address >= self._nbytes:
             return False
-        if self._last is not None and self._find_in(self._last, address, nbytes, region, offset):
+        if self._last is not None and self._find_in(self._last, address, nbytes, region, offset, found):
             return True
         for claim in self._end.claims.values():
-            if self._find_in(claim, address, nbytes, region, offset):
+            if self._find_in(claim, address, nbytes, region, offset, found):
                 self._last = claim
                 return True
         return False
@@ -83,10 +85,12 @@ cdef class ClaimedSlots(HeldSlots):
 
     cdef int rest(self) except -1:
         """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
-        self.found, self._last = [], None
+        self._last = None
         return 0
 
-    cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
+    cdef bint _find_in(
+        self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
+    ) except -1:
         cdef SlotNumbers* slot
         cdef uint64_t start
         cdef uint32_t i, place
@@ -97,13 +101,13 @@ cdef class ClaimedSlots(HeldSlots):
             start = self._address + slot.offset + _HEADER_NBYTES
             if address < start or address - start > slot.nbytes or nbytes > slot.nbytes - (address - start):
                 continue
-            found = (claim, i)
-            for place in range(<uint32_t>len(self.found)):
-                if self.found[place] == found:
+            slot_of_claim = (claim, i)
+            for place in range(<uint32_t>len(found)):
+                if found[place] == slot_of_claim:
                     break
             else:
-                place = <uint32_t>len(self.found)
-                self.found.append(found)
+                place = <uint32_t>len(found)
+                found.append(slot_of_claim)
             region[0] = place + 1
             offset[0] = address - start
             return True
@@ -265,13 +269,17 @@ cdef class FanOutEnd:
         self.discard(parcel)
         return None
 
+    cdef int _check_open(self) except -1:
+        if not self.is_open or self._forks != forks():
+            raise self.shell.closed()
+        return 0
+
     cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared):
         cdef Parcel parcel
         cdef ClaimEnd claim
         cdef SlotNumbers* slot
         cdef uint32_t count, place, i
-        if not self.is_open or self._forks != forks():
-            raise self.shell.closed()
+        self._check_open()
         parcel = Parcel.__new__(Parcel)
         parcel.to, parcel.flags = to, flags if shared is None else flags | IS_SHARED
         if to is not None:
@@ -284,8 +292,9 @@ cdef class FanOutEnd:
                 raise
             raise _of_shared(error) from None
         finally:
-            found = self._slots.found
             self._slots.rest()
+        self._check_open()  # code of the caller may have run, and closed this; or left a claim: see below
+        found, parcel.packed.slots = parcel.packed.slots, []  # keeps no claim alive: who drops one is told so
         if parcel.packed.slot_nbytes:
             parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
             if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
@@ -306,6 +315,10 @@ cdef class FanOutEnd:
                 raise MemoryError
             for place in range(count):
                 claim, i = found[place]
+                if claim.regions is None:
+                    raise LocalProtocolError(
+                        f"request {claim.request_id} was released while a message with tensors of it was encoded; share it before"
+                    )
                 slot = claim.regions.content.slot_numbers + i
                 parcel.slots[place] = slot[0]
                 parcel.slots[place].lease_id = 0
@@ -329,7 +342,9 @@ cdef class FanOutEnd:
 
     def address_of(self, Parcel parcel not None) -> int:
         """Where what is copied goes; 0: nowhere."""
-        return 0 if parcel.start < 0 else <uint64_t>self._memory.mapped.address + parcel.start * BLOCK_NBYTES + _HEADER_NBYTES
+        if parcel.start < 0:
+            return 0
+        return <uint64_t>self._memory.at(parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, parcel.packed.slot_nbytes)
 
     def copied(self, Parcel parcel not None) -> None:
         """It has been copied."""
@@ -359,7 +374,9 @@ cdef class FanOutEnd:
         return self.book.members() if parcel.to is None else self.book.mask_of(parcel.to)
 
     cdef bint _send_at_once(self, Parcel parcel) except -1:
+        cdef Mapping memory = self._memory  # for as long as the copy takes, whatever ends meanwhile
         cdef uint64_t mask
+        cdef bint is_sent
         if self.is_crowded or parcel.packed.slot_nbytes > self._at_once_nbytes:
             return False
         self.book.sweep_oldest()
@@ -373,13 +390,21 @@ cdef class FanOutEnd:
             return True
         if not self.take_memory(parcel):
             return False
-        if parcel.start >= 0:
+        if parcel.start < 0:
+            self._publish(mask, parcel)
+            return True
+        try:
             parcel.packed.copy_to(
-                <uint8_t*>self._memory.mapped.address + parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, False
+                <uint8_t*>memory.at(parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, parcel.packed.slot_nbytes), False
             )
             parcel.is_copied = True
-        self._publish(mask, parcel)
-        return True
+            is_sent = self.publish(parcel)  # looks again: copying a tensor that is not contiguous runs torch's code
+        except BaseException:
+            self.discard(parcel)
+            raise
+        if is_sent and parcel.start >= 0:  # nobody is left who could get it
+            self.discard(parcel)
+        return is_sent
 
     cdef uint64_t _record(self, Parcel parcel, int stamp) except 0:
         """How long its record is."""

@@ -125,11 +125,10 @@ class EngineBookLimits:
 class ClientBookLimits:
     """What bounds a frontend's book: the engine's limits, and how this client sizes and keeps its leases.
 
-    ``first_block`` and ``slab_nbytes`` are where leases of this ``memory`` begin and end in the engine's address space.
+    Leases of this ``memory`` lie in the ``leasable_nbytes`` from ``first_block`` on, in the engine's address space.
     """
 
     client_id: int
-    slab_nbytes: int
     leasable_nbytes: int
     max_leases: int
     lease_nbytes: int

@@ -21,12 +21,10 @@ cdef class HeldSlots:
     cdef uint32_t _recent_count
     cdef SortedKeys _addresses  # of the others
     cdef dict _slots           # (record, bytes of content) of the others, by address of content
-    cdef readonly list found   # records in which something was found since the last call of `forget`, in that order
 
     cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1
     cpdef int leave(self, uint64_t address) except -1
     cdef void remember(self, uint64_t address, object tensor) noexcept
     cdef bint has_made(self, object tensor) noexcept
-    cpdef int forget(self) except -1
     cdef void _forget_recent(self, uint32_t place) noexcept
-    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1

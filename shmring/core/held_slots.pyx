@@ -20,7 +20,6 @@ from shmring.core.sorted_keys cimport SortedKeys
 cdef extern from "Python.h":
     void _drop "Py_DECREF"(PyObject*) noexcept
     void _drop_unless_null "Py_XDECREF"(PyObject*) noexcept
-    Py_ssize_t Py_REFCNT(object) noexcept
 
 
 cdef bint _is_submittable(object record) except -1:
@@ -35,7 +34,6 @@ cdef class HeldSlots:
     def __init__(self) -> None:
         self._addresses = SortedKeys()
         self._slots = {}
-        self.found = []
 
     def __dealloc__(self) -> None:
         cdef uint32_t i
@@ -73,6 +71,20 @@ cdef class HeldSlots:
         held.address, held.nbytes, held.record, held.tensor = address, nbytes, <PyObject*>record, NULL
         Py_INCREF(record)
         return 0
+
+    def overlaps(self, uint64_t address, uint64_t nbytes) -> bool:
+        """Whether some of these bytes, at least one, are a slot's that is held."""
+        cdef uint64_t start, end = address + max(nbytes, 1)
+        cdef Held* held
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            held = &self._recent[i]
+            if held.address < end and address < held.address + max(held.nbytes, 1):
+                return True
+        if not self._slots or not self._addresses.last_below(end, &start):
+            return False
+        _, held_nbytes = self._slots[start]
+        return address < start + max(held_nbytes, 1)
 
     cpdef int leave(self, uint64_t address) except -1:
         """A caller has left the slot at this address."""
@@ -114,21 +126,14 @@ cdef class HeldSlots:
                 return True
         return False
 
-    cpdef int forget(self) except -1:
-        """Begins a new list of what was found."""
-        if Py_REFCNT(self.found) > 1:  # who has packed a payload still has that
-            self.found = []
-        elif self.found:
-            self.found.clear()
-        return 0
-
-    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
         """Finds the slot in which bytes lie, if they may be submitted from there.
 
         Args:
             address, nbytes: of the bytes.
             region: set to the number of the slot in ``found``, from 1 on.
             offset: set to where they are in its content.
+            found: the slots of one payload, by record; a new one is added.
         """
         cdef uint64_t start, content_nbytes
         cdef object record = None
@@ -147,10 +152,10 @@ cdef class HeldSlots:
         if address - start > content_nbytes or nbytes > content_nbytes - (address - start) or not _is_submittable(record):
             return False
         offset[0] = address - start
-        for i in range(<uint32_t>len(self.found)):
-            if self.found[i] is record:
+        for i in range(<uint32_t>len(found)):
+            if found[i] is record:
                 region[0] = i + 1
                 return True
-        self.found.append(record)
-        region[0] = <uint32_t>len(self.found)
+        found.append(record)
+        region[0] = <uint32_t>len(found)
         return True

@@ -5,6 +5,8 @@ Theory of operation: what is mapped is counted in C, so that a view can hold it 
 drops the last one, on whatever thread that is. A :class:`Mapping` has no ``close``: some takers of a buffer (``numpy.ndarray``,
 ``torch.frombuffer``) give it back at once and keep the object.
 
+The end of a mapping can be told over a socket, which nobody has to wait for: it happens in C, with the unmapping.
+
 A forked child drops references like its parent, but unmaps nothing: memory that is kept out of children is not there, and
 something else may be.
 
@@ -18,9 +20,11 @@ from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport ENOMEM
 from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from posix.unistd cimport _SC_PAGESIZE, sysconf
+from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
 from shmring.core.forks cimport forks
+
+from shmring.errors import ClosedError
 
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)
@@ -37,6 +41,11 @@ cdef extern from "<sys/mman.h>" nogil:
         MAP_NORESERVE
         MAP_FIXED
     void* MAP_FAILED
+
+cdef extern from "<sys/socket.h>" nogil:
+    int shutdown(int, int)
+    enum:
+        SHUT_RDWR
 
 cdef extern from "atomics.h" nogil:
     void take_reference(int32_t* count)
@@ -82,7 +91,24 @@ cdef void leave_mapped(Mapped* mapped) noexcept nogil:
         return
     if mapped.nbytes and mapped.forks == forks():
         munmap(mapped.address, mapped.nbytes)
+        if mapped.socket >= 0:
+            shutdown(mapped.socket, SHUT_RDWR)  # a forked child may have it, too, and it has no mapping
+            close(mapped.socket)
     free(mapped)
+
+
+cdef char* place_in(const Mapped* mapped, uint64_t offset, uint64_t nbytes) except NULL:
+    """Where bytes of mapped memory are. Who reads or writes them asks here, each time: the end may be over since it asked last.
+
+    Raises:
+        ClosedError: nothing is mapped any more.
+        ValueError: they exceed what is mapped.
+    """
+    if not mapped.nbytes:
+        raise ClosedError("the shared memory of this connection is not mapped any more: the connection has ended")
+    if offset > mapped.nbytes or nbytes > mapped.nbytes - offset:
+        raise ValueError(f"{nbytes} bytes at {offset} exceed a mapping of {mapped.nbytes}")
+    return mapped.address + offset
 
 
 @cython.final
@@ -130,6 +156,7 @@ cdef class Mapping:
         self.mapped.references = 1
         self.mapped.forks = forks()
         self.mapped.nbytes = 0
+        self.mapped.socket = -1
         if size:
             with nogil:
                 address = _map_file(size, protection, descriptor)
@@ -189,6 +216,19 @@ cdef class Mapping:
         cdef char* start = self._place(offset, nbytes)
         if mprotect(start, nbytes, protection):
             PyErr_SetFromErrno(OSError)
+
+    cdef char* at(self, uint64_t offset, uint64_t nbytes) except NULL:
+        """As :func:`place_in`."""
+        return place_in(self.mapped, offset, nbytes)
+
+    def end_with(self, socket: int) -> None:
+        """Takes a socket over. Its end tells the other side that nothing here is mapped any more, and so that nobody uses it.
+
+        Args:
+            socket: its descriptor. This has none yet, and maps something.
+        """
+        assert self.mapped.socket < 0 and self.mapped.nbytes
+        self.mapped.socket = socket
 
     cdef char* _place(self, uint64_t offset, uint64_t nbytes) except? NULL:
         if offset > self.mapped.nbytes or nbytes > self.mapped.nbytes - offset:

@@ -246,6 +246,7 @@ class Goodbye(_Message, frozen=True, tag=8):
 
     ``maps_device_slab``: it could not unmap the device slab, so that must not be freed before this process is dead.
     ``more``: another follows, which says what else is kept. ``pinned_generations``: kept content that it still views.
+    ``lingers``: it keeps the socket as long as it uses anything that it named, and no longer: the end of the socket says so.
     """
 
     kept_lease_ids: LeaseIds = ()
@@ -253,6 +254,7 @@ class Goodbye(_Message, frozen=True, tag=8):
     maps_device_slab: bool = False
     more: bool = False
     pinned_generations: Generations = ()
+    lingers: bool = False
 
 
 class Find(_Message, frozen=True, tag=12):

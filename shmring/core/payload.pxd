@@ -36,6 +36,7 @@ cdef class Part:
 cdef class Packed:
     cdef readonly bytes payload
     cdef readonly list parts
+    cdef public list slots
     cdef readonly uint64_t copied_nbytes
     cdef readonly uint64_t in_place_nbytes
     cdef readonly uint32_t copied

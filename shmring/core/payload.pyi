@@ -21,6 +21,7 @@ class Part:
     ) -> None: ...
 
 class Packed:
+    slots: list[Any]
     @property
     def payload(self) -> bytes: ...
     @property

@@ -185,12 +185,14 @@ cdef class Packer:
     cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=None):
         """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
 
+        Code of the caller may run meanwhile (a property that is encoded), and do anything: end the session, leave a slot, pack
+        something else here. So what was read before is to be read again afterwards.
+
         Args:
             payload: any msgspec-encodable object holding tensors and arrays at any depth.
             inline_nbytes: tensors that take no more travel in the record, if there is room.
             largest_record_nbytes: of one record.
-            held: slots of the caller, from which tensors are sent that lie in them; ``found`` then has those slots, in the
-                order of their regions.
+            held: slots of the caller, from which tensors are sent that lie in them.
 
         Raises:
             TypeError: something in it can't be sent; the message names its path.
@@ -201,12 +203,9 @@ cdef class Packer:
         cdef HeldSlots outer_held = self._held
         cdef Growing out
         cdef uint8_t few[_FEW_NBYTES]
-        packed.parts = []
         packed._copy_strided = self._copy_strided
         packed._copy_past_cache, packed._copy_into_cache = self._copy_past_cache, self._copy_into_cache
         packed._max_payload_nbytes = self._max_payload_nbytes
-        if held is not None:
-            held.forget()
         self._packed, self._held = packed, held
         out.start = out.at = few
         out.end = few + sizeof(few)
@@ -235,15 +234,13 @@ cdef class Packer:
                 raise TypeError(
                     f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type"
                 )
-        packed.lay_out(inline_nbytes, largest_record_nbytes, 0 if held is None else <uint32_t>len(held.found))
+        packed.lay_out(inline_nbytes, largest_record_nbytes, <uint32_t>len(packed.slots))
         return packed
 
     def encode(self, payload) -> bytes:
         """Encodes a value to see whether that is possible; for who explains why not."""
         cdef Packed outer = self._packed
-        cdef Packed packed = Packed.__new__(Packed)
-        packed.parts = []
-        self._packed = packed
+        self._packed = Packed.__new__(Packed)
         try:
             return self._encode(payload)
         finally:
@@ -369,7 +366,7 @@ cdef class Packer:
         packed.parts.append(part)
         if not part.nbytes:
             return 0
-        if part.location and self._held is not None and self._held.find(part.location, part.nbytes, &part.region, &part.offset):
+        if part.location and self._held is not None and self._held.find(part.location, part.nbytes, &part.region, &part.offset, packed.slots):
             part.is_in_place = True
             packed.in_place += 1
             packed.in_place_nbytes += part.nbytes
@@ -471,11 +468,16 @@ cdef class Packed:
     Attributes:
         payload: msgpack, with extensions for the tensors.
         parts: the tensors, in its order.
+        slots: what was found of the caller's slots, in the order of their regions: the records, of a frontend.
         region_nbytes: what those that are copied need in one region.
         slot_nbytes: of the slot that it needs; 0: everything travels in the record.
         copied, in_place: how many tensors are copied, and how many are described where they are.
         copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
     """
+
+    def __cinit__(self) -> None:
+        self.parts = []
+        self.slots = []
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
         """Decides what travels in the record and what in a slot."""

@@ -89,7 +89,7 @@ cdef class ContentRegions:
         if self._slots[slot] == NULL:
             numbers = content.slot_numbers + slot
             if self.is_copied_out:
-                self._slots[slot] = copy_region(self._mapping.mapped.address + numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes)
+                self._slots[slot] = copy_region(self._mapping.at(numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)
                 return self._slots[slot]
             if self.owner != NULL:
                 self._slots[slot] = keeping_region(

@@ -42,7 +42,7 @@ from shmring.core.dlpack cimport (
     DLTensor,
 )
 from shmring.core.forks cimport forks
-from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
+from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped, place_in
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int, int)
@@ -187,9 +187,7 @@ cdef Lent* keeping_region(Mapped* mapped, uint64_t offset, uint64_t nbytes, Owne
         ValueError: it exceeds the mapping.
     """
     cdef Lent* region
-    if offset > mapped.nbytes or nbytes > mapped.nbytes - offset:
-        raise ValueError(f"a region of {nbytes} bytes at {offset} exceeds a mapping of {mapped.nbytes}")
-    region = _new_region(mapped.address + offset, nbytes, 0)
+    region = _new_region(place_in(mapped, offset, nbytes), nbytes, 0)
     keep_mapped(mapped)
     region.mapped = mapped
     take_reference(&owner.references)
@@ -262,9 +260,7 @@ cdef class Regions:
     cdef Lent* lend(self, Mapped* mapped, uint64_t offset, uint64_t nbytes, uint64_t key_high, uint64_t key_low) except NULL:
         cdef Departures* departures = self._open()
         cdef Lent* region
-        if offset > mapped.nbytes or nbytes > mapped.nbytes - offset:
-            raise ValueError(f"a region of {nbytes} bytes at {offset} exceeds a mapping of {mapped.nbytes}")
-        region = _new_region(mapped.address + offset, nbytes, 0)
+        region = _new_region(place_in(mapped, offset, nbytes), nbytes, 0)
         region.key_high, region.key_low = key_high, key_low
         keep_mapped(mapped)
         region.mapped = mapped

@@ -8,6 +8,7 @@ from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport ContentRegions, PayloadDecoder
 from shmring.core.views cimport Owner
+from shmring.core.wire cimport Content
 
 
 cdef struct Page:
@@ -62,6 +63,7 @@ cdef class WorkerEnd:
     cdef readonly Looking looking    # for messages, before it sleeps
     cdef bint _is_receiving  # a thread sleeps until a message comes
 
+    cdef MessageEnd _begin(self, bytes record, Content content, Mapping mapping)
     cdef MessageEnd _open(self, bytes record)
     cdef object _take(self)
     cdef bint _look(self, double seconds, double wait) except -1

@@ -12,6 +12,9 @@ rings or dies. All of that is one call, for every microsecond of it is on the wa
 The page stays mapped, and the bell's descriptor open, until the last message was acknowledged: views outlive the worker that they
 came from. A forked child acknowledges nothing; it does not have the page.
 
+A hook that decodes a payload, and a signal handler in the middle of a wait, may close this end. So who waits or decodes keeps what it
+uses, and looks again whether there is a reader afterwards.
+
 Invariant: a message is acknowledged once at most, and never while a view of it lives.
 """
 
@@ -37,7 +40,7 @@ from shmring.core.wire cimport Content, SlotNumbers, read_content, read_slot
 from shmring.core.dropped import warn_of
 from shmring.core.message_ring import ENDED as _ENDED
 from shmring.core.messages import SLOT_HEADER_NBYTES
-from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteProtocolError
 
 cdef extern from "atomics.h" nogil:
     void store_release_u64(void* at, uint64_t value)
@@ -204,6 +207,12 @@ cdef class MessageEnd:
         self.answered = True
         return self.wants_reply
 
+    def unmark_answered(self) -> None:
+        """Takes that back: nothing was sent. If the message was left meanwhile, the engine is told that no reply will come."""
+        self.answered = False
+        if self.left:
+            self.end.shell.fail_answer(self.sequence, LocalProtocolError("the worker gave up replying, and left the message"))
+
 
 cdef class WorkerEnd:
     """See the head of this file.
@@ -259,10 +268,13 @@ cdef class WorkerEnd:
         """Leaves what was not received; what was stays until it is left. Nothing is received any more.
 
         What the engine sends before it hears of this is never taken from the ring, and so never acknowledged: the page says that
-        it was left.
+        it was left. Twice is once.
         """
+        cdef RecordReader reader = self.reader
+        if reader is None:
+            return
         try:
-            while (record := self.reader.read()) is not None:
+            while (record := reader.read()) is not None:
                 self.leave_unread(record)
         except RemoteProtocolError:
             pass  # its engine has ended, or breaks the rules: then nobody waits for the rest
@@ -273,7 +285,7 @@ cdef class WorkerEnd:
 
     def leave_unread(self, bytes record not None) -> None:
         """Leaves the message of a record without opening it."""
-        cdef MessageEnd message = self._begin(record, None)
+        cdef MessageEnd message = self._begin(record, None, None)
         if message is not None:
             message._leave_end()
 
@@ -295,6 +307,7 @@ cdef class WorkerEnd:
 
         Raises:
             RemoteProtocolError: the engine broke the rules.
+            ClosedError: this end is closed; perhaps by a signal handler, while this waited.
             msgspec.ValidationError: the payload is not of the type that was asked for; the message was left.
         """
         cdef double wait = wait_s, busy = busy_s
@@ -314,13 +327,16 @@ cdef class WorkerEnd:
 
     cdef object _take(self):
         """A message, the bytes of a record of another kind, or None."""
+        cdef RecordReader reader = self.reader
         cdef uint32_t nbytes
         cdef bytes record
-        if not self.reader.next_nbytes(&nbytes):
+        if reader is None:
+            raise ClosedError("this end of a worker is closed")
+        if not reader.next_nbytes(&nbytes):
             return None
         record = PyBytes_FromStringAndSize(NULL, nbytes)
-        self.reader.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
-        self.reader.wake_writer()
+        reader.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
+        reader.wake_writer()
         message = self._open(record)
         return record if message is None else message
 
@@ -328,7 +344,7 @@ cdef class WorkerEnd:
         """Returns the message of a record; None: it is of another kind. Raises as :meth:`receive`."""
         return self._open(record)
 
-    def _begin(self, bytes record, Content content):
+    cdef MessageEnd _begin(self, bytes record, Content content, Mapping mapping):
         """Reads the head of a message, and its content if one is given; returns it with its acknowledgement, or None."""
         cdef Cursor cursor
         cdef Value value
@@ -365,25 +381,30 @@ cdef class WorkerEnd:
         read_content(&cursor, content, members - 5, self._max_tensors)
         for i in range(content.slot_count):
             slot = content.slot_numbers + i
-            if slot.offset + _HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
+            if slot.offset + _HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
                 raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
         return message
 
     cdef MessageEnd _open(self, bytes record):
         cdef Content content = Content.__new__(Content)
-        cdef MessageEnd message = self._begin(record, content)
+        cdef Mapping mapping = self._mapping  # kept by this call
+        cdef MessageEnd message
         cdef ContentRegions regions
         cdef SlotNumbers* slot
+        if self.reader is None:
+            raise ClosedError("this end of a worker is closed")
+        message = self._begin(record, content, mapping)
         if message is None:
             return None
         self.received += 1
-        regions = message._regions = regions_of(content, 0, None, self._mapping)
+        regions = message._regions = regions_of(content, 0, None, mapping)
         regions.owner = &message._acknowledgement.owner
         if content.payload_nbytes:
             slot = content.slot_numbers + content.slot_count - 1
             content.take_payload(
                 PyBytes_FromStringAndSize(
-                    self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+                    mapping.at(slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
+                    content.payload_nbytes,
                 ),
                 self._max_tensors,
             )

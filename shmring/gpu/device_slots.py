@@ -30,6 +30,7 @@ from shmring.cancellation import uninterrupted
 from shmring.core.client_book import ClientSlotRecord
 from shmring.core.client_end import SlotEnd
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.mapping import Mapping
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh
@@ -44,6 +45,11 @@ __all__ = ["DeviceSlots"]
 logger = logging.getLogger("shmring.client")
 
 _CLOSE_TIMEOUT_S = 10.0  # for the GPU to come to what this process has queued: far beyond anything that is
+
+
+#: Slabs in host memory whose engines' device slabs are mapped here. They stay mapped as long, since the end of a mapping says
+#: that nothing of either is used.
+_MAPPED_WITH: set[Mapping] = set()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -75,7 +81,7 @@ class DeviceSlots(Slots):
         self._start = owner.welcome.slab_nbytes
         self._handle = owner.welcome.device_slab
         nbytes = 0 if self._handle is None else self._handle.nbytes
-        super().__init__(owner, DEVICE_MEMORY, first_block=self._start // BLOCK_NBYTES, nbytes=nbytes, end=self._start + nbytes)
+        super().__init__(owner, DEVICE_MEMORY, first_block=self._start // BLOCK_NBYTES, nbytes=nbytes)
         self.held = 0
         self.is_mapped = False
         self._engine_name = engine_name
@@ -85,6 +91,7 @@ class DeviceSlots(Slots):
         self._slot_type = slot_type
         self._opening: asyncio.Task[None] | None = None
         self._is_open = False
+        self._host_slab: Mapping
         self._slab: DeviceSlab  # these two from then on
         self._views: DeviceViews[int]  # by id of the record
         self._fences = Fences(cuda)
@@ -152,17 +159,23 @@ class DeviceSlots(Slots):
 
     async def _attach(self) -> None:
         assert self._handle is not None
+        self._host_slab = self._owner.mapping
+        _MAPPED_WITH.add(self._host_slab)
         self.is_mapped = True
         try:
             attach = functools.partial(DeviceSlab.attach, self._cuda, self._memory, self._handle)
             self._slab = await self._copier.run(attach)
         except BaseException:
-            self.is_mapped = False
+            self._unmapped()
             raise
         self._views = DeviceViews(self._cuda, self._slab.device_index, self._wake)
         self._is_open = True
         if self._is_lost:  # meanwhile
             self._abandon()
+
+    def _unmapped(self) -> None:
+        self.is_mapped = False
+        _MAPPED_WITH.discard(self._host_slab)
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
         self._opening = None
@@ -292,6 +305,7 @@ class DeviceSlots(Slots):
         if not self.is_mapped or not self._views.close(_CLOSE_TIMEOUT_S):
             return
         try:
-            self.is_mapped = not self._slab.close()
+            if self._slab.close():
+                self._unmapped()
         except CudaError as error:
             logger.warning("the engine's device slab stays mapped until this process ends: %s", error)

@@ -22,6 +22,7 @@ from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.client_end import ClientEnd
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits, Geometry
+from shmring.core.mapping import Mapping
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
 from shmring.memory.slab import Slab
@@ -50,6 +51,9 @@ class Owner(Protocol):
     @property
     def link(self) -> _Link: ...
 
+    @property
+    def mapping(self) -> Mapping: ...
+
     def check_alive(self) -> None: ...
 
     def warn_of_views(self, record: ClientSlotRecord) -> None: ...
@@ -62,20 +66,18 @@ class Slots:
         owner: the session.
         memory: which one.
         first_block: where leases in it begin, in the engine's address space.
-        nbytes: what of it is leased out.
-        end: where it ends in the address space, in bytes.
+        nbytes: what is leased out from there on.
 
     Attributes:
         book: of the leases and the slots in them.
     """
 
-    def __init__(self, owner: Owner, memory: Memory, *, first_block: int, nbytes: int, end: int) -> None:
+    def __init__(self, owner: Owner, memory: Memory, *, first_block: int, nbytes: int) -> None:
         self._owner = owner
         self._loop = owner.loop
         self.book = ClientBook(
             ClientBookLimits(
                 client_id=owner.welcome.client_id,
-                slab_nbytes=end,
                 leasable_nbytes=nbytes,
                 max_leases=owner.welcome.max_leases,
                 lease_nbytes=int(owner.config.lease_nbytes),
@@ -237,9 +239,7 @@ class HostSlots(Slots):
     """
 
     def __init__(self, owner: Owner, slab: Slab) -> None:
-        welcome = owner.welcome
-        first_block = Geometry.LEASABLE_START
-        super().__init__(owner, HOST_MEMORY, first_block=first_block, nbytes=welcome.leasable_nbytes, end=welcome.slab_nbytes)
+        super().__init__(owner, HOST_MEMORY, first_block=Geometry.LEASABLE_START, nbytes=owner.welcome.leasable_nbytes)
         self._slab = slab
         self._writable: dict[int, tuple[int, int]] = {}  # the range of each lease, if only those are mapped
 

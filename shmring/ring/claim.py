@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmring.core.awaiting import done
 from shmring.core.engine_end import ClaimEnd
+from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError
 
@@ -53,7 +54,7 @@ class Claim(ClaimEnd):
 
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "ended" if self.ended else "running"
-        return f"<Claim {self.client_id}:{self.request_id} {self.name or ''} {self.nbytes} bytes, {state}>"
+        return f"<Claim {self.client_id}:{self.request_id} {printable(self.name)} {self.nbytes} bytes, {state}>"
 
     async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
         """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.

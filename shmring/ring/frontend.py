@@ -5,7 +5,8 @@ messages; each is one event of the book.
 
 What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
 aborted at once; its memory comes back when the kernel says that its process is dead (or when it said goodbye), and no
-claim or view of ours still reads it.
+claim or view of ours still reads it. What a goodbye names is still used: it comes back with the end of the socket, if the
+goodbye says that the socket lingers for this; else with the process's death.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ import msgspec
 
 from shmring.core.engine_end import FrontendEnd
 from shmring.core.kept_content import check_kept
-from shmring.core.message_ring import RingMemory
+from shmring.core.message_ring import ENDED, RingMemory, take_bells
 from shmring.core.messages import (
     MAX_FINDS,
     Abort,
@@ -39,6 +41,7 @@ from shmring.core.messages import (
     Unpin,
     decode_frontend_message,
 )
+from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
@@ -79,13 +82,14 @@ class Frontend(FrontendEnd):
     ) -> None:
         super().__init__(ring.engine_end, client_id)
         self.pid = peer.pid
-        self.name = peer.hello.name
+        self.name = printable(peer.hello.name)
         self.connected = True
         self.watch = watch
         self._ring = ring
         self._book = ring.engine_end.book
         self._calls: set[asyncio.Task[None]] = set()
         self._goodbyes: list[Goodbye] = []  # what it has said so far of what it will still use
+        self._lingering: socket.socket | None = None  # ends when it uses nothing of that any more
         # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
         max_backlog_nbytes = ring.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
         self.link = Link(
@@ -166,7 +170,7 @@ class Frontend(FrontendEnd):
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
             if not isinstance(error, LookupError | msgspec.MsgspecError):
-                logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, error)
+                logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)
             result = CallResult(call.call_id, b"", self.describe(error))
         # Before its frontend learns of it: that may make the next call before this task counts as ended.
@@ -204,7 +208,36 @@ class Frontend(FrontendEnd):
         generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
         pinned = [generation for goodbye in goodbyes for generation in goodbye.pinned_generations]
         self._ring.carry_out(self._book.goodbye(self.client_id, lease_ids, generations, pinned))
-        self.link.close()
+        self.link.close(self._expect_last_use if any(goodbye.lingers for goodbye in goodbyes) else None)
+
+    def _expect_last_use(self, connected: socket.socket) -> None:
+        self._lingering = connected
+        if self.client_id in self._book.clients:
+            self._ring.loop.add_reader(connected.fileno(), self._hear_last_use)
+        else:  # nothing of what it named was its own
+            self.forget()
+
+    def _hear_last_use(self) -> None:
+        """The end of the socket: it uses nothing any more of what its goodbye named. Or it rang before the goodbye."""
+        assert self._lingering is not None
+        heard = take_bells(self._lingering.fileno())
+        if not heard:
+            return
+        self._end_lingering()
+        if heard == ENDED:
+            self._ring.device_slab_unmapped(self.client_id)
+            self._ring.carry_out(self._book.died(self.client_id))
+
+    def _end_lingering(self) -> None:
+        if self._lingering is not None:
+            self._ring.loop.remove_reader(self._lingering.fileno())
+            self._lingering.close()
+            self._lingering = None
+
+    def forget(self) -> None:
+        """Nothing of it is left, or the ring is closed: nobody need hear of its end."""
+        self.watch.close()
+        self._end_lingering()
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """It broke the rules: it is told why, and disconnected."""

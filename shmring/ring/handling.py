@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from shmring.core.printable import printable_lines
 from shmring.errors import ClosedError
 from shmring.ring.claim import Claim
 
@@ -68,5 +69,8 @@ async def _handle(claim: Claim, handler: Callable[[Claim], Awaitable[object]]) -
         # The request has failed and its frontend knows; what is left is to tell whoever reads the log. As text: a
         # log handler that keeps the exception would keep its frames, and they the views of the request's slots.
         logger.error(
-            "the handler of request %d of client %d failed\n%s", claim.request_id, claim.client_id, traceback.format_exc()
+            "the handler of request %d of client %d failed\n%s",
+            claim.request_id,
+            claim.client_id,
+            printable_lines(traceback.format_exc()),
         )

@@ -59,11 +59,11 @@ class Replies:
 
     async def send(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
-        await self._send(claim, self._pack(payload), claim.send_reply)
+        await self._send(claim, self._pack(claim, payload), claim.send_reply)
 
     async def send_last(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
-        await self._send(claim, self._pack(payload), claim.finish_with)
+        await self._send(claim, self._pack(claim, payload), claim.finish_with)
 
     async def _send(self, claim: Claim, packed: Packed, send: Callable[[Packed, SlotRef | None], bool]) -> None:
         slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes else None
@@ -88,7 +88,7 @@ class Replies:
 
     def send_nowait(self, claim: Claim, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
-        packed = self._pack(payload)
+        packed = self._pack(claim, payload)
         would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
         if not claim.frontend.link.can_write:
             raise would_block
@@ -118,9 +118,11 @@ class Replies:
         lease_id = COPY_OUT if is_short else 0
         return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
-    def _pack(self, payload: object) -> Packed:
+    def _pack(self, claim: Claim, payload: object) -> Packed:
         self._ring.check_open()
-        return self._packer.pack(payload, self._inline_nbytes, self._ring.record_nbytes)
+        packed = self._packer.pack(payload, self._inline_nbytes, self._ring.record_nbytes)
+        claim.check_running()  # the payload's own code may have ended it
+        return packed
 
     async def _acquire(self, claim: Claim, nbytes: int) -> ReplySlot:
         slot = self._book.acquire_reply(claim.client_id, nbytes)

@@ -50,8 +50,10 @@ from shmring.core.messages import (
     LeaseRecall,
     Release,
 )
+from shmring.core.printable import printable_lines
 from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import (
+    AbortedError,
     ClosedError,
     RemoteProtocolError,
     StaleDescriptorError,
@@ -310,15 +312,17 @@ class Ring(EngineCalls):
         client_id, request_id = claim.client_id, claim.request_id
         self.carry_out(claim.release_slots())
         if breaks_rules:
-            self._frontends[client_id].protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
+            frontend = claim.frontend  # which may be forgotten here: what decoded the payload may have heard of its end
+            assert isinstance(frontend, Frontend)
+            frontend.protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
             return
         kind: FailureKind = "invalid"
         if isinstance(error, CudaError):
             kind = "error"
             # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
             logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
-        elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError):
-            text = "".join(traceback.format_exception(error))
+        elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
+            text = printable_lines("".join(traceback.format_exception(error)))
             logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
         self._end_request(claim, RequestEvent.ERROR, kind, error)
 
@@ -478,11 +482,13 @@ class Ring(EngineCalls):
         self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
     def _end_request(self, claim: Claim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
+        frontend = claim.frontend
+        assert isinstance(frontend, Frontend)
+        description = frontend.describe(error)  # before anything is noted: it runs the error's code
         self.call_soon(claim.mark_ended())
         if self._book.end(claim.client_id, claim.request_id, event):
             self._counters.failed += 1
-            frontend = self._frontends[claim.client_id]
-            frontend.send(Failed(claim.request_id, kind, *frontend.describe(error)))
+            frontend.send(Failed(claim.request_id, kind, *description))
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -508,7 +514,7 @@ class Ring(EngineCalls):
                     frontend = self._frontends.pop(client_id)
                     for device_claims in self._device_claims:
                         device_claims.gone(client_id)
-                    frontend.watch.close()
+                    frontend.forget()
 
     def _request_aborted(self, effect: RequestAborted) -> None:
         key = (effect.client_id, effect.request_id)
@@ -562,7 +568,7 @@ class Ring(EngineCalls):
         for frontend in list(self._frontends.values()):
             if frontend.connected:
                 frontend.dismiss(reason)
-            frontend.watch.close()
+            frontend.forget()
         for future in self._claimers:
             if not future.done():
                 future.set_result(None)

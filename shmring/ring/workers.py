@@ -40,6 +40,7 @@ from shmring.core.messages import (
     WorkerWelcome,
     decode_worker_message,
 )
+from shmring.core.printable import printable, printable_lines
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
@@ -76,7 +77,7 @@ class _Worker(JoinedWorker):
         super().__init__(workers.end)
         self._workers = workers
         self.rank = hello.rank
-        self.name = hello.name
+        self.name = printable(hello.name)
         self.pid = peer.pid
         self.watch = watch
         self.page = page
@@ -95,7 +96,8 @@ class _Worker(JoinedWorker):
         if isinstance(message, AnswerPart):
             self._take_part(message)
         elif isinstance(message, AnswerFailed):
-            self.end.take_failure(self.record, message.sequence, message.type_name, message.message)
+            type_name, text = printable(message.type_name), printable_lines(message.message)
+            self.end.take_failure(self.record, message.sequence, type_name, text)
         else:
             raise RemoteProtocolError("a worker joins once")
 

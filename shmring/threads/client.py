@@ -137,17 +137,16 @@ class Slot:
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    __slots__ = ("__weakref__", "_is_left", "_slot", "_thread", "engine", "nbytes")
+    __slots__ = ("__weakref__", "_slot", "_thread", "engine", "nbytes")
 
     def __init__(self, thread: LoopThread, slot: slot_in_loop.Slot) -> None:
         self._thread = thread
-        self._slot = slot
-        self._is_left = False
+        self._slot: slot_in_loop.Slot | None = slot  # None: it was left, which the loop may not have heard of yet
         self.engine: str = slot.engine
         self.nbytes: int = slot.nbytes
 
     def __repr__(self) -> str:
-        return repr(self._slot)
+        return f"<Slot of {self.nbytes} bytes, closed>" if self._slot is None else repr(self._slot)
 
     def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised, writable tensor in the slot, behind those it has handed out before.
@@ -162,26 +161,27 @@ class Slot:
             TypeError: the dtype can't travel.
             ValueError: an extent is negative.
         """
-        self._check_unleft()
-        tensor: torch.Tensor = self._slot.tensor(shape, dtype)
+        tensor: torch.Tensor = self._unleft().tensor(shape, dtype)
         return tensor
 
     def array(self, shape: tuple[int, ...] | list[int], dtype: DTypeLike) -> NDArray[Any]:
         """Returns an uninitialised, writable numpy array in the slot; otherwise like :meth:`tensor`."""
-        self._check_unleft()
-        return self._slot.array(shape, dtype)
+        return self._unleft().array(shape, dtype)
 
-    def _check_unleft(self) -> None:
-        if self._is_left:  # which the loop may not have heard of yet
+    def _unleft(self) -> slot_in_loop.Slot:
+        slot = self._slot
+        if slot is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
+        return slot
 
     def close(self) -> None:
         """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.
 
         Views of it must not be used any more. This never waits; finalisers may call it. Twice is once.
         """
-        self._is_left = True
-        self._thread.post(self._slot.close)
+        slot, self._slot = self._slot, None  # where the loop has ended, nobody closes it: it goes with its last reference
+        if slot is not None:
+            self._thread.post(slot.close)
 
     def __enter__(self) -> Slot:
         return self
@@ -198,17 +198,16 @@ class Kept:
         nbytes: bytes of its slot.
     """
 
-    __slots__ = ("__weakref__", "_is_left", "_kept", "_thread", "key", "nbytes")
+    __slots__ = ("__weakref__", "_kept", "_thread", "key", "nbytes")
 
     def __init__(self, thread: LoopThread, kept: kept_in_loop.Kept) -> None:
         self._thread = thread
-        self._kept = kept
-        self._is_left = False
+        self._kept: kept_in_loop.Kept | None = kept  # None: it was left, which the loop may not have heard of yet
         self.key: bytes = kept.key
         self.nbytes: int = kept.nbytes
 
     def __repr__(self) -> str:
-        return repr(self._kept)
+        return f"<Kept {self.key.hex()[:16]} of {self.nbytes} bytes, left>" if self._kept is None else repr(self._kept)
 
     @property
     def payload(self) -> Any:
@@ -219,17 +218,19 @@ class Kept:
             EngineDeadError: the engine has gone, and what it kept with it.
             RemoteError: it is not of ``payload_type``.
         """
-        if self._is_left:  # which the loop may not have heard of yet
+        kept = self._kept
+        if kept is None:
             raise ClosedError("this content was left; take what you need of its payload inside the block")
-        return self._thread.call(lambda: self._kept.payload)
+        return self._thread.call(lambda: kept.payload)
 
     def close(self) -> None:
         """Leaves the content: nobody's space waits for it any more, once the last view has died.
 
         This never waits; finalisers may call it. Twice is once.
         """
-        self._is_left = True
-        self._thread.post(self._kept.close)
+        kept, self._kept = self._kept, None  # as a slot
+        if kept is not None:
+            self._thread.post(kept.close)
 
     def __enter__(self) -> Kept:
         return self

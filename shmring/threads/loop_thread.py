@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 from _thread import allocate_lock
 from collections import deque
@@ -252,15 +253,21 @@ class LoopThread:
     def close(self, *arguments: Any) -> None:
         """Closes the end, and waits until its thread has ended. Whoever waits for something gets a ClosedError at once.
 
-        In a forked child, where there is neither, nothing happens.
+        In a forked child, where there is neither, nothing happens; nor in a finaliser while the interpreter ends.
 
         Args:
             arguments: of its ``close``.
         """
         self._check_thread()
+        if self._origin.forked or sys.is_finalizing():  # its thread is not here, or never runs again
+            return
         self._is_closed = True
         self.post(self._close, arguments)
-        self._thread.join()
+        while (
+            not self._is_over
+        ):  # a signal handler may do the same in the middle of it, where Thread.join would wait for itself
+            self._thread.join(_LOOK_UP_S)
+        self._thread.join(_LOOK_UP_S)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -333,7 +340,7 @@ class LoopThread:
     def check_open(self) -> None:
         """Raises ClosedError unless this process may use the end."""
         self.check_process()
-        if self._is_closed:
+        if self._is_closed or sys.is_finalizing():
             raise self._closed_error()
 
     def check_process(self) -> None:

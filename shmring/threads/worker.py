@@ -7,6 +7,9 @@ thread: see :mod:`shmring.core.worker_end`.
 
 What a finaliser has to say (a message that wanted a reply was dropped) is said with the next call: nothing may be waited for
 there.
+
+Closing waits for nobody, since whoever receives or sends may be the thread that closes: in a signal handler, in a hook that
+decodes a payload, in the code of a reply. It says that this is over, and wakes those who sleep. Who leaves last tidies up.
 """
 
 from __future__ import annotations
@@ -25,8 +28,17 @@ from shmring.config import WorkerConfig, configured
 from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.printable import printable
 from shmring.core.worker_end import MessageEnd
-from shmring.errors import ClosedError, EngineDeadError, RemoteProtocolError, ShmringError, WouldBlock, fresh
+from shmring.errors import (
+    ClosedError,
+    EngineDeadError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShmringError,
+    WouldBlock,
+    fresh,
+)
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
@@ -48,7 +60,8 @@ class Message(MessageEnd):
             timeout: seconds to wait.
 
         Raises:
-            TimeoutError: it took longer; the connection has ended if a part of the reply was sent.
+            TimeoutError: it took longer. Nothing was sent, and it may be tried again; or the connection has ended, if a part of
+                the reply was sent.
             LocalProtocolError: the message had a reply, or was left.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
@@ -74,10 +87,11 @@ class Worker:
         self._origin = Origin()
         self._socket = joined.socket
         self._pidfd = joined.pidfd
-        self._receiving = threading.Lock()
-        self._sending = threading.Lock()
-        self._unsaid: deque[bytes] = deque()  # failures that finalisers left, each of a message: bounded as those are
+        self._receiving = _Turn("receives")
+        self._sending = _Turn("replies")
+        self._unsaid: deque[bytes] = deque()  # failures that could not be said, each of a message: bounded as those are
         self._reason: ShmringError | None = None  # why nothing more will come
+        self._is_closing = False
         self._has_ended = False  # the connection; what was published before is still read
         fd = joined.socket.fileno()
         self._end = joined.make_end(
@@ -99,9 +113,10 @@ class Worker:
             EngineDeadError: the engine is dead.
             RemoteProtocolError: the engine broke the rules; the connection has ended.
             msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
+            LocalProtocolError: this thread receives already, and runs a signal handler or a hook of ``payload_type`` meanwhile.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._receiving.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        if not self._take(self._receiving, timeout):
             raise _timeout_error(timeout)
         try:
             wait_s, busy_s = -1.0, self.config.busy_poll_s
@@ -115,7 +130,7 @@ class Worker:
                     raise _timeout_error(timeout)
                 busy_s = -1.0  # it has looked for so long already
         finally:
-            self._receiving.release()
+            self._leave(self._receiving)
 
     def receive_nowait(self) -> Message:
         """Returns the next message if it has come.
@@ -124,11 +139,11 @@ class Worker:
             WouldBlock: none has, or another thread waits for it.
             ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
         """
-        if self._receiving.acquire(blocking=False):
+        if self._receiving.take_now():
             try:
                 message = self._receive(0.0, -1.0)
             finally:
-                self._receiving.release()
+                self._leave(self._receiving)
             if message is not None:
                 return message
         raise WouldBlock("no message has come")
@@ -161,7 +176,9 @@ class Worker:
         try:
             message = decode_engine_message(record)
             if isinstance(message, Refused):
-                error = ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}")
+                error = ClosedError(
+                    f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}"
+                )
             else:
                 error = RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
         except RemoteProtocolError as caught:
@@ -195,40 +212,63 @@ class Worker:
         record = self._end.pack_answer(payload, message.sequence)
         if not message.mark_answered():
             return
-        self._send(record, timeout)
+        parts = deque(records_of(record, self._writer.largest_record_nbytes))
+        count = len(parts)
+        try:
+            self._send(parts, timeout)
+        except BaseException:
+            if len(parts) == count:  # nothing was sent
+                message.unmark_answered()
+            elif parts:  # nothing else can follow half of a reply
+                self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
+            raise
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
-        """For messages: no reply to one will come."""
-        with contextlib.suppress(ShmringError):  # then nobody waits for it
-            self._check_alive()
-            self._send(failure_record(sequence, error), None)
+        """For messages: no reply to one will come. Who is interrupted here says it with the next call."""
+        self.fail_answer_later(sequence, error)
+        self._say_unsaid()
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
         """The same, from a finaliser: said with the next call."""
         self._unsaid.append(failure_record(sequence, error))
 
     def _say_unsaid(self) -> None:
-        with contextlib.suppress(ShmringError):
-            while self._unsaid:
-                self._send(self._unsaid.popleft(), None)
+        with contextlib.suppress(ShmringError):  # then nobody waits for it, or this thread is replying, and says it afterwards
+            self._send(deque(), None)
 
-    def _send(self, record: bytes, timeout: float | None) -> None:
+    def _send(self, parts: deque[bytes], timeout: float | None) -> None:
+        """Sends records, behind what was not said yet. What was sent is taken out.
+
+        Raises:
+            TimeoutError, ClosedError, EngineDeadError: as :meth:`Message.reply`.
+            LocalProtocolError: this thread is sending already.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._sending:
-            is_begun = False
-            for part in records_of(record, self._writer.largest_record_nbytes):
-                while not self._write(part):
-                    wait_s = -1.0 if deadline is None else deadline - time.monotonic()
-                    if deadline is not None and wait_s <= 0:
-                        if is_begun:  # nothing else can follow half of a reply
-                            self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
-                        raise TimeoutError(f"waited {timeout:g} s for engine {self.name!r} to read a reply, and gave up")
-                    if self._writer.wait_for_space(len(part)):
-                        self._hear(self._end.wait_for_room(self._pidfd, wait_s))
-                    self._check_alive()
-                    if self._has_ended:
-                        raise self._dead()
-                is_begun = True
+        if not self._take(self._sending, timeout):
+            raise self._unread(timeout)
+        try:
+            for records in (self._unsaid, parts):
+                while records:
+                    self._wait_and_write(records[0], deadline, timeout)
+                    records.popleft()
+        finally:
+            self._leave(self._sending)
+
+    def _wait_and_write(self, record: bytes, deadline: float | None, timeout: float | None) -> None:
+        while True:
+            self._check_alive()  # a signal handler may have closed this
+            if self._write(record):
+                return
+            if self._has_ended:
+                raise self._dead()
+            wait_s = -1.0 if deadline is None else deadline - time.monotonic()
+            if deadline is not None and wait_s <= 0:
+                raise self._unread(timeout)
+            if self._writer.wait_for_space(len(record)):
+                self._hear(self._end.wait_for_room(self._pidfd, wait_s))
+
+    def _unread(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"waited {timeout:g} s for engine {self.name!r} to read a reply, and gave up")
 
     def _write(self, record: bytes) -> bool:
         try:
@@ -264,26 +304,104 @@ class Worker:
     def close(self) -> None:
         """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
 
-        Threads that wait for a message get ``ClosedError``.
+        Threads that wait for a message get ``ClosedError``. This never waits; signal handlers and finalisers may call it.
         """
         if self._origin.forked or self._pidfd < 0:
             return
+        self._is_closing = True
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
-        with self._receiving, self._sending:  # who waits there was woken by the end of the socket
-            if self._pidfd >= 0:
-                self._end.close()
-                self._reader.mute()
-                self._writer.mute()
-                take_bells(self._socket.fileno())
-                self._socket.close()
-                os.close(self._pidfd)
-                self._pidfd = -1
+        self._tidy_up()
+
+    def _take(self, turn: _Turn, timeout: float | None) -> bool:
+        """Waits for a turn; returns whether it came in time."""
+        if turn.take_now():
+            return True
+        self.check_process()  # who has it may be a thread of the process that forked this one
+        return turn.take(timeout)
+
+    def _leave(self, turn: _Turn) -> None:
+        """Who leaves a closed worker last tidies up."""
+        turn.pass_on()
+        if self._is_closing:
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """Gives everything back, unless somebody is inside, who does it when leaving."""
+        # Looked at again after each try: who left meanwhile may have found this thread inside, and relies on it.
+        while self._pidfd >= 0 and not (self._receiving.is_taken or self._sending.is_taken):
+            if self._receiving.take_now():
+                try:
+                    if self._sending.take_now():
+                        try:
+                            self._give_back()
+                        finally:
+                            self._sending.pass_on()
+                finally:
+                    self._receiving.pass_on()
+
+    def _give_back(self) -> None:
+        if self._pidfd < 0:
+            return
+        pidfd, self._pidfd = self._pidfd, -1
+        self._end.close()
+        self._reader.mute()
+        self._writer.mute()
+        take_bells(self._socket.fileno())
+        self._socket.close()
+        os.close(pidfd)
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+class _Turn:
+    """One thread at a time may do something. It is taken and passed on by the same thread.
+
+    Args:
+        what: such a thread does, for the error.
+    """
+
+    __slots__ = ("_lock", "_owner", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._what = what
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread has it."""
+        return self._lock.locked()
+
+    def take_now(self) -> bool:
+        """Takes it if nobody has it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._owner = threading.get_ident()
+        return True
+
+    def take(self, timeout: float | None) -> bool:
+        """Waits for it, so many seconds at most; returns whether it was taken.
+
+        Raises:
+            LocalProtocolError: this thread has it, and would wait for itself.
+        """
+        if self._owner == threading.get_ident():
+            raise LocalProtocolError(
+                f"this thread {self._what} already: it runs a signal handler, a finaliser or a hook of a type meanwhile"
+            )
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            return False
+        self._owner = threading.get_ident()
+        return True
+
+    def pass_on(self) -> None:
+        """Lets the next one have it."""
+        self._owner = 0
+        self._lock.release()
 
 
 def _timeout_error(timeout: float | None) -> TimeoutError:

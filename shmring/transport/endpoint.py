@@ -44,6 +44,7 @@ from shmring.core.messages import (
     decode_first_message,
     encode_message,
 )
+from shmring.core.printable import printable
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RankTakenError, RemoteProtocolError
 from shmring.transport.liveness import open_peer_pidfd
 
@@ -518,7 +519,7 @@ async def _receive_welcome(
     try:
         message = await _receive_body(connected, prefix)
         if isinstance(message, Refused):
-            raise RemoteProtocolError(f"the engine refused this {_ROLES[expected]}: {message.reason}")
+            raise RemoteProtocolError(f"the engine refused this {_ROLES[expected]}: {printable(message.reason)}")
         if isinstance(message, RankTaken):
             raise RankTakenError(f"process {message.pid} is this engine's worker {message.rank}", rank=message.rank)
         if not isinstance(message, Welcome | WorkerWelcome) or type(message) is not expected or len(fds) != descriptors:
@@ -558,15 +559,13 @@ async def _receive_with_fds(connected: socket.socket, descriptors: int) -> tuple
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if flags & socket.MSG_CTRUNC and len(fds) < descriptors:
-        for fd in fds:
-            os.close(fd)
-        raise OSError(errno.EMFILE, f"{descriptors} descriptors of the engine find no room in this process; raise ulimit -n")
-    for fd in fds[descriptors:]:
+    if data and not (flags & socket.MSG_CTRUNC and len(fds) < descriptors):
+        return data, list(fds)
+    for fd in fds:
         os.close(fd)
     if not data:
         raise PeerLostError("the engine closed the connection during the handshake")
-    return data, list(fds[:descriptors])
+    raise OSError(errno.EMFILE, f"{descriptors} descriptors of the engine find no room in this process; raise ulimit -n")
 
 
 async def _readable(connected: socket.socket) -> None:

@@ -13,6 +13,8 @@ The end. The socket's end is the connection's. What the peer had published by th
 and a refusal says why. What is published afterwards is not: a forked child may have the ring. An end that closes rings no more,
 shuts the socket, and reads the bells that came: otherwise the other end would find it reset instead of ended.
 
+Or an end hands its socket on, which then tells something else: that a frontend, which has said goodbye, uses nothing any more.
+
 Nothing but bells may come over the socket, and the byte that says that a frontend gives up while it attaches.
 
 A forked child inherits the socket, but not the rings, and must touch neither: what it wrote would reach its parent's peer.
@@ -110,6 +112,7 @@ class Link:
         self._deaf = False  # nothing is delivered any more
         self._closing = False
         self._open = True  # the socket
+        self._heir: Callable[[socket.socket], object] | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self.largest_record_nbytes = self.writer.largest_record_nbytes
         self.lost = False
@@ -402,11 +405,17 @@ class Link:
             if not self._read():
                 break
 
-    def close(self) -> None:
-        """Delivers nothing more, sends what found no room, and ends the connection."""
+    def close(self, heir: Callable[[socket.socket], object] | None = None) -> None:
+        """Delivers nothing more, sends what found no room, and ends the connection.
+
+        Args:
+            heir: gets the socket instead, which then is not shut: its end is to tell something else. Not if what found no room
+                could not be sent.
+        """
         if self._closing:
             return
         self._closing = True
+        self._heir = heir
         self._stop_delivering()
         if self._origin.forked:
             return
@@ -438,10 +447,13 @@ class Link:
         self.reader.mute()
         self.reader.stop()
         self._loop.remove_reader(self._fd)
-        with contextlib.suppress(OSError):  # the peer has closed it already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        take_bells(self._fd)
-        self._socket.close()
+        if self._heir is not None and not self._backlog:
+            self._heir(self._socket)
+        else:
+            with contextlib.suppress(OSError):  # the peer has closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)
+            take_bells(self._fd)
+            self._socket.close()
         del self.writer, self.reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()
         self._unblock()

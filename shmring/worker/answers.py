@@ -29,5 +29,9 @@ def records_of(record: bytes, largest_nbytes: int) -> Iterator[bytes]:
 
 def failure_record(sequence: int, error: BaseException) -> bytes:
     """Returns the record that says why there is no reply to a message."""
-    text = str(error)[:_MAX_ERROR_TEXT].encode(errors="replace").decode()  # file names can hold what is no text
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 - the engine waits, whatever the error's own code does
+        text = f"its text can't be had: {type(failure).__name__}"
+    text = text[:_MAX_ERROR_TEXT].encode(errors="replace").decode()  # file names can hold what is no text
     return encode_message(AnswerFailed(sequence, type(error).__name__[:256], text))

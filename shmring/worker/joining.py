@@ -20,6 +20,7 @@ from shmring.core.message_ring import RecordReader, RecordWriter, RingMemory
 from shmring.core.messages import PROTOCOL_VERSION, Join
 from shmring.core.payload import Packer
 from shmring.core.received import PayloadDecoder
+from shmring.core.welcome import check_worker_welcome
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import EngineDeadError
 from shmring.memory.slab import map_read_only
@@ -121,6 +122,7 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
 def _map(engine: JoinedEngine, prefault: bool) -> Joined:
     welcome = engine.welcome
     try:
+        check_worker_welcome(welcome)
         sizes = (
             welcome.leased_nbytes,
             welcome.slab_nbytes - welcome.leased_nbytes,

@@ -18,6 +18,7 @@ from typing import Any
 from shmring.config import WorkerConfig, configured
 from shmring.core.forks import Origin
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.printable import printable
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.transport.link import Link
@@ -48,6 +49,9 @@ class Message(MessageEnd):
 
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
+
+        Who is cancelled meanwhile may reply again, or leave the message without a reply, unless a part of the reply was sent:
+        then it is sent to its end.
 
         A reply to a message that was broadcast goes nowhere (``wants_reply`` is false): a worker may reply to all of them.
 
@@ -84,6 +88,7 @@ class Worker:
         self._reason: ShmringError | None = None  # why nothing more will come
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
+        self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
         self._watch = ProcessWatch(self._loop, joined.pidfd, self._engine_died)
         poller = Poller(self._loop, config.busy_poll_s)
         self._link = Link(self, joined.socket, joined.incoming, joined.outgoing, poller, max_backlog_nbytes=_BACKLOG_NBYTES)
@@ -137,8 +142,13 @@ class Worker:
             if self._reason is not None:
                 raise fresh(self._reason)
             return None
-        message = self._end.open(self._records.popleft())
-        assert isinstance(message, Message)
+        try:
+            message = self._end.open(self._records.popleft())
+            if not isinstance(message, Message):
+                raise RemoteProtocolError("a record came that is nothing that a worker is sent")
+        except RemoteProtocolError as error:
+            self.protocol_violated(error)
+            raise
         return message
 
     async def _record_came(self) -> None:
@@ -182,13 +192,41 @@ class Worker:
         record = self._end.pack_answer(payload, message.sequence)
         if not message.mark_answered():
             return
-        async with self._answering:
-            for part in records_of(record, self._link.largest_record_nbytes):
-                try:
-                    await self._link.drain()
-                except PeerLostError:
-                    raise fresh(self._reason or self._dead()) from None
-                self._link.send_record(part)
+        parts = deque(records_of(record, self._link.largest_record_nbytes))
+        try:
+            await self._answering.acquire()
+            try:
+                await self._writable()
+            except BaseException:
+                self._answering.release()
+                raise
+        except BaseException:
+            message.unmark_answered()  # nothing was sent
+            raise
+        self._link.send_record(parts.popleft())
+        if not parts:
+            self._answering.release()
+            return
+        self._rest = self._loop.create_task(self._send_rest(parts))
+        await asyncio.shield(self._rest)
+
+    async def _send_rest(self, parts: deque[bytes]) -> None:
+        """Sends what follows the first part of a reply, whether or not somebody still waits for that."""
+        try:
+            while parts:
+                await self._writable()
+                self._link.send_record(parts.popleft())
+        finally:
+            self._answering.release()
+            if parts:  # nothing else can follow half of a reply
+                self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
+                self._link.close()
+
+    async def _writable(self) -> None:
+        try:
+            await self._link.drain()
+        except PeerLostError:
+            raise fresh(self._reason or self._dead()) from None
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
         """For messages: no reply to one will come."""
@@ -211,7 +249,9 @@ class Worker:
         message = decode_engine_message(record)
         if not isinstance(message, Refused):
             raise RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
-        self._is_over(ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}"))
+        self._is_over(
+            ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}")
+        )
 
     def peer_gave_up(self) -> None:
         """For the link: only a frontend or a worker gives up."""
@@ -259,7 +299,8 @@ class Worker:
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()
         while self._records:
-            self._end.leave_unread(self._records.popleft())
+            with contextlib.suppress(RemoteProtocolError):  # nobody waits for what its engine should not have sent
+                self._end.leave_unread(self._records.popleft())
         self._end.close()
         self._link.close()
         await asyncio.sleep(0)  # lets the link report its end

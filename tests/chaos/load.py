@@ -52,12 +52,10 @@ class _ObservedEnd(ClientEnd):
         super().__init__(*arguments, **options)
         self.slots_of: dict[int, list[ClientSlotRecord]] = {}
 
-    def send(
-        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, stream: object
-    ) -> Any:
-        submission = super().send(packed, in_place, slot, name, stream)
+    def send(self, packed: Packed, slot: ClientSlotRecord | None, name: str, stream: object) -> Any:
+        submission = super().send(packed, slot, name, stream)
         if submission is not None:
-            self.slots_of[submission.request_id] = [*in_place] if slot is None else [*in_place, slot]
+            self.slots_of[submission.request_id] = [*packed.slots] if slot is None else [*packed.slots, slot]
         return submission
 
     def forget(self, request_id: int) -> Any:

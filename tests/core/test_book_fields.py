@@ -145,7 +145,7 @@ def test_check_finds_what_is_miscounted(damage: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_check_finds_what_a_frontend_miscounts(place: int) -> None:
     """Recalls, draining blocks, and slots by state."""
-    limits = ClientBookLimits(1, 32 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES, 5.0)
+    limits = ClientBookLimits(1, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES, 5.0)
     book: Any = client_book.ClientBook(limits)
     book.granted(LeaseGrant(0, 1, BLOCK_NBYTES, 4 * BLOCK_NBYTES), 0.0)
     assert book.acquire(1, held=True)

@@ -28,7 +28,6 @@ def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> ClientBook:
     """A book without a lease."""
     limits = ClientBookLimits(
         client_id=1,
-        slab_nbytes=32 * BLOCK_NBYTES,
         leasable_nbytes=24 * BLOCK_NBYTES,
         max_leases=max_leases,
         lease_nbytes=lease_blocks * BLOCK_NBYTES,
@@ -113,18 +112,36 @@ def test_a_granted_lease_can_be_used() -> None:
         (64, BLOCK_NBYTES),
         (BLOCK_NBYTES, 0),
         (BLOCK_NBYTES, BLOCK_NBYTES + 1),
-        (BLOCK_NBYTES, 32 * BLOCK_NBYTES),
-        (32 * BLOCK_NBYTES, BLOCK_NBYTES),
+        (BLOCK_NBYTES, 25 * BLOCK_NBYTES),
+        (25 * BLOCK_NBYTES, BLOCK_NBYTES),  # where replies lie
         (2**62, BLOCK_NBYTES),
     ],
 )
-def test_a_grant_of_what_is_no_range_of_the_slab_is_refused(offset: int, nbytes: int) -> None:
+def test_a_grant_of_what_is_no_range_of_what_is_leased_out_is_refused(offset: int, nbytes: int) -> None:
     book = base_book()
     refuses(RemoteProtocolError, "lease 9 .* is no range", book, lambda: book.granted(LeaseGrant(0, 9, offset, nbytes), NOW))
 
 
-def test_a_grant_may_reach_to_the_end_of_the_slab() -> None:
-    assert grant(make_book(), 1, 1, 31, token=0) == []
+def test_a_grant_may_reach_to_the_end_of_what_is_leased_out() -> None:
+    assert grant(make_book(), 1, 1, 24, token=0) == []
+
+
+@pytest.mark.parametrize(("lease_id", "start", "blocks"), [(1, 10, 2), (2, 4, 1), (2, 1, 1), (2, 4, 8), (2, 1, 24)])
+def test_what_is_lent_already_is_not_granted_again(lease_id: int, start: int, blocks: int) -> None:
+    book = base_book(4)
+    again = LeaseGrant(0, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
+    refuses(RemoteProtocolError, "is lent already", book, lambda: book.granted(again, NOW))
+
+
+def test_where_a_slot_became_the_engines_another_lease_may_lie_and_nothing_else_may() -> None:
+    book = base_book(4)
+    first, kept, third = take(book), submitted(book), submitted(book)
+    book.kept(kept.generation, NOW)
+    for start in (first.start, third.start, third.start + 1):  # a slot here, one with the engine, and what is free
+        again = LeaseGrant(9, 2, start * BLOCK_NBYTES, BLOCK_NBYTES)
+        refuses(RemoteProtocolError, "is lent already", book, lambda again=again: book.granted(again, NOW))
+    assert grant(book, 2, kept.start, 1, token=9) == []
+    book.check()
 
 
 def test_a_recalled_lease_that_is_empty_goes_back_at_once() -> None:
@@ -515,7 +532,7 @@ def test_a_lease_empty_time_is_when_its_last_slot_left() -> None:
 
 def test_a_lease_of_the_preferred_size_is_used_though_that_is_no_whole_number_of_blocks() -> None:
     """The engine lends whole blocks. A lease that is refused as too large would be returned and asked for again, for ever."""
-    limits = ClientBookLimits(1, 32 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES + 1, IDLE_S)
+    limits = ClientBookLimits(1, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES + 1, IDLE_S)
     book = ClientBook(limits)
     grant(book, 1, 1, 5, token=0)
     take(book, 5)

@@ -63,7 +63,6 @@ class ClientBookMachine(RuleBasedStateMachine):
     def create(self, base: int) -> None:
         limits = ClientBookLimits(
             client_id=3,
-            slab_nbytes=(1 + LEASABLE) * BLOCK_NBYTES,
             leasable_nbytes=LEASABLE * BLOCK_NBYTES,
             max_leases=MAX_LEASES,
             lease_nbytes=LEASE_BLOCKS * BLOCK_NBYTES,

@@ -218,9 +218,8 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
 
 def make_books() -> tuple[ClientBook, ClientBook]:
     common = {"client_id": 1, "max_leases": 8, "lease_nbytes": 4 * BLOCK_NBYTES, "lease_idle_s": 5.0}
-    host = ClientBookLimits(slab_nbytes=17 * BLOCK_NBYTES, leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
+    host = ClientBookLimits(leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
     device = ClientBookLimits(
-        slab_nbytes=33 * BLOCK_NBYTES,
         leasable_nbytes=16 * BLOCK_NBYTES,
         memory=DEVICE_MEMORY,
         first_block=START,
@@ -249,7 +248,7 @@ def test_a_book_asks_for_its_own_memory_and_takes_no_other() -> None:
     _, device = make_books()
     assert device.queue(1, 100, held=False) == [Send(LeaseRequest(1, BLOCK_NBYTES, 4 * BLOCK_NBYTES, DEVICE_MEMORY))]
     for start in (1, START - 1, 33):
-        with pytest.raises(RemoteProtocolError, match="is no range of the slab"):
+        with pytest.raises(RemoteProtocolError, match="is no range of what is leased out"):
             device.granted(LeaseGrant(1, FIRST_ID, start * BLOCK_NBYTES, BLOCK_NBYTES), 0.0)
     [effect] = device.granted(LeaseGrant(1, FIRST_ID, START * BLOCK_NBYTES, BLOCK_NBYTES), 0.0)
     assert isinstance(effect, Acquired)

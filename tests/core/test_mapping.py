@@ -15,6 +15,7 @@ import pytest
 
 from shmring.core.mapping import Mapping
 from shmring.core.views import Regions
+from shmring.errors import ClosedError
 
 PAGE = mmap.PAGESIZE
 
@@ -152,3 +153,13 @@ def test_a_forked_child_unmaps_nothing(fd: int) -> None:
         del mapping
         os._exit(10 if is_mapped(address) else 20)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
+
+
+def test_memory_that_is_not_mapped_is_no_place(fd: int) -> None:
+    """An end that is over has a mapping of nothing: who still asks for a place in it is told so."""
+    nothing, regions = Mapping(-1, 0), Regions()
+    with pytest.raises(ClosedError, match="not mapped any more"):
+        regions.open(nothing, 0, 0, (1, 1))
+    with pytest.raises(ValueError, match="exceed a mapping"):
+        regions.open(Mapping(fd, PAGE), PAGE, 1, (1, 1))
+    regions.close()

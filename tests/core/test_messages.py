@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ FRONTEND_MESSAGES: list[FrontendMessage] = [
     LeaseReturn((1, 2)),
     ReplyRelease((5, 6)),
     Call(1, "health", b"\xc0"),
-    Goodbye((1,), (5,), True, True, (6,)),
+    Goodbye((1,), (5,), True, True, (6,), True),
     Find(1, bytes(32)),
     Keep(1, bytes(32), 1, 4096, 100, 2**40 + 1, True, b"\xc0"),
     Unpin((5, 5)),
@@ -149,7 +148,7 @@ frontend_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(LeaseReturn, many_ids),
     st.builds(ReplyRelease, many_generations),
     st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
-    st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans(), many_generations),
+    st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans(), many_generations, st.booleans()),
     st.builds(Find, unsigned, keys),
     st.builds(
         Keep, unsigned, keys, unsigned, unsigned, unsigned, generations, st.booleans(), st.binary(min_size=1, max_size=40)
@@ -310,8 +309,9 @@ GOLDEN: list[tuple[FrontendMessage | EngineMessage | WorkerMessage, str]] = [
             more=False,
             pinned_generations=(0x33, 0x33),
         ),
-        f"96 08 91 31 92 32 {LARGEST_HEX} c3 c2 92 33 33",
+        f"97 08 91 31 92 32 {LARGEST_HEX} c3 c2 92 33 33 c2",
     ),
+    (Goodbye(kept_lease_ids=(0x31,), maps_device_slab=True, lingers=True), "97 08 91 31 90 c3 c2 90 c3"),
     (Find(token=0x31, key=KEY), f"93 0c 31 c420 {KEY.hex()}"),
     (
         Keep(token=0x31, key=KEY, lease_id=0x32, offset=0x33, nbytes=0x34, generation=LARGEST, is_copied=True, payload=b"\xc0"),
@@ -389,15 +389,15 @@ def test_a_message_is_these_bytes(message: Any, record_hex: str) -> None:
     assert decode(record) == message
 
 
-def test_every_message_is_written_down_once() -> None:
-    assert Counter(type(message) for message, _ in GOLDEN) == Counter(
-        (FrontendMessage | EngineMessage | WorkerMessage).__args__
-    )
+def test_every_message_is_written_down() -> None:
+    assert {type(message) for message, _ in GOLDEN} == set((FrontendMessage | EngineMessage | WorkerMessage).__args__)
 
 
 @pytest.mark.parametrize(("message", "record_hex"), GOLDEN, ids=golden_id)
 def test_no_two_fields_of_what_is_written_down_are_equal(message: Any, record_hex: str) -> None:
-    fields = [getattr(message, name) for name in message.__struct_fields__]
+    """Of a message that is there twice, in both: there are only two truth values."""
+    same = [other for other, _ in GOLDEN if type(other) is type(message)]
+    fields = [[getattr(other, name) for other in same] for name in message.__struct_fields__]
     assert all(fields.count(field) == 1 for field in fields), record_hex
 
 

@@ -41,7 +41,6 @@ class World:
             self.books[client_id] = ClientBook(
                 ClientBookLimits(
                     client_id,
-                    slab_nbytes=(1 + leasable + REPLY_BLOCKS) * BLOCK_NBYTES,
                     leasable_nbytes=leasable * BLOCK_NBYTES,
                     max_leases=64,
                     lease_nbytes=LEASE_BLOCKS * BLOCK_NBYTES,

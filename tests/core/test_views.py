@@ -373,7 +373,7 @@ def test_numbers_that_are_none_of_c_are_refused(mapping: Mapping, regions: Regio
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES + 1), (NBYTES, 1), (NBYTES + 1, 0), (64, 2**64 - 64)])
 def test_a_region_lies_in_its_mapping(mapping: Mapping, regions: Regions, offset: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match="exceeds a mapping"):
+    with pytest.raises(ValueError, match="exceed a mapping"):
         regions.open(mapping, offset, nbytes, (0, 0))
 
 

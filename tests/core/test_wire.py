@@ -46,7 +46,7 @@ def pack(payload: object, held: HeldSlots | None = None) -> Packed:
 
 def held_slot(address: int, nbytes: int) -> HeldSlots:
     """A slot that a caller holds, in a book of its own."""
-    book = ClientBook(ClientBookLimits(1, 1 << 30, 1 << 30, 4, 1 << 20, 1.0))
+    book = ClientBook(ClientBookLimits(1, 1 << 30, 4, 1 << 20, 1.0))
     book.granted(LeaseGrant(0, 1, 4096, 1 << 20), 0.0)
     slot = book.acquire(nbytes, held=True)
     assert slot is not None

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import mmap
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import ENDED, FOREIGN, RecordReader, RecordWriter, ring_nbytes
 from shmring.core.worker_end import MessageEnd, WorkerEnd
+from shmring.errors import ClosedError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.model.stepped import IS_STEPPED, OtherThread, at_each_step
 
@@ -28,8 +31,8 @@ NOBODY = -1  # instead of a process that may die
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[WorkerEnd, mmap.mmap, socket.socket]]:
-    """A worker's end, the memory of the ring to it, and the engine's socket."""
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerEnd, mmap.mmap, socket.socket]]:
+    """A worker's end, the memory of the ring to it, and the engine's socket. Its parameter: the type of payloads."""
     ours, theirs = socket.socketpair()
     fd = os.memfd_create("page")
     os.ftruncate(fd, WORKER_PAGE_NBYTES)
@@ -40,7 +43,7 @@ def ends() -> Iterator[tuple[WorkerEnd, mmap.mmap, socket.socket]]:
         ours.fileno(),
         Mapping(-1, 0),
         Mapping(fd, WORKER_PAGE_NBYTES),
-        make_decoder(Any),
+        make_decoder(getattr(request, "param", Any)),
         make_decoder(tuple[Any, Any]),
         make_packer(16, 1 << 16),
         MessageEnd,
@@ -83,6 +86,58 @@ def test_a_dead_engine_and_what_is_no_bell_end_the_wait(ends: tuple[WorkerEnd, m
     assert end.receive(pidfd, -1.0, 0.0) == ENDED
     os.close(pidfd)
     os.waitpid(pid, 0)
+
+
+def test_a_signal_handler_may_close_it_in_the_middle_of_a_wait(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
+    end, _, _ = ends
+    here, over = threading.get_ident(), threading.Event()
+
+    def ring() -> None:
+        while not over.wait(0.005):
+            signal.pthread_kill(here, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: end.close())
+    ringing = threading.Thread(target=ring)
+    ringing.start()
+    try:
+        with contextlib.suppress(ClosedError):
+            while not end.receive(NOBODY, -1.0, -1.0):
+                pass
+    finally:
+        over.set()
+        ringing.join()
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ClosedError):
+        end.receive(NOBODY, 0.0, -1.0)
+
+
+class Closes(msgspec.Struct):
+    """A payload that closes the end that decodes it."""
+
+    close: str
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        closing.pop().close()
+
+
+closing: list[WorkerEnd] = []
+
+
+@pytest.mark.parametrize("ends", [Closes], indirect=True)
+def test_a_hook_that_decodes_may_close_it(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
+    end, incoming, _ = ends
+    closing.append(end)
+    tensor = "c71c53" + "0000" + "0c01" + "0000000000000000" + "0c00000000000000" + "0300000000000000"
+    payload = "82" + "a5636c6f7365" + "a178" + "a674656e736f72" + tensor
+    record = bytes.fromhex("97" + "78" + "01" + "00" + "00" + "90" + "c40c" + "0000803f0000004000004040" + payload)
+    assert RecordWriter(incoming, -1).write(record)
+    message = end.receive(NOBODY, 0.0, -1.0)
+    assert message.payload.tensor.tolist() == [1, 2, 3]
+    message.leave()
+    with pytest.raises(ClosedError):
+        end.open(record)
+    end.close()
 
 
 def test_who_waits_for_room_takes_no_bell_from_who_receives(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:

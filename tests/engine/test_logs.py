@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.logs import CollapsingHandler
+from engine.logs import CollapsingHandler, PrintableFormatter
 
 OpenHandler = Callable[..., CollapsingHandler]
 
@@ -79,6 +79,16 @@ async def test_an_interval_ends_by_itself(logger: logging.Logger, open_handler: 
     await eventually(lambda: len(lines_of(stream)) == 2)
     assert lines_of(stream)[1] == "again, 100% (2 more of this kind within 0.05 s; this is the last)"
     await eventually(lambda: not handler._kinds)  # an interval in which nothing came
+
+
+def test_what_a_caller_has_got_into_a_text_is_printed_and_not_carried_out(
+    logger: logging.Logger, open_handler: OpenHandler
+) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream)
+    handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    logger.error("a body of %s was refused\n%s", "\x1b]0;title\x07", "a traceback")
+    assert stream.getvalue() == "ERROR: a body of \\x1b]0;title\\x07 was refused\na traceback\n"
 
 
 def test_each_interval_has_its_line(logger: logging.Logger, open_handler: OpenHandler) -> None:

@@ -16,8 +16,12 @@ from tests.fuzz.targets import SEEDS, TARGETS
 
 #: In which compiled code reads bytes that come from others. They have the whole time each.
 PARSERS = ("message-rings", "records", "payloads", "worker-records")
-#: What compiled code does then. They have a part of it, since most inputs are refused before they come so far.
-BEHIND = ("messages", "books", "slot-headers", "workers", "shared-claims")
+#: What compiled code does then, and whole ends that meet a hostile peer. They have a part of the time, since most inputs are
+#: refused before they come so far.
+BEHIND = (
+    *("messages", "books", "slot-headers", "workers", "shared-claims"),
+    *("attaching", "attached-engines", "joining", "joined-engines", "joined-workers"),
+)
 _PART_BEHIND = 0.25
 _MOST_CHANGES = 6
 _LONGEST = 16  # bytes of one change

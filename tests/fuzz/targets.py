@@ -67,6 +67,7 @@ from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.fuzz import hostile_engine, hostile_worker
 from tests.model.pairs import PairedEngineBook
 
 __all__ = ["SEEDS", "TARGETS"]
@@ -828,7 +829,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__.replace("_", "-"): target
     for target in (
         *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records, shared_claims),
-        *(requests, addresses, media_headers),
+        *(hostile_engine.attaching, hostile_engine.attached_engines, hostile_engine.joining, hostile_engine.joined_engines),
+        *(hostile_worker.joined_workers, requests, addresses, media_headers),
     )
 }
 
@@ -1019,4 +1021,6 @@ SEEDS: dict[str, list[bytes]] = {
         b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\2\0\0\0\x90wS\xde",
         b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff,\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
     ],
+    **hostile_engine.SEEDS,
+    **hostile_worker.SEEDS,
 }

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.core.engine_end import EngineEnd
-from tests.fuzz import mutate, targets
+from tests.fuzz import hostile_engine, mutate, targets
 from tests.model.engine_book import EngineBook as ModelEngineBook
 
 
@@ -63,6 +63,31 @@ def test_the_honest_sessions_reach_the_books() -> None:
             targets.books(seed)
     assert [(end.submitted, end.finished) for end in ends] == [(1, 1)] * 3
     assert len(claimed) == 3
+
+
+def test_the_honest_scripts_reach_what_a_client_can_do() -> None:
+    """Were they refused, or nobody answered, hostile engines would lie to nobody."""
+    statistics: list[Any] = []
+    ended: list[bool] = []
+
+    class Watched(hostile_engine.Callers):
+        def leave(self) -> None:
+            statistics.append(self.client.statistics())
+            ended.extend(map(ended_well, self.tasks))
+            super().leave()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hostile_engine, "Callers", Watched)
+        for seed in targets.SEEDS["attached-engines"]:
+            targets.TARGETS["attached-engines"](seed)
+    assert sum(each.finished for each in statistics) >= 5
+    assert sum(each.replies for each in statistics) >= 6
+    assert sum(each.kept_hits for each in statistics) >= 2
+    assert sum(ended) >= 12
+
+
+def ended_well(task: Any) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 @pytest.mark.parametrize("event", ["submit", "claim", "release_slots", "end", "abort", "request_lease", "keep"])

@@ -58,7 +58,10 @@ class Forger:
     @classmethod
     async def attach(cls, socket_dir: Path) -> Forger:
         path = socket_path("honest", str(socket_dir))
-        engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
+        return cls.of(await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()})))
+
+    @classmethod
+    def of(cls, engine: Any) -> Forger:
         welcome = engine.welcome
         reply_nbytes = welcome.slab_nbytes - welcome.block_nbytes - welcome.leasable_nbytes
         return cls(engine, Slab.attach(engine.slab_fds, welcome.slab_nbytes, reply_nbytes, welcome.epoch))
@@ -288,6 +291,22 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
     ring._book.check()
     # Its process (this one) lives, so what it leased is kept from everybody.
     assert ring.statistics().quarantined_nbytes == forger.lease.nbytes
+    forger.close()
+
+
+async def test_what_a_frontend_says_of_itself_can_be_printed(
+    ring: shmring.Ring, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = socket_path("honest", str(socket_dir))
+    name = "\x1b[31mred\nERROR: not a line of ours"
+    engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, name), frozenset({os.getuid()}))
+    forger = Forger.of(engine)
+    await forger.send(msgspec.Raw(msgspec.msgpack.encode([4, 1, 4096, 0, 7, True])))
+    await eventually(lambda: ring.statistics().protocol_errors == 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("\\x1b[31mred\\nERROR: not a line of ours" in text for text in said)
+    assert all(text.isprintable() for text in said)
     forger.close()
 
 

@@ -90,7 +90,7 @@ def pack(payload: object, max_tensors: int = 8, *, inline: bool = False, held: H
 
 def hold(held: HeldSlots, address: int, nbytes: int) -> HeldSlots:
     """Has a caller hold a slot, in a book of its own."""
-    book = ClientBook(ClientBookLimits(1, 1 << 30, 1 << 30, 4, 1 << 20, 1.0))
+    book = ClientBook(ClientBookLimits(1, 1 << 30, 4, 1 << 20, 1.0))
     book.granted(LeaseGrant(0, 1, 4096, 1 << 20), 0.0)
     slot = book.acquire(nbytes, held=True)
     assert slot is not None

@@ -83,17 +83,28 @@ class ClientBook:
         """The engine lends a range.
 
         Raises:
-            RemoteProtocolError: it is not a range of the slab.
+            RemoteProtocolError: it is not a range of what is leased out, or is lent already.
         """
         start, misaligned = divmod(grant.offset, BLOCK_NBYTES)
         blocks, ragged = divmod(grant.nbytes, BLOCK_NBYTES)
-        outside = start < self.limits.first_block or grant.offset + grant.nbytes > self.limits.slab_nbytes
+        end_nbytes = self.limits.first_block * BLOCK_NBYTES + self.limits.leasable_nbytes
+        outside = start < self.limits.first_block or grant.offset + grant.nbytes > end_nbytes
         if misaligned or ragged or outside or blocks < 1:
-            raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
+            raise RemoteProtocolError(
+                f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of what is leased out"
+            )
+        if grant.lease_id in self.leases or self.has(start, blocks):
+            raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is lent already")
         self.leases[grant.lease_id] = HeldLease(grant.lease_id, grant.token == 0, RunAllocator(start, blocks), now)
         if grant.token == self._token:
             self._requested_nbytes = self._wish_nbytes = 0
         return self._serve_waiters()
+
+    def has(self, start: int, blocks: int) -> bool:
+        """Whether some of these blocks are in a lease of ours, and have not become the engine's (:meth:`kept`)."""
+        ours = [run for lease in self.leases.values() for run in lease.slots.runs()]
+        ours += [(slot.start, slot.blocks) for slot in self._slots() if slot.lease is not None]
+        return any(first < start + blocks and start < first + length for first, length in ours)
 
     def recalled(self, lease_ids: Collection[int]) -> list[ClientEffect]:
         """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""

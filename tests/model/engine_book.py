@@ -129,7 +129,10 @@ class EngineBook:
         return effects + self._serve_reply_wants()
 
     def died(self, client_id: int) -> list[EngineEffect]:
-        """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
+        """The kernel says that the client's process is dead: what no reader of ours holds is free again.
+
+        Or it has said goodbye, and later that it uses nothing any more of what that named.
+        """
         client = self.clients.get(client_id)
         if client is None:
             return []

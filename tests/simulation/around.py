@@ -154,7 +154,7 @@ class End:
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, heir: object = None) -> None:
         """Ends the connection, from this end or because the other one has ended it; its owner hears of it."""
         if not self.lost:
             self.lost = True

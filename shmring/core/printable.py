@@ -1,0 +1,27 @@
+"""Text that another process has sent, made fit for a log, an error and a terminal.
+
+An escape sequence in a name would be carried out by the terminal of whoever reads the log, and what follows a line feed would
+look like a line of ours. What cannot be printed is therefore written as Python writes it in a string.
+"""
+
+from __future__ import annotations
+
+__all__ = ["printable", "printable_lines"]
+
+_MOST_CHARACTERS = 4096  # as much of an exception's text travels, and names and labels are far shorter
+
+
+def printable(text: str) -> str:
+    """Returns a peer's text as one line of bounded length, all of which can be printed."""
+    return _escaped(text[:_MOST_CHARACTERS])
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text that may have several lines and tabs, such as a traceback, and any length."""
+    return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in text.split("\n"))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
