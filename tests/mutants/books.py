@@ -144,8 +144,8 @@ FAULTS = (
         "shmring/core/client_book.pyx",
         (
             "a lease that begins in the slab may end behind it",
-            "grant.offset + grant.nbytes > self.limits.slab_nbytes",
-            "grant.offset > self.limits.slab_nbytes",
+            "grant.offset + grant.nbytes > self.lease_end_nbytes",
+            "grant.offset > self.lease_end_nbytes",
             "tests/core/test_client_book.py::test_a_grant_of_what_is_no_range_of_the_slab_is_refused",
         ),
         (

@@ -259,8 +259,8 @@ FAULTS = (
         ),
         (
             "a copy of a slot begins with its header",
-            "copy_region(self._mapping.mapped.address + numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes)",
-            "copy_region(self._mapping.mapped.address + numbers.offset, numbers.nbytes)",
+            "copy_region(self._mapping.at(numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)",
+            "copy_region(self._mapping.at(numbers.offset, numbers.nbytes), numbers.nbytes)",
             "tests/test_backpressure.py::test_replies_do_not_wait_for_the_memory_of_requests",
         ),
         (
