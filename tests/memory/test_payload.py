@@ -397,7 +397,7 @@ def test_tensors_in_a_slot_of_the_caller_are_described_in_place(ends: Ends) -> N
         (False, 0, 64),
     ]
     assert (packed.in_place, packed.in_place_nbytes, packed.copied) == (2, 64 + 60, 2)
-    assert len(held.found) == 1
+    assert len(packed.slots) == 1
     slot_ref, own = SlotRef(1, 4096, 4096, 1), SlotRef(1, 8192, packed.slot_nbytes, 2)
     message = read_record(ends.record_of(packed, (slot_ref, own)), MAX_TENSORS, from_engine=False)
     assert isinstance(message, Submit)
@@ -592,7 +592,7 @@ def test_any_number_of_tensors_in_one_slot_of_the_caller_fits_one_message() -> N
     slot = torch.zeros(1000, dtype=torch.uint8)
     held = hold(HeldSlots(), slot.data_ptr(), slot.nbytes)
     packed = make_packer(1000, 1 << 20).pack(list(slot), 1024, 4096, held)
-    assert (packed.in_place, len(held.found)) == (1000, 1)
+    assert (packed.in_place, len(packed.slots)) == (1000, 1)
     assert packed.is_payload_in_slot
 
 
