@@ -55,6 +55,12 @@ def test_faults_may_have_one_place() -> None:
     assert branches in text
 
 
+def test_what_is_declared_before_a_block_stays_there() -> None:
+    source = '"""A file."""\n\ndef f():\n    cdef int a\n    work()\n'
+    expected = "    cdef int a\n    if FAULT(7):\n        other()\n    else:\n        work()\n"
+    assert expected in _changed("    cdef int a\n    work()\n", "    cdef int a\n    other()\n", source=source)
+
+
 def test_what_is_declared_can_not_be_in_a_block() -> None:
     with pytest.raises(ValueError, match="declared"):
         _changed("    cdef int b = a + 1\n", "")
