@@ -13,6 +13,7 @@
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
+#   make mutants  puts faults of all kinds into the compiled core, and looks whether the checks notice: who does, and how long that takes
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
@@ -31,8 +32,8 @@ COMPILED := $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h sh
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz wheel \
-	format clean install
+.PHONY: demo test test-all test-gpu test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants fuzz \
+	wheel format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -98,7 +99,10 @@ sanitize: $(INSTALLED)
 	$(BIN)/python tests/sanitize.py
 
 guards: $(INSTALLED)
-	$(BIN)/python tests/guards.py
+	$(BIN)/python -m tests.guards
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants
 
 FUZZ_SECONDS ?= 60
 

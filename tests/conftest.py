@@ -53,6 +53,10 @@ class AdjustableLoop(asyncio.SelectorEventLoop):
 # which. None fails for the time that it takes, as other tests run beside it.
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None)
+# The same few where all that matters is that one fails: no simpler one is looked for (tests/faulty.py).
+hypothesis.settings.register_profile(
+    "unshrunk", max_examples=50, deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("fast")
 
 _MAX_WORKERS = 8  # with a GB for each of them and the processes that it starts

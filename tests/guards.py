@@ -1,38 +1,16 @@
 """Takes the guards away one at a time, and looks whether the test that is named for each notices: ``make guards``.
 
 A test that passes without the guard it is about proves nothing. Each line below says where a guard is, what is put in its
-place, and which test must fail then. Works on a copy of the sources, and builds what is compiled there anew; needs the tests'
-environment, and a compiler.
+place, and which test must fail then. It works on copies of the sources, and builds what is compiled there once
+(:mod:`tests.faulty`); it needs the tests' environment, and a compiler.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from shmring.memory.slab import sweep
-
-_ROOT = Path(__file__).parent.parent
-_COPIED = ("shmring", "engine", "frontend", "bench", "tests", "setup.py", "build", "pyproject.toml", "README.md")
-_TIMEOUT_S = 180
-
-
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """A guard, and who notices when it is gone. ``old`` stands exactly once in the file."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-
+from tests.faulty import Fault as Guard
+from tests.faulty import try_all
 
 #: Where the record lies that was taken last.
 _IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbytes)) & (self._capacity - 1)) + LENGTH_NBYTES"
@@ -1358,84 +1336,13 @@ GUARDS = (
 def main() -> None:
     """Tries all guards, or those whose names contain an argument."""
     chosen = [guard for guard in GUARDS if not sys.argv[1:] or any(text in guard.name for text in sys.argv[1:])]
-    for guard in chosen:
-        check_place(guard, _ROOT)
     unnoticed = []
-    with tempfile.TemporaryDirectory() as directory:
-        for name in _COPIED:
-            source, target = _ROOT / name, Path(directory, name)
-            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-        for guard in chosen:
-            verdict = _try(guard, Path(directory))
-            print(f"{verdict:9}  {guard.name}: {guard.test}", flush=True)
-            if verdict != "noticed":
-                unnoticed.append(guard)
+    for guard, outcome in try_all(GUARDS, chosen):
+        print(f"{'noticed' if outcome.is_noticed else 'UNNOTICED':9}  {guard.name}: {guard.test}", flush=True)
+        if not outcome.is_noticed:
+            unnoticed.append(guard)
     if unnoticed:
-        sys.exit(
-            f"{len(unnoticed)} of {len(chosen)} guards can be taken away without the test noticing, or it fails in any case"
-        )
-
-
-def _try(guard: Guard, copy: Path) -> str:
-    file = copy / guard.file
-    source = check_place(guard, copy)
-    try:
-        if not _passes_with_all(guard.test, copy):
-            return "FAILS"
-        file.write_text(source.replace(guard.old, guard.new))
-        return "UNNOTICED" if _passes(guard.test, copy) else "noticed"
-    finally:
-        file.write_text(source)
-        sweep()  # without a guard, a test may leave a segment, which others would take for their own
-
-
-def check_place(guard: Guard, root: Path) -> str:
-    """Returns the source that has a guard; ends the program where it does not have it, before half an hour is spent."""
-    source = (root / guard.file).read_text()
-    if source.count(guard.old) != 1:
-        sys.exit(
-            f"{guard.name}: its code stands {source.count(guard.old)} times in {guard.file}; tests/guards.py is out of date"
-        )
-    test, _, name = guard.test.partition("::")
-    if f"def {name}(" not in (root / test).read_text():
-        sys.exit(f"{guard.name}: there is no {guard.test}; tests/guards.py is out of date")
-    return source
-
-
-def _build(copy: Path) -> None:
-    """Builds what is compiled and was changed since the last time; without optimising, which takes half of the time."""
-    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    flags = {"CFLAGS": "-O0 -fwrapv -DNDEBUG -w"}
-    result = subprocess.run(build, cwd=copy, env={**os.environ, **flags}, capture_output=True, check=False)
-    if result.returncode:
-        sys.exit(f"the core can't be built:\n{result.stderr.decode()}")
-
-
-@functools.cache
-def _passes_with_all(test: str, copy: Path) -> bool:
-    """Whether a test passes as things are; several guards have the same. What it says if not is printed."""
-    return _passes(test, copy, says_why=True)
-
-
-def _passes(test: str, copy: Path, *, says_why: bool = False) -> bool:
-    _build(copy)
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=60", test]
-    try:
-        run = subprocess.run(
-            command,
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    if run.returncode not in (0, 1, -7, -11):  # 1: a test failed; SIGBUS, SIGSEGV: a guard kept memory where it was
-        sys.exit(f"{test} could not be run:\n{run.stdout.decode()}{run.stderr.decode()}")
-    if says_why and run.returncode:
-        print(run.stdout.decode())
-    return run.returncode == 0
+        sys.exit(f"{len(unnoticed)} of {len(chosen)} guards can be taken away without the test noticing")
 
 
 if __name__ == "__main__":

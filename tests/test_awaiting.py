@@ -7,6 +7,7 @@ import collections.abc
 import gc
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -227,3 +228,43 @@ async def test_claims_that_are_waited_for_together_pass_nobody(serve: Any, conne
     assert [claim.payload for claim in claims] == [[1], [2]]
     for claim in claims:
         claim.done()
+
+
+async def test_who_was_cancelled_waits_no_more(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit([1])
+    for wait in (submission.next, submission.wait):
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    with await ring.claim() as claim:
+        await claim.reply([2])
+    assert await submission.next() == [2]
+
+
+async def test_what_was_waited_for_is_nobodys_but_its_callers(serve: Any, connect: Any, turns: Any) -> None:
+    ring, client = await serve(), await connect()
+    claiming = asyncio.create_task(ring.claim())
+    await turns()
+    assert not claiming.done()
+    await client.submit([1])
+    with await claiming as claim:
+        gone = weakref.ref(claim)
+    del claiming, claim
+    await turns()
+    assert gone() is None
+
+
+async def test_a_submission_keeps_nothing_of_its_payload(serve: Any, connect: Any) -> None:
+    await serve()
+    client = await connect()
+    tensor = torch.zeros(64 << 10, dtype=torch.uint8)
+    submitting = client.submit([tensor])
+    await submitting
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="was awaited already"):
+        await submitting

@@ -281,3 +281,15 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
     output, _ = await process.communicate()
     assert output.decode().split() == ["leased"]
     assert process.returncode == -11
+
+
+async def test_who_has_as_many_requests_as_may_be_hears_that_one_has_ended(serve: Any, connect: Any) -> None:
+    """Before its loop would: the end lies in the ring already."""
+    ring, client = await serve(max_inflight=1), await connect()
+    await client.submit(1)
+    with await ring.claim():
+        pass
+    with pytest.raises(StopIteration):
+        client.submit(2).send(None)
+    with await ring.claim() as claim:
+        assert claim.payload == 2

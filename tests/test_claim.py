@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.messages import Abort
 from shmring.transport.polling import RECORDS_IN_TURN
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -590,3 +591,111 @@ async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any
             await submission.next()
     await client.close()
     await settled(ring)
+
+
+async def test_each_slot_of_a_claim_drains_for_its_own_views(ends: Ends, eventually: Any) -> None:
+    slots = await ends.client.slots([5000, 5000])
+    _, claim = await ends.claim([slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)])
+    with claim:
+        first, second = claim.payload
+        del first
+    for slot in slots:
+        slot.close()
+    assert ends.ring.statistics().slots_draining == 1
+    assert second.eq(1).all()
+    del second
+    await eventually(lambda: not ends.ring.statistics().slots_in_use)
+
+
+async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes(ends: Ends, hold: Any, turns: Any) -> None:
+    submission, claim = await ends.claim("x")
+    link = ends.client._session.link  # type: ignore[union-attr]
+    go_on = hold(link)
+    replying = [asyncio.create_task(claim.reply(bytes(10_000))) for _ in range(100)]
+    await turns()
+    assert not all(task.done() for task in replying), "the ring is full"
+    go_on()
+    bells = link.reader.bells
+    await submission.next()
+    assert link.reader.bells == bells + 1
+    for _ in range(99):
+        await submission.next()
+    claim.done()
+    await asyncio.gather(*replying)
+
+
+async def test_a_reply_without_tensors_that_lies_in_a_slot_gives_it_back_when_it_was_read(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring = await serve(reply_nbytes="256KiB")
+    ends = Ends(ring, await connect())
+    submission, claim = await ends.claim("x")
+    with claim:
+        await claim.reply(bytes(100_000))
+        assert ring.statistics().reply_free_nbytes < ring.statistics().reply_nbytes
+        assert await submission.next() == bytes(100_000)
+        await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+
+
+async def test_what_has_come_is_there_without_a_turn_of_the_loop(ends: Ends) -> None:
+    submission, claim = await ends.claim("x")
+    for number in range(3):
+        claim.reply_nowait(number)
+        with pytest.raises(StopIteration) as there:
+            submission.next().send(None)
+        assert there.value.value == number
+    claim.done()
+
+
+async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends: Ends, eventually: Any) -> None:
+    """Also where the link to its frontend sleeps."""
+    [frontend] = ends.ring._frontends.values()
+    await eventually(lambda: not frontend.link._awake)
+    ends.client.submit_nowait("x")
+    with pytest.raises(StopIteration) as there:
+        ends.ring.claim().send(None)
+    with there.value.value as claim:
+        assert claim.payload == "x"
+
+
+async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ends: Ends, turns: Any) -> None:
+    session = ends.client._session
+    assert session is not None
+    while session.link.can_write:
+        session.link.send(Abort(1))  # a request that there is not
+    [frontend] = ends.ring._frontends.values()
+    for _ in range(100):
+        frontend.link.poll()
+    submitting = ends.client.submit("y")
+    submitting.send(None)  # it waits, else it would be over
+    submitting.close()
+    await turns()
+    ends.client.submit_nowait("x")
+    with await ends.ring.claim() as claim:
+        assert claim.payload == "x"
+
+
+async def test_five_slots_in_one_request(ends: Ends) -> None:
+    slots = await ends.client.slots([5000] * 5)
+    views = [slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
+    submission, claim = await ends.claim(views)
+    with claim:
+        assert [int(view[0]) for view in claim.payload] == [0, 1, 2, 3, 4]
+        await claim.reply("seen")
+    assert await submission.result() == "seen"
+    del views
+    for slot in slots:
+        slot.close()
+
+
+async def test_a_reply_that_is_copied_out_stays_what_it_was(ends: Ends) -> None:
+    """Where reply space is short its slot goes back at once, and the next reply is written there."""
+    submission, claim = await ends.claim("x")
+    with claim:
+        replies = []
+        for number in range(3):
+            await claim.reply({"x": tensor(50_000, number)})
+            replies.append(await submission.next())
+    assert ends.client.statistics().reply_copies > 0
+    for number, reply in enumerate(replies):
+        assert reply["x"].eq(number).all()

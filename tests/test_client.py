@@ -378,6 +378,16 @@ async def test_unread_replies_are_bounded(
         await submission.next()
 
 
+@pytest.mark.parametrize(("count", "is_bounded"), [(10, False), (11, True)])
+async def test_as_many_replies_as_may_be_are_kept(
+    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, eventually: Any, count: int, is_bounded: bool
+) -> None:
+    monkeypatch.setattr("shmring.core.client_end.MAX_UNREAD_REPLIES", 10)
+    submission = await client.submit({"do": "count", "to": count})
+    await eventually(lambda: submission.ended)
+    assert isinstance(submission.error, shmring.CapacityError) == is_bounded
+
+
 # -- the slab's pages ----------------------------------------------------------------------------------------------------
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards import GUARDS, Guard, check_place
+from tests.faulty import Fault, check_place
+from tests.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
-def test_a_guard_and_its_test_are_in_the_code(guard: Guard) -> None:
-    check_place(guard, ROOT)
+def test_a_guard_and_its_test_are_in_the_code(guard: Fault) -> None:
+    check_place(guard)
 
 
 def test_the_page_of_guarantees_has_each_guard_and_its_test() -> None:

@@ -74,6 +74,8 @@ async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmrin
             slot.tensor((-1,), torch.uint8)
         with pytest.raises(shmring.CapacityError):
             slot.tensor((129,), torch.uint8)
+        with pytest.raises(shmring.CapacityError):
+            slot.tensor((2**32, 2**32), torch.uint8)  # 2**64 bytes are none, in 64 bits
         assert slot.tensor((128,), torch.uint8).numel() == 128
         assert "128 used" in repr(slot)
 

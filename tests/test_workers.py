@@ -1435,3 +1435,65 @@ async def test_a_gather_whose_time_is_over_as_a_worker_dies_fails_once(serve: An
     gathering.time_out()
     with pytest.raises(shmring.WorkerLostError, match="worker 0 has died"):
         await waiting
+
+
+# -- gathers that are over --------------------------------------------------------------------------------------------------
+
+
+async def test_a_gather_that_has_failed_is_forgotten(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(0)
+    gathering = asyncio.ensure_future(ring.gather(1))
+    (await worker.receive()).leave()
+    with pytest.raises(shmring.WorkerFailedError):
+        await gathering
+    assert not ring.workers.end.gathers
+
+
+@pytest.mark.adjustable_clock
+async def test_the_time_of_a_gather_that_is_over_ends_nothing(serve: Any, join: Any, pass_time: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(0)
+    gathering = asyncio.ensure_future(ring.gather(1, timeout=5))
+    with await worker.receive() as message:
+        await message.reply("fine")
+    assert await gathering == ["fine"]
+    await pass_time(6)
+
+
+async def test_a_reply_to_a_message_that_was_not_sent_ends_its_worker(serve: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    hostile = await joined(0)
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    assert writer.write(msgspec.msgpack.encode([32, 1, None, "to the next one"]))
+    hostile.socket.send(b"\0")
+    await eventually(lambda: ring.ranks == ())
+
+
+async def test_a_message_to_all_goes_to_no_worker_that_has_parted(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    first, second = await join(0), await join(1)
+    await second.close()
+    await eventually(lambda: ring.ranks == (0,))
+    assert await ring.broadcast("x") == (0,)
+    with await first.receive() as message:
+        assert message.payload == "x"
+
+
+async def test_what_reaches_beyond_a_claims_slot_is_copied(serve: Any, connect: Any, join: Any) -> None:
+    """A view made by other means may span two slots: it must not be described as lying in one."""
+    ring = await serve(**OPTIONS)
+    client, worker = await connect(), await join(0)
+    slots = await client.slots([5000, 5000])
+    await client.submit([slot.tensor((5000,), torch.uint8).fill_(1) for slot in slots])
+    with await ring.claim() as claim:
+        low, high = sorted(claim.payload, key=lambda view: view.data_ptr())
+        offset = ring._slab.find(low.data_ptr())
+        span = high.data_ptr() + 5000 - low.data_ptr()
+        await ring.broadcast(torch.from_numpy(ring._slab.bytes_at(offset, span)))
+        assert ring.statistics().broadcast_in_place_nbytes == 0
+        with await worker.receive() as message:
+            assert len(message.payload) == span
+        del low, high, message
+    for slot in slots:
+        slot.close()

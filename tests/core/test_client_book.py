@@ -596,3 +596,31 @@ def test_check_finds_a_damaged_book(damage: Callable[[ClientBook, ClientSlotReco
     damage(book, slot)
     with pytest.raises(AssertionError):
         book.check()
+
+
+# -- what is kept, and what is split ---------------------------------------------------------------------------------------
+
+
+def test_a_slot_has_room_for_its_header() -> None:
+    book = base_book(blocks=2)
+    slot = book.acquire(BLOCK_NBYTES, held=False)
+    assert slot is not None
+    assert (slot.blocks, book.free_nbytes) == (2, 0)
+
+
+def test_a_lease_all_of_which_is_kept_goes_back() -> None:
+    book = base_book()
+    grant(book, 2, 8, 1, token=7)
+    base, other = [submitted(book, blocks) for blocks in (4, 1)]
+    assert book.kept(other.generation, NOW) == [Send(LeaseReturn((2,)))]
+    assert book.kept(base.generation, NOW) == [Send(LeaseReturn((1,)))]
+    assert (book.leased_nbytes, dict(book.leases)) == (0, {})
+    book.check()
+
+
+def test_a_slot_that_was_split_is_the_slots_that_it_was_split_in() -> None:
+    book = base_book()
+    parts = book.split(take(book, 3, held=True), [content(1), content(2)])
+    assert [(part.start, part.blocks) for part in parts] == [(1, 1), (2, 2)]
+    assert book.count(ClientSlot.WRITING) == 2
+    book.check()

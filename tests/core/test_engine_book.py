@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shmring.core.effects import (
+    Answered,
     ClientGone,
     EngineEffect,
     Granted,
@@ -24,7 +25,7 @@ from shmring.core.effects import (
 )
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry, blocks_for, slot_blocks
-from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.messages import HOST_MEMORY, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, Found, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.state import plain
@@ -1211,3 +1212,106 @@ def test_check_finds_a_damaged_book(damage: Callable[[EngineBook], None]) -> Non
     damage(book)
     with pytest.raises(AssertionError):
         book.check()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------------
+
+
+def make_keeping_book(leasable: int = 12, kept: int = 8) -> EngineBook:
+    limits = EngineBookLimits(
+        max_lease_blocks=leasable, quota_blocks=leasable, max_leases=8, max_inflight=4, kept_blocks=kept, max_kept=4, max_pins=4
+    )
+    return EngineBook(Geometry(leasable_blocks=leasable, reply_blocks=1), limits)
+
+
+def keep(book: EngineBook, client: int, slot: SlotRef) -> SlotRef:
+    """A client gives a slot to keep; returns how a request names it."""
+    key = slot.generation.to_bytes(32, "little")
+    [answer] = [effect.answer for effect in book.keep(client, 1, key, slot, False, b"\xc0") if isinstance(effect, Answered)]
+    assert isinstance(answer, Found)
+    return SlotRef(KEPT_LEASE_ID, answer.offset, answer.nbytes, answer.generation)
+
+
+def test_a_submission_that_is_refused_pins_nothing() -> None:
+    book = make_keeping_book()
+    grant = connect(book, 1, 4)
+    kept = keep(book, 1, slot_in(grant, 1, 1))
+    behind = slot_in(grant, 1, 2, at=4)
+    refuses(RemoteProtocolError, "is not inside lease", book, lambda: book.submit(1, 1, [kept, kept, behind]))
+    book.check()
+
+
+def test_pins_are_taken_back_as_often_as_they_are_named() -> None:
+    book = make_keeping_book()
+    kept = keep(book, 1, slot_in(connect(book, 1, 4), 1, 1))
+    for token in range(3):
+        book.find(1, token, kept.generation.to_bytes(32, "little"))
+    book.unpin(1, [kept.generation] * 2)
+    book.check()
+    book.unpin(1, [kept.generation] * 2)
+    assert not book.clients[1].pins
+    book.check()
+
+
+def test_who_waits_for_the_memory_of_content_has_it_when_its_last_pin_goes() -> None:
+    book = make_keeping_book(leasable=4)
+    grant = connect(book, 1, 4)
+    kept = keep(book, 1, slot_in(grant, 1, 1, blocks=2))
+    assert book.connect(2, BLOCK_NBYTES) is None
+    assert ask(book, 2, 1, 3) == [Recalled(1, (grant.lease_id,))]
+    assert book.return_leases(1, [grant.lease_id]) == []
+    [granted] = book.unpin(1, [kept.generation])
+    assert isinstance(granted, Granted)
+    assert (granted.client_id, granted.grant.nbytes) == (2, 3 * BLOCK_NBYTES)
+    book.check()
+
+
+def test_as_much_of_the_oldest_content_goes_as_new_content_needs() -> None:
+    book = make_keeping_book(kept=3)
+    grant = connect(book, 1, 8)
+    for n in (1, 2, 3):
+        book.unpin(1, [keep(book, 1, slot_in(grant, 1, n, at=n)).generation])
+    keep(book, 1, slot_in(grant, 1, 4, at=4, blocks=2))
+    assert [generation(1, n) in book.kept.by_generation for n in (1, 2, 3, 4)] == [False, False, True, True]
+    book.check()
+
+
+def test_content_that_was_used_last_goes_last() -> None:
+    book = make_keeping_book(kept=2)
+    grant = connect(book, 1, 8)
+    first, second = [keep(book, 1, slot_in(grant, 1, n, at=n)) for n in (1, 2)]
+    book.unpin(1, [second.generation])
+    book.unpin(1, [first.generation])
+    keep(book, 1, slot_in(grant, 1, 3, at=3))
+    assert generation(1, 1) in book.kept.by_generation
+    assert generation(1, 2) not in book.kept.by_generation
+
+
+def test_content_that_begins_where_a_window_ends_is_in_nobodys_way() -> None:
+    """It stays when its last pin goes, and there is room for more of it."""
+    book = make_keeping_book(leasable=6)
+    lower, upper = connect(book, 1, 2), connect(book, 2, 4)
+    kept = keep(book, 2, slot_in(upper, 2, 1))
+    book.submit(2, 1, [slot_in(upper, 2, 2, at=1, blocks=3)])
+    assert book.connect(3, BLOCK_NBYTES) is None
+    assert ask(book, 3, 1, 2) == [Recalled(1, (lower.lease_id,))], "the window is what is cheapest to empty"
+    assert book.unpin(2, [kept.generation]) == []
+    assert [*book.kept.by_generation] == [kept.generation]
+    book.check()
+
+
+# -- the smallest ------------------------------------------------------------------------------------------------------------
+
+
+def test_who_asks_for_nothing_has_a_base_lease_of_a_block() -> None:
+    book = make_book()
+    assert connect(book, 1, 0).nbytes == BLOCK_NBYTES
+
+
+def test_each_slot_of_a_request_is_left_by_itself() -> None:
+    book = make_book()
+    grant = connect(book, 1, 4)
+    book.submit(1, 1, [slot_in(grant, 1, 1), slot_in(grant, 1, 2, at=1)])
+    book.claim(1, 1)
+    assert book.release_slots(1, [generation(1, 1), generation(1, 2)], {generation(1, 2)}) == [Released(1, (generation(1, 1),))]
+    assert book.count_slots(EngineSlot.DRAINING) == 1

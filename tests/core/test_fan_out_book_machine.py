@@ -261,3 +261,28 @@ def test_a_forked_child_believes_no_page_and_asks_nobody() -> None:
         os._exit(10 if (swept, wants, book.outstanding) == (0, 0, 1) else 20)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
     assert book.sweep() == 1
+
+
+def test_a_stamp_that_is_no_messages_number_says_nothing() -> None:
+    book, [page] = book_with(0)
+    sequence, place = book.publish([0])
+    for number in (sequence - 1, sequence + 1, 2**64 - 1):
+        stamp(page, place, number)
+        assert book.sweep() == 0
+    stamp(page, place, sequence)
+    assert book.sweep() == 1
+
+
+def test_a_worker_that_has_closed_keeps_no_message_that_was_sent_since() -> None:
+    """It says from which number on it takes none; what has that number is the first of them."""
+    book, [page] = book_with(0)
+    [worker] = book.workers()
+    first, second = [book.publish([0])[0] for _ in range(2)]
+    struct.pack_into("<Q", page, AT_CLOSED, second)
+    assert book.sweep() == 0, "it may have closed and not parted: then it is asked again"
+    book.part(worker)
+    assert book.sweep() == 1
+    assert (worker.unacknowledged, worker.is_gone) == (1, False)
+    struct.pack_into("<Q", page, AT_CLOSED, first)
+    assert book.sweep() == 1
+    assert worker.is_gone

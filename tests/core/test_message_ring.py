@@ -296,15 +296,34 @@ def test_a_length_beyond_the_end_of_the_ring_is_the_writers_fault(pair: Pair) ->
         pair.reader.read()
 
 
-@pytest.mark.parametrize("tail", [256, 256 + 8])
-def test_skips_with_nothing_behind_them_are_the_writers_fault(pair: Pair, tail: int) -> None:
+def test_a_record_longer_than_the_ring_carries_is_the_writers_fault(pair: Pair) -> None:
+    """Who takes records in C has room for the longest one that there may be."""
+    pair.put(RECORDS, pair.writer.largest_record_nbytes + 1, 4)
+    pair.put(TAIL, 256)
+    with pytest.raises(RemoteProtocolError, match=f"a record of {pair.writer.largest_record_nbytes + 1} bytes"):
+        pair.reader.read()
+
+
+@pytest.mark.parametrize(("tail", "fault"), [(256, "ends with a skip"), (256 + 8, f"a record of {SKIP} bytes")])
+def test_skips_with_nothing_behind_them_are_the_writers_fault(pair: Pair, tail: int, fault: str) -> None:
     pair.writer.write(bytes(60))
     pair.reader.read()
     pair.put(RECORDS + 64, SKIP, 4)
     pair.put(RECORDS, SKIP, 4)
     pair.put(TAIL, tail)
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match=fault):
         pair.reader.read()
+
+
+def test_after_its_writers_end_a_ring_is_read_once_and_no_further(pair: Pair) -> None:
+    taken: list[bytes] = []
+    for _ in range(4):
+        pair.reader.expect_the_end()
+        while pair.writer.write(bytes(28)):
+            pass
+        pair.reader.deliver(taken.append, 100, lambda: 0.0, 1.0)
+    assert len(taken) == 8, "as many as fit in the ring"
+    assert pair.reader.stopped
 
 
 @given(

@@ -53,6 +53,7 @@ def test_others_that_had_the_same_place_are_still_found() -> None:
             for number in chance.sample([*beside], 8):
                 assert table.take(number) is beside.pop(number)
         assert table.items() == sorted(beside.items())
+        assert all(table.get(number) is item for number, item in beside.items())
 
 
 def test_numbers_that_count_up_come_and_go() -> None:
@@ -62,6 +63,13 @@ def test_numbers_that_count_up_come_and_go() -> None:
         if number >= 100:
             assert table.take(number - 100) == str(number - 100)
     assert [number for number, _ in table.items()] == [*range(9_900, 10_000)]
+
+
+def test_what_a_table_does_not_have_is_looked_for_up_to_an_empty_entry() -> None:
+    table = Numbered()
+    for number in range(1_000):
+        table.put(number, number)
+        assert table.get(number + 1_000) is None
 
 
 def test_it_lets_go_of_what_it_has() -> None:

@@ -144,13 +144,25 @@ def test_what_says_that_something_is_there_is_loaded_with_acquire() -> None:
 # -- what the words of atomics.h are to a processor -------------------------------------------------------------------------
 
 INSTRUCTIONS = {
-    "x86_64": {"fence_full()": r"\b(mfence|lock)\b", "exchange_u32(at, 0)": r"\bxchg", "exchange_u64(at, 0)": r"\bxchg"},
+    "x86_64": {
+        "fence_full()": r"\b(mfence|lock)\b",
+        "exchange_u32(at, 0)": r"\bxchg",
+        "exchange_u64(at, 0)": r"\bxchg",
+        "take_reference(at)": r"\block\b",
+        "drop_reference(at)": r"\block\b",
+        "push_top(at, at, at)": r"\block\s+cmpxchg",
+        "*(void **)at = take_stack(at, at)": r"\bxchg",
+    },
     "aarch64": {
         "fence_full()": r"\bdmb\s+ish$",
         "store_release_u64(at, 0)": r"\b(stlr|dmb)\b",
         "*(uint64_t *)at = load_acquire_u64(at)": r"\b(ldar|ldapr|dmb)\b",
         "exchange_u32(at, 0)": r"\b(ldaxr|swpal|__aarch64_swp4_acq_rel)\b",
         "exchange_u64(at, 0)": r"\b(ldaxr|swpal|__aarch64_swp8_acq_rel)\b",
+        "take_reference(at)": r"\b(ldxr|ldadd|stadd|__aarch64_ldadd4_relax)\b",
+        "drop_reference(at)": r"\b(ldaxr|ldaddal|__aarch64_ldadd4_acq_rel)\b",
+        "push_top(at, at, at)": r"\b(ldxr|casl|__aarch64_cas8_rel)\b",
+        "*(void **)at = take_stack(at, at)": r"\b(ldaxr|swpal|__aarch64_swp8_acq_rel)\b",
     },
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -307,3 +308,33 @@ def test_a_tensor_that_is_named_as_often_as_may_be_is_viewed_and_never_copied(
     del tensors
     gc.collect()
     assert regions.collect() == [(CLIENT_ID, GENERATION)]
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_kept_until_another_one_takes_its_place(slab: Mapping, regions: Regions) -> None:
+    decoder = make_decoder(Any)
+
+    def decode(*keys: str) -> list[str]:
+        return [*decode_content(decoder, content_of(dict.fromkeys(keys)), CLIENT_ID, regions, slab)[0]]
+
+    [key] = decode("a key")
+    references = sys.getrefcount(key)
+    assert decode("a key")[0] is key
+    decode("a way")  # which begins, ends and is as long as that: it has the same place
+    assert sys.getrefcount(key) == references - 1
+
+
+def test_nothing_is_left_of_a_content_with_many_slots(
+    slab: Mapping, regions: Regions, peak_nbytes: Callable[[Callable[[], Any]], int]
+) -> None:
+    content = content_of(None, slots=[slot_extension(offset=4096)] * 1_000)
+    decoder = make_decoder(Any)
+
+    def decode(times: int) -> None:
+        for _ in range(times):
+            decode_content(decoder, content, CLIENT_ID, regions, slab)
+
+    decode(10)
+    assert peak_nbytes(lambda: decode(2_000)) < 4 << 20, "the places of their regions take 8 KB"

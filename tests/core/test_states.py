@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from shmring.core.client_book import ClientBook
+from shmring.core.geometry import ClientBookLimits
+from shmring.core.messages import LeaseGrant
 from shmring.core.states import (
     TABLES,
     ClientSlot,
@@ -19,6 +22,7 @@ from shmring.core.states import (
     RequestEvent,
     advance,
 )
+from shmring.core.transitions import watch
 from shmring.errors import LocalProtocolError
 
 # The design's arrows, written a second time: state -event-> state.
@@ -118,3 +122,20 @@ def test_an_illegal_event_leaves_the_state_of_its_caller_alone() -> None:
     with pytest.raises(LocalProtocolError):
         state = advance(TABLES["lease"], state, LeaseEvent.RETURN)
     assert state is Lease.FREE
+
+
+def test_who_watches_is_told_of_a_transition_before_it_is_made() -> None:
+    told: list[tuple[Any, ...]] = []
+    book = ClientBook(ClientBookLimits(1, 4 << 12, 2 << 12, 1, 2 << 12, 1.0))
+    book.granted(LeaseGrant(0, 1, 1 << 12, 2 << 12), 0.0)
+    watch(lambda *transition: told.append(transition))
+    try:
+        slot = book.acquire(1, held=False)
+        assert slot is not None
+        book.submit(slot)
+    finally:
+        watch(None)
+    assert told == [
+        ("client_slot", ClientSlot.FREE, ClientSlotEvent.ACQUIRE),
+        ("client_slot", ClientSlot.WRITING, ClientSlotEvent.SUBMIT),
+    ]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -662,3 +663,19 @@ torch.kept = torch.nn.Parameter(views_of(5)[0], requires_grad=False)
 print(len(regions))
 """
     assert run(script) == "5\n"
+
+
+def test_what_drains_when_its_owner_ends_is_unmapped_with_its_last_view() -> None:
+    fd = os.memfd_create("memory")
+    os.ftruncate(fd, 1 << 16)
+    mapping, regions = Mapping(fd, 1 << 16), Regions()
+    os.close(fd)
+    address = f"{mapping.address:x}-"
+    region = regions.open(mapping, 0, 4096, (1, 2))
+    view = region.memory()
+    assert region.leave()
+    regions.close()
+    del mapping, region
+    assert address in Path("/proc/self/maps").read_text()
+    del view
+    assert address not in Path("/proc/self/maps").read_text()

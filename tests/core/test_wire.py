@@ -23,7 +23,7 @@ from shmring.core.payload import Packed, write_done, write_reply, write_submit
 from shmring.core.wire import DTYPES, MAX_DEPTH, Content, Done, Reply, Submit, check_count, check_payload, read_record
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
-from tests.records import slot_extension, submit_of, tensor_extension
+from tests.records import content_of, slot_extension, submit_of, tensor_extension
 
 EPOCH = 0x1122334455667788
 INLINE_NBYTES = 8192
@@ -406,3 +406,44 @@ def test_what_is_not_contiguous_is_gathered() -> None:
     expected = matrix.T.contiguous().numpy().tobytes()
     assert content.inline[:24] == content.inline[64:88] == expected
     assert content.inline[128:152] == (-matrix).numpy().tobytes()
+
+
+# -- at the bounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 127, 128, 2**32 - 1, 2**32, 2**62])
+def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
+    memory = bytearray(ring_nbytes(1 << 12))
+    writer, reader = RecordWriter(memory, ENDS[0].fileno()), RecordReader(memory, ENDS[1].fileno())
+    packed = pack(PAYLOAD)
+    assert write_submit(writer, packed, number, number, "", b"", ())
+    submit = read_submit(reader.read() or b"")
+    assert (submit.epoch, submit.request_id) == (number, number)
+    assert write_reply(writer, packed, number, None)
+    reply = read_record(reader.read() or b"", MAX_TENSORS, from_engine=True)
+    assert isinstance(reply, Reply)
+    assert reply.request_id == number
+    assert write_done(writer, number, (number, number), packed)
+    done = read_record(reader.read() or b"", MAX_TENSORS, from_engine=True)
+    assert isinstance(done, Done)
+    assert (done.request_id, done.released) == (number, (number, number))
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 256])
+def test_a_name_may_have_any_length(length: int) -> None:
+    assert read_submit(submit_record(pack(PAYLOAD), name="x" * length)).name == "x" * length
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+def test_contents_do_not_lie_in_each_other(count: int) -> None:
+    """Few slots are in the content itself, more are beside it."""
+
+    def refs(number: int) -> tuple[SlotRef, ...]:
+        return tuple(SlotRef(1, 4096 * place, 64, number) for place in range(1, count + 2))
+
+    contents = []
+    for number in range(1_000):
+        *slots, copied = [slot_extension(*msgspec.structs.astuple(ref)) for ref in refs(number)]
+        contents.append(content_of(None, copied, slots))
+    for number, content in enumerate(contents):
+        assert content.slots == refs(number)

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -752,3 +752,64 @@ def test_dtypes_are_named_as_the_wire_spells_them() -> None:
     assert torch_dtype_name(torch.bfloat16) == "bfloat16"
     with pytest.raises(TypeError, match="can't be sent"):
         torch_dtype_name(torch.quint8)
+
+
+# -- at the bounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(64))
+def test_a_number_is_encoded_as_msgspec_does(bits: int) -> None:
+    for number in (2**bits - 1, 2**bits, -(2**bits) + 1, -(2**bits), -(2**bits) - 1):
+        if number >= -(2**63):
+            assert pack(number).payload == msgspec.msgpack.encode(number)
+
+
+@pytest.mark.parametrize("count", [0, 15, 16, 31, 32, 255, 256, 2**16 - 1, 2**16])
+def test_what_has_a_length_is_encoded_as_msgspec_does(count: int) -> None:
+    for value in ("x" * count, b"x" * count, [None] * count, {str(number): None for number in range(count)}):
+        assert pack(value).payload == msgspec.msgpack.encode(value)
+
+
+def test_a_slot_that_was_left_is_found_no_more_however_many_are_held() -> None:
+    memory = np.zeros((12, 4096), np.uint8)
+    tensors = list(torch.from_numpy(memory))
+    held = HeldSlots()
+    for slot in memory:
+        hold(held, slot.ctypes.data, slot.nbytes)
+    assert pack(tensors, 12, held=held).in_place == 12
+    for slot in memory[:2]:
+        held.leave(slot.ctypes.data)
+    assert len(held) == len(list(held)) == 10
+    assert pack(tensors, 12, held=held).in_place == 10
+
+
+@dataclasses.dataclass
+class Computed:
+    """What its field is runs code of the caller's, while it is packed."""
+
+    value: Any = dataclasses.field(init=False)
+
+
+def computed(compute: Callable[[], Any]) -> Any:
+    kind = dataclasses.make_dataclass("Kind", ["value"], bases=(Computed,), init=False)
+    kind.value = property(lambda self: compute())
+    return kind()
+
+
+def test_while_a_payload_is_packed_another_one_may_be() -> None:
+    packer = make_packer(8, LARGEST_PAYLOAD_NBYTES)
+    inner: list[Packed] = []
+
+    def pack_another() -> torch.Tensor:
+        inner.append(packer.pack([torch.zeros(3)] * 2, 0, LARGEST_RECORD_NBYTES, None))
+        return torch.ones(5)
+
+    packed = packer.pack([torch.zeros(7), computed(pack_another), torch.zeros(9)], 0, LARGEST_RECORD_NBYTES, None)
+    assert [part.nbytes for part in packed.parts] == [28, 20, 36]
+    assert [part.nbytes for part in inner[0].parts] == [12, 12]
+
+
+def test_what_changes_while_it_is_packed_is_refused() -> None:
+    payload: dict[str, Any] = {"a": computed(lambda: payload.pop("b", None)), "b": 1}
+    with pytest.raises(TypeError, match="a dict changed while it was encoded"):
+        pack(payload)

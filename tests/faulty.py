@@ -1,0 +1,310 @@
+"""Puts faults into copies of the sources, and looks whether checks notice: what ``make guards`` and ``make mutants`` share.
+
+What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have
+the fault as well, for checks that read them, and because it is all that Python needs. As many checks run at a time as there are
+cores, each in a copy of its own: in a process that is forked from this one, which has imported what takes longest.
+"""
+
+from __future__ import annotations
+
+import collections
+import compileall
+import contextlib
+import dataclasses
+import importlib
+import os
+import py_compile
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from shmring.memory.slab import sweep
+from tests.switches import DECLARATION, HEADER, VARIABLE, Change, with_switches
+
+ROOT = Path(__file__).resolve().parents[1]
+_COPIED = ("shmring", "engine", "frontend", "bench", "tests", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+_PACKAGES = ("shmring", "engine", "frontend", "bench", "tests")
+_IMPORTED = ("torch", "numpy", "hypothesis", "msgspec", "uvloop")
+_CYTHON = (".pyx", ".pxd")
+_C = (".c", ".h")
+_TEST_TIMEOUT_S = 60
+_TIMEOUT_S = 90  # of a check that hangs where no signal of pytest's reaches it: in C
+_ALL_TIMEOUT_S = 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Something that can be wrong, and who must notice.
+
+    Attributes:
+        name: what is wrong then; of a guard, what holds as long as it is there.
+        file: where.
+        old: what stands there, exactly once.
+        new: what stands there with the fault.
+        test: arguments of pytest.
+        reason: why nobody need notice; empty if somebody must.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    reason: str = ""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is there only after a build."""
+        return self.file.endswith((*_CYTHON, *_C))
+
+
+def faults_in(file: str, *faults: tuple[str, ...]) -> tuple[Fault, ...]:
+    """Returns the faults of one file; each without that file's name."""
+    return tuple(Fault(name, file, *rest) for name, *rest in faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a check ended.
+
+    Attributes:
+        how: ``passed``, ``failed``, ``hung``, or the name of the signal that ended it.
+        who: the first test that failed; empty if none could say so.
+        seconds: how long it took.
+        output: what it printed.
+    """
+
+    how: str
+    who: str
+    seconds: float
+    output: str
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether the check did not just pass."""
+        return self.how != "passed"
+
+
+def check_place(fault: Fault, root: Path = ROOT) -> str:
+    """Returns the source in which a fault is to be; ends the program where it does not fit, before much time is spent."""
+    source = (root / fault.file).read_text()
+    if source.count(fault.old) != 1:
+        sys.exit(f"{fault.name}: its code stands {source.count(fault.old)} times in {fault.file}; the table is out of date")
+    for test in shlex.split(fault.test):
+        file, _, name = test.partition("::")
+        defined = rf"^(async )?def {name}\(|^{name} = " if name else ""
+        if file.startswith("tests/") and not re.search(defined, (root / file).read_text(), re.MULTILINE):
+            sys.exit(f"{fault.name}: there is no {test}; the table is out of date")
+    return source
+
+
+def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
+    """Tries faults, and yields how the check of each ended, as soon as it has.
+
+    Ends the program if a check fails without any fault.
+
+    Args:
+        faults: that are built.
+        chosen: those of them that are tried.
+    """
+    for fault in faults:
+        check_place(fault)
+    with tempfile.TemporaryDirectory() as directory:
+        copies = _build_copies(faults, Path(directory))
+        _passes_without(chosen, copies)
+        numbers = {fault: number for number, fault in enumerate(faults, 1)}
+        for job, outcome in _run([_Job(fault.test, _TIMEOUT_S, fault, numbers[fault]) for fault in chosen], copies):
+            sweep()  # a test that has failed may leave a segment, which others would take for their own
+            if job.fault is not None:
+                yield job.fault, outcome
+
+
+def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
+    """Builds all faults, and returns a copy for each core."""
+    begun_s = time.monotonic()
+    first = directory / "0"
+    first.mkdir()
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(source, first / name)
+    changes = collections.defaultdict(list)
+    for number, fault in enumerate(faults, 1):
+        if fault.is_compiled:
+            changes[fault.file].append(Change(number, fault.old, fault.new))
+    for file, of_file in changes.items():
+        (first / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(_CYTHON), of_file))
+    if changes:
+        (first / "shmring/core/fault.h").write_text(HEADER)
+        (first / "shmring/core/fault.pxd").write_text(DECLARATION)
+    _build(first, ["-include", str(first / "shmring/core/fault.h")] if changes else [])
+    for file in changes:
+        shutil.copy(ROOT / file, first / file)
+    # By what stands in a file and not by its date: the faults of a second have the same.
+    by_content = py_compile.PycInvalidationMode.CHECKED_HASH
+    for name in _PACKAGES:
+        compileall.compile_dir(first / name, quiet=2, invalidation_mode=by_content)
+    copies = [first, *(directory / str(number) for number in range(1, len(os.sched_getaffinity(0))))]
+    for copy in copies[1:]:
+        shutil.copytree(first, copy, ignore=shutil.ignore_patterns("build"))
+    print(f"built in {time.monotonic() - begun_s:.0f} s", flush=True)
+    return copies
+
+
+def _build(copy: Path, flags: Sequence[str]) -> None:
+    """Without optimising, which takes half of the time."""
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--parallel={len(os.sched_getaffinity(0))}"]
+    cflags = shlex.join(["-O0", "-fwrapv", "-fstack-protector-all", "-DNDEBUG", "-w", *flags])
+    result = subprocess.run(build, cwd=copy, env={**os.environ, "CFLAGS": cflags}, capture_output=True, check=False)
+    if result.returncode:
+        sys.exit(f"the core can't be built:\n{result.stdout.decode()}{result.stderr.decode()}")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """Tests to be run, with a fault or without one."""
+
+    test: str
+    timeout_s: float
+    fault: Fault | None = None
+    number: int = 0
+
+
+def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> None:
+    """Ends the program unless all checks pass without a fault."""
+    begun_s = time.monotonic()
+    tests = sorted({fault.test for fault in chosen})
+    plain = [test for test in tests if " " not in test]
+    parts = [" ".join(plain[place :: len(copies)]) for place in range(min(len(copies), len(plain)))]
+    jobs = [_Job(test, _ALL_TIMEOUT_S) for test in (*parts, *(test for test in tests if " " in test))]
+    for job, outcome in _run(jobs, copies):
+        if outcome.is_noticed:
+            sys.exit(f"without a fault, {outcome.who or job.test} {outcome.how}:\n{outcome.output}")
+    print(f"without a fault, all pass in {time.monotonic() - begun_s:.0f} s", flush=True)
+
+
+def _run(jobs: Sequence[_Job], copies: Sequence[Path]) -> Iterator[tuple[_Job, Outcome]]:
+    """Runs one in each copy at a time; yields each with its outcome as soon as that is there."""
+    waiting, free = collections.deque(jobs), list(copies)
+    running: dict[_Job, _Check] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                job, copy = waiting.popleft(), free.pop()
+                if job.fault is not None:
+                    source = (ROOT / job.fault.file).read_text()
+                    (copy / job.fault.file).write_text(source.replace(job.fault.old, job.fault.new))
+                running[job] = _start(job, copy)
+            job, outcome = _next_to_end(running)
+            copy = running.pop(job).copy
+            if job.fault is not None:
+                shutil.copy(ROOT / job.fault.file, copy / job.fault.file)
+            free.append(copy)
+            yield job, outcome
+    finally:
+        for check in running.values():
+            _kill(check.pid)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    pid: int
+    pidfd: int
+    printed: Path
+    copy: Path
+    begun_s: float
+    deadline_s: float
+
+
+def _start(job: _Job, copy: Path) -> _Check:
+    """Runs tests in a child, until one of them fails."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    printed = copy / "printed"
+    environment = {VARIABLE: str(job.number)} if job.fault is not None and job.fault.is_compiled else {}
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        _be_pytest(job.test, copy, environment, printed)
+    now_s = time.monotonic()
+    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + job.timeout_s)
+
+
+def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: Path) -> None:
+    code = 3
+    try:
+        os.setsid()
+        os.chdir(copy)
+        output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.dont_write_bytecode = True
+        # What was freed does not look as it did before.
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", MALLOC_PERTURB_="165", **environment)
+        sys.path[0] = str(copy)
+        for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
+            del sys.modules[name]
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}", "--hypothesis-profile=unshrunk"]
+        code = pytest.main([*arguments, *shlex.split(test)])
+    except Exception:  # noqa: BLE001 - it ends here, and says so
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _next_to_end(running: Mapping[_Job, _Check]) -> tuple[_Job, Outcome]:
+    """Waits for one to end, or ends it because its time is over."""
+    first_s = min(check.deadline_s for check in running.values())
+    poll = select.poll()
+    for check in running.values():
+        poll.register(check.pidfd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(max(0.0, first_s - time.monotonic()) * 1000)}
+    job = next(job for job, check in running.items() if check.pidfd in ready or (not ready and check.deadline_s == first_s))
+    return job, _ended(job.test, running[job], is_late=not ready)
+
+
+def _ended(test: str, check: _Check, *, is_late: bool) -> Outcome:
+    _kill(check.pid)  # and whatever its tests have left
+    os.close(check.pidfd)
+    code = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
+    output = check.printed.read_text(errors="replace")
+    how = "failed"
+    if is_late or "Failed: Timeout" in output or "+++ Timeout +++" in output:
+        how = "hung"
+    elif code < 0:
+        how = signal.Signals(-code).name
+    elif code == 0:
+        how = "passed"
+    elif code > 2:  # 2: what a test imports fails
+        sys.exit(f"{test} could not be run:\n{output}")
+    return Outcome(how, _who(output), time.monotonic() - check.begun_s, output)
+
+
+def _who(output: str) -> str:
+    """The first test that failed, or in which it crashed or hung."""
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.MULTILINE)
+    inside = re.search(r'^  File "\S*/tests/(\S+)", line \d+ in (test_\w+)', output, re.MULTILINE)
+    return failed[1] if failed else f"{inside[1]}::{inside[2]}" if inside else ""
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,519 @@
+"""Faults in the books: who holds which part of the slab, who waits for it, and what those who have gone leave behind."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/core/blocks.pyx",
+        (
+            "a run that is taken whole leaves an empty one behind",
+            "if run_length > length",
+            "if run_length >= length",
+            "tests/core/test_blocks.py::test_a_full_range_has_no_run",
+        ),
+        (
+            "a run that comes back does not join the one behind it",
+            "has_after and after >> HALF == end",
+            "False",
+            "tests/core/test_blocks.py::test_a_freed_run_merges_with_its_neighbours",
+        ),
+        (
+            "a run at the end of a free one can't be carved out",
+            "if start + length > run_start + run_length",
+            "if start + length >= run_start + run_length",
+            "tests/core/test_blocks.py::test_the_shortest_run_that_fits_is_taken",
+        ),
+        (
+            "what comes back may lie over what is free behind it",
+            "(has_after and end > after >> HALF)",
+            "False",
+            "tests/core/test_blocks.py::test_a_bad_free_changes_nothing",
+        ),
+        (
+            "slots that touch count as slots that overlap",
+            "after >> HALF < start + length",
+            "after >> HALF <= start + length",
+            "tests/core/test_blocks.py::test_taken_runs_may_touch_and_not_overlap",
+        ),
+        (
+            "what is carved out still counts as free",
+            """\
+        if run_start + run_length > start + length:
+            self._add(start + length, run_start + run_length - start - length)
+        self.free_units -= length
+""",
+            """\
+        if run_start + run_length > start + length:
+            self._add(start + length, run_start + run_length - start - length)
+""",
+            "tests/core/test_blocks.py::test_free_space_in_pieces_does_not_fit_a_whole",
+        ),
+        (
+            "the rest of a run is noted where the run began",
+            "_key(start + length, run_length - length)",
+            "_key(start, run_length - length)",
+            "tests/core/test_blocks.py::test_the_shortest_run_that_fits_is_taken",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/sorted_keys.pyx",
+        (
+            "a key that is as high as the first of a new chunk goes into that",
+            "if key > memory[0]",
+            "if key >= memory[0]",
+            "tests/core/test_blocks.py",
+            "Equivalent: no key is there twice.",
+        ),
+        (
+            "chunks are joined that are larger than one",
+            "chunk.count + self.chunks[place + 1].count <= CHUNK_KEYS // 2",
+            "chunk.count + self.chunks[place + 1].count <= 2 * CHUNK_KEYS",
+            "tests/core/test_blocks.py",
+        ),
+        (
+            "a key is exchanged in its chunk for one that belongs into the next",
+            "place + 1 == self.count",
+            "True",
+            "tests/core/test_blocks.py::test_ten_thousand_live_runs_lie_where_the_models_lie",
+        ),
+        (
+            "what is below the first key of a chunk is not found",
+            "place = self._chunk_of(key - 1)",
+            "place = self._chunk_of(key)",
+            "tests/core/test_blocks.py",
+            "Equivalent: nobody asks with a key that is there: the keys of runs have a length, and slots a header before them.",
+        ),
+        (
+            "the place in a chunk is kept for the next one",
+            "place, at = place + 1, 0",
+            "place, at = place + 1, at - 1",
+            "tests/core/test_blocks.py::test_ten_thousand_live_runs_lie_where_the_models_lie",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/numbered.pyx",
+        (
+            "an entry whose own place is the gap stays behind it",
+            "((place - (self._entries[place].number * _GOLDEN >> self._shift)) & self._mask) >= ((place - gap) & self._mask)",
+            "((place - (self._entries[place].number * _GOLDEN >> self._shift)) & self._mask) > ((place - gap) & self._mask)",
+            "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
+        ),
+        (
+            "a table grows when nothing more fits, and then none is empty",
+            "if 2 * (self.count + 1) > self._mask",
+            "if self.count > self._mask",
+            "tests/core/test_numbered.py::test_what_a_table_does_not_have_is_looked_for_up_to_an_empty_entry",
+        ),
+        (
+            "a table that has grown is gone through as the small one was",
+            "self._shift -= 1",
+            "pass",
+            "tests/core/test_numbered.py",
+            "Only where entries are: they lie closer, so it is slower and never wrong.",
+        ),
+        (
+            "who looks for a number does not go on at the beginning of the table",
+            """\
+            if self._entries[place].number == number:
+                return self._entries[place].item
+            place = (place + 1) & self._mask
+""",
+            """\
+            if self._entries[place].number == number:
+                return self._entries[place].item
+            place = place + 1
+""",
+            "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
+        ),
+        (
+            "what is taken out still counts",
+            "self.count -= 1",
+            "pass",
+            "tests/core/test_numbered.py::test_it_is_a_dict",
+        ),
+        (
+            "what is taken out is dropped before its new owner has it",
+            "        item = <object>found\n        _drop(found)",
+            "        _drop(found)\n        item = <object>found",
+            "tests/core/test_numbered.py::test_numbers_that_count_up_come_and_go",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/client_book.pyx",
+        (
+            "a lease that begins in the slab may end behind it",
+            "grant.offset + grant.nbytes > self.lease_end_nbytes",
+            "grant.offset > self.lease_end_nbytes",
+            "tests/core/test_client_book.py::test_a_grant_of_what_is_no_range_of_what_is_leased_out_is_refused",
+        ),
+        (
+            "a recall is not counted",
+            "self._recalls += 1",
+            "pass",
+            "tests/core/test_client_book.py::test_a_recalled_lease_that_is_empty_goes_back_at_once",
+        ),
+        (
+            "slots are put into leases that the engine wants back",
+            "if lease.recalled:\n            return False",
+            "if False:\n            return False",
+            "tests/core/test_client_book.py::test_a_recalled_lease_in_use_takes_no_slot_and_goes_back_when_empty",
+        ),
+        (
+            "who waits keeps leases that are empty",
+            "lease.is_empty() and (lease.recalled or first is not None)",
+            "lease.is_empty() and lease.recalled",
+            "tests/core/test_client_book.py::test_a_grant_that_crossed_a_newer_request_does_not_answer_it",
+        ),
+        (
+            "two requests for leases have one number",
+            "self._token += 1",
+            "pass",
+            "tests/core/test_client_book.py::test_a_waiter_that_does_not_fit_asks_for_a_lease",
+        ),
+        (
+            "a slot that its caller holds is free when the engine releases it",
+            "if slot.held:\n            self._here.put",
+            "if False:\n            self._here.put",
+            "tests/core/test_client_book.py::test_a_held_slot_that_is_released_is_cached_and_can_be_submitted_again",
+        ),
+        (
+            "a slot that is viewed is free when it is left",
+            "DISCARD_VIEWED if slot.viewed else DISCARD",
+            "DISCARD",
+            "tests/core/test_client_book.py::test_a_slot_that_is_viewed_drains_until_its_last_view_has_gone",
+        ),
+        (
+            "a lease counts as empty since it was granted",
+            "        if slot.lease.is_empty():\n            slot.lease.empty_since = now\n",
+            "        pass\n",
+            "tests/core/test_client_book.py::test_a_lease_is_idle_since_its_last_slot_left_it",
+        ),
+        (
+            "a lease that has been empty for exactly as long as it may be stays",
+            "lease.empty_since <= deadline",
+            "lease.empty_since < deadline",
+            "tests/core/test_client_book.py::test_a_further_lease_that_was_empty_for_long_goes_back",
+        ),
+        (
+            "a slot that was split still counts",
+            "self._slots_in[WRITING] -= 1",
+            "pass",
+            "tests/core/test_client_book.py::test_a_slot_that_was_split_is_the_slots_that_it_was_split_in",
+        ),
+        (
+            "a lease all of which is kept is not given back",
+            "if lease.kept_blocks == lease.slots.length:",
+            "if False:",
+            "tests/core/test_client_book.py::test_a_lease_all_of_which_is_kept_goes_back",
+        ),
+        (
+            "who does not wait overtakes those who do",
+            "return None if self._waiters else self.take_slot(nbytes, held)",
+            "return self.take_slot(nbytes, held)",
+            "tests/core/test_client_book.py::test_nobody_overtakes_the_first_who_waits",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/engine_book.pyx",
+        (
+            "slots of a submission that is refused stay taken",
+            "                        slot.lease.live.give(slot.start, slot.blocks)\n",
+            "                        pass\n",
+            "tests/core/test_engine_book.py::test_a_forged_slot_is_refused_and_nothing_is_changed",
+        ),
+        (
+            "content of a submission that is refused stays pinned",
+            "self.kept.unpin(slot.kept)  # whose client has it pinned",
+            "pass  # whose client has it pinned",
+            "tests/core/test_engine_book.py::test_a_submission_that_is_refused_pins_nothing",
+        ),
+        (
+            "one request more than max_inflight is taken",
+            "<uint64_t>len(client.requests) >= self._max_inflight",
+            "<uint64_t>len(client.requests) > self._max_inflight",
+            "tests/core/test_engine_book.py::test_requests_in_flight_are_bounded",
+        ),
+        (
+            "a client's memory is free with its death, whoever views it",
+            "lease.live.units == lease.kept_blocks and (client.dead or lease.given_up)",
+            "(client.dead or lease.given_up)",
+            "tests/core/test_engine_book.py::test_a_dead_clients_lease_waits_for_the_claim_that_reads_it",
+        ),
+        (
+            "reply space that came back counts against its client",
+            "client.reply_blocks -= <uint64_t>slot.blocks",
+            "pass",
+            "tests/core/test_engine_book.py::test_a_reply_waits_for_space",
+        ),
+        (
+            "a client releases a reply that the engine still writes",
+            "is_known = generation not in client.unsent_replies",
+            "is_known = True",
+            "tests/core/test_engine_book.py::test_a_client_may_not_release_a_reply_that_is_still_being_written",
+        ),
+        (
+            "nobody is served when content is unpinned",
+            "self._owes_service = self.host.waiting_lease_requests != 0",
+            "pass",
+            "tests/core/test_engine_book.py::test_who_waits_for_the_memory_of_content_has_it_when_its_last_pin_goes",
+        ),
+        (
+            "the reply that exceeds a client's part of the reserve is granted",
+            "held > 0 and held + want.blocks > self._reply_reserve_blocks // 2",
+            "held > self._reply_reserve_blocks // 2",
+            "tests/core/test_engine_book.py::test_a_client_holds_at_most_half_of_the_reserve_beside_others",
+        ),
+        (
+            "small replies overtake the first that needs space",
+            "break  # nobody overtakes",
+            "continue  # nobody overtakes",
+            "tests/core/test_engine_book.py::test_nobody_overtakes_the_first_who_waits_for_space",
+        ),
+        (
+            "an abort releases slots that their claim has released",
+            "if slot.state_number == RELEASED:\n                continue",
+            "if False:\n                continue",
+            "tests/core/test_engine_book.py::test_an_abort_leaves_alone_what_is_released_or_drains_already",
+        ),
+        (
+            "all slots of a request are left as the first one is",
+            "viewed != NULL and viewed[place]",
+            "viewed != NULL and viewed[0]",
+            "tests/test_claim.py::test_each_slot_of_a_claim_drains_for_its_own_views",
+        ),
+        (
+            "a client that has gone still waits for a lease",
+            "lending.forget(client.client_id)",
+            "pass",
+            "tests/core/test_engine_book.py::test_the_window_is_chosen_again_when_a_holder_in_it_disconnects",
+        ),
+        (
+            "a client that has gone still waits for replies",
+            """\
+        self._drop_reply_wants(client)
+        for lease in client.leases.values():
+            self._lending(lease).change(lease, DISCONNECT)
+""",
+            """\
+        for lease in client.leases.values():
+            self._lending(lease).change(lease, DISCONNECT)
+""",
+            "tests/core/test_engine_book.py::test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on",
+        ),
+        (
+            "a pin more than the client has is counted down below nothing",
+            "client.pin_count -= count",
+            "client.pin_count -= 1",
+            "tests/core/test_engine_book.py::test_pins_are_taken_back_as_often_as_they_are_named",
+        ),
+        (
+            "content has room when the oldest of it has gone, however large it is",
+            "        while self.kept.must_give(record.blocks):\n",
+            "        if self.kept.must_give(record.blocks):\n",
+            "tests/core/test_engine_book.py::test_as_much_of_the_oldest_content_goes_as_new_content_needs",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/kept_book.pyx",
+        (
+            "one content more than max_kept is taken where all are pinned",
+            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept",
+            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) > self.max_kept",
+            "tests/core/test_kept_book.py::test_where_as_many_are_pinned_as_may_be_kept_another_one_is_not_kept",
+        ),
+        (
+            "content that is pinned counts as content that may go",
+            "            del self.unpinned[record.generation]\n            self.unpinned_blocks -= record.blocks",
+            "            del self.unpinned[record.generation]",
+            "tests/core/test_engine_book.py::test_pins_are_taken_back_as_often_as_they_are_named",
+        ),
+        (
+            "content is kept until there is too much, and not before",
+            "self.blocks + blocks > self.max_blocks",
+            "self.blocks > self.max_blocks",
+            "tests/core/test_engine_book.py::test_as_much_of_the_oldest_content_goes_as_new_content_needs",
+        ),
+        (
+            "the content that goes is the one that was used last",
+            "            self.unpinned[record.generation] = record\n",
+            """\
+            self.unpinned[record.generation] = record
+            self.unpinned.move_to_end(record.generation, last=False)
+""",
+            "tests/core/test_engine_book.py::test_content_that_was_used_last_goes_last",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/lending.pyx",
+        (
+            "content beside a window goes with what lies in it",
+            "first -= before.start + before.blocks > start",
+            "first -= before.start + before.blocks >= start",
+            "tests/core/test_kept_book.py::test_what_is_kept_beside_a_range_that_somebody_waits_for_stays",
+        ),
+        (
+            "content that begins where a window ends is wanted for it",
+            "start < self._window.start + self._window.blocks",
+            "start <= self._window.start + self._window.blocks",
+            "tests/core/test_engine_book.py::test_content_that_begins_where_a_window_ends_is_in_nobodys_way",
+        ),
+        (
+            "what a client has pinned does not count as what it holds",
+            "held += client.pinned_blocks",
+            "pass",
+            "tests/test_kept.py::test_what_a_client_pins_counts_as_if_it_held_it",
+        ),
+        (
+            "a client gets one lease more than max_leases",
+            "client.leases_in[self.memory] >= self._max_leases",
+            "client.leases_in[self.memory] > self._max_leases",
+            "tests/core/test_lending.py::test_quotas_and_counts_of_leases_hold_in_each_memory",
+        ),
+        (
+            "a lease is recalled again for everybody who waits",
+            "                    lease.recalled = True\n",
+            "",
+            "tests/core/test_lending.py::test_who_waits_for_one_memory_does_not_wait_for_the_other",
+        ),
+        (
+            "what lies behind the window when a lease comes back is lost",
+            "self._give(inside_end, end - inside_end)",
+            "pass",
+            "tests/core/test_lending.py::test_who_waits_for_one_memory_does_not_wait_for_the_other",
+        ),
+        (
+            "what was set apart is counted after it was put back",
+            "        self._apart.clear()\n        self._apart_blocks = 0",
+            "        self._apart.clear()",
+            "tests/core/test_lending.py::test_who_waits_for_one_memory_does_not_wait_for_the_other",
+        ),
+        (
+            "a lease that came back still counts",
+            "client.leases_in[self.memory] -= 1",
+            "pass",
+            "tests/core/test_lending.py::test_leases_of_both_memories_are_told_apart_by_their_offset",
+        ),
+        (
+            "the last range that would fit is not looked at",
+            "if start > last_start",
+            "if start >= last_start",
+            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+        ),
+        (
+            "who comes new gets what somebody waits for",
+            "if want.waits:\n                return None",
+            "if False:\n                return None",
+            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+        ),
+        (
+            "a quarantined lease is as good as one that is leased",
+            "piece.lease.state_number == QUARANTINED",
+            "False",
+            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/lending.pxd",
+        (
+            "a slot's header takes no room",
+            "nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1",
+            "nbytes % BLOCK_NBYTES + BLOCK_NBYTES - 1",
+            "tests/core/test_client_book.py::test_a_slot_has_room_for_its_header",
+        ),
+        (
+            "a lease of nothing has no block",
+            "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)",
+            "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0)",
+            "tests/core/test_engine_book.py::test_who_asks_for_nothing_has_a_base_lease_of_a_block",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/records.pyx",
+        (
+            "a client's first request is its second",
+            "self.last_request_id = -1",
+            "self.last_request_id = 0",
+            "tests/core/test_engine_book.py::test_a_base_lease_answers_no_request_and_is_as_large_as_asked",
+        ),
+        (
+            "leases are counted in the other memory",
+            "return tuple(self.leases_in)",
+            "return tuple(reversed(self.leases_in))",
+            "tests/core/test_engine_book.py::test_a_base_lease_answers_no_request_and_is_as_large_as_asked",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/transitions.pyx",
+        (
+            "what no table allows leads to the first state",
+            "self._next[state][event] = NOT_ALLOWED",
+            "self._next[state][event] = 0",
+            "tests/core/test_engine_book.py::test_what_no_table_allows_is_refused",
+        ),
+        (
+            "who watches is told the state behind a transition",
+            "_watcher(self.name, self._states[state], self._events[event])",
+            "_watcher(self.name, self._states[following], self._events[event])",
+            "tests/core/test_states.py::test_who_watches_is_told_of_a_transition_before_it_is_made",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/fan_out_book.pyx",
+        (
+            "the one before a message that has gone is still behind it",
+            "            self._messages[message.newer].older = message.older\n",
+            "            pass\n",
+            "tests/core/test_fan_out_book_machine.py",
+        ),
+        (
+            "who waits later takes the bell from who waits already",
+            "min(earlier, wanted[place]) if earlier else wanted[place]",
+            "wanted[place]",
+            "tests/core/test_fan_out_book_machine.py::test_of_two_who_wait_neither_takes_the_others_bell",
+        ),
+        (
+            "no fence between saying what is wanted and the second look",
+            "fence_full()  # before the look: a worker stores its stamp",
+            "pass  # before the look: a worker stores its stamp",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        (
+            "no second look after saying what is wanted",
+            "return self.sweep() > 0",
+            "return False",
+            "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
+        ),
+        (
+            "a stamp that is larger than a message's number stands for it, too",
+            "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence",
+            "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) >= message.sequence",
+            "tests/test_workers.py::test_noise_in_its_page_frees_nothing_of_others_and_only_its_own",
+        ),
+        (
+            "the bytes of messages that were left still count",
+            "worker.unacknowledged_nbytes -= message.nbytes",
+            "pass",
+            "tests/core/test_fan_out_book_machine.py::TestFanOutBook",
+        ),
+        (
+            "a worker that has closed keeps the first message that was sent after that",
+            "return closed != 0 and closed <= sequence",
+            "return closed != 0 and closed < sequence",
+            "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
+        ),
+        (
+            "a message goes to workers that have parted",
+            "self._member_mask &= ~(<uint64_t>1 << worker.place)",
+            "pass",
+            "tests/test_workers.py::test_a_message_to_all_goes_to_no_worker_that_has_parted",
+        ),
+        (
+            "the slots of a message that has gone are dropped when their book is",
+            "        for i in range(count):\n            drop_region(regions[i])\n",
+            "",
+            "tests/test_workers.py::test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker",
+        ),
+    ),
+)

@@ -1,0 +1,300 @@
+"""Faults in what crosses: encoding payloads, checking what came, and decoding it."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/core/payload.pyx",
+        (
+            "tensors are not aligned to lines of the cache",
+            "return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)",
+            "return nbytes",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
+        ),
+        (
+            "what was encoded is lost where it grows",
+            "    if not out.is_on_heap:\n        memcpy(larger, out.start, used)\n",
+            "",
+            "tests/memory/test_payload.py::test_no_message_exceeds_a_record_whatever_travels_in_a_slot",
+        ),
+        (
+            "an int that is larger than 63 bits is cut off",
+            "if overflow:\n            return self._put_foreign(out, value)",
+            "if False:\n            return self._put_foreign(out, value)",
+            "tests/memory/test_payload.py::test_what_cannot_travel_is_a_type_error_that_names_its_path",
+        ),
+        (
+            "what lay in the ring between tensors is sent",
+            "memset(region + end, 0, part.offset - end)",
+            "pass",
+            "tests/core/test_wire.py::test_what_lay_in_the_ring_before_is_not_sent_between_tensors",
+        ),
+        (
+            "a payload that is packed inside of another ends that",
+            "self._packed, self._held = outer, outer_held",
+            "self._packed, self._held = None, None",
+            "tests/memory/test_payload.py::test_while_a_payload_is_packed_another_one_may_be",
+        ),
+        (
+            "a dict that changes while it is encoded is sent as it is then",
+            'if left:\n            raise TypeError("a dict',
+            'if False:\n            raise TypeError("a dict',
+            "tests/memory/test_payload.py::test_what_changes_while_it_is_packed_is_refused",
+        ),
+        (
+            "what lies between tensors does not count as theirs",
+            "packed.region_nbytes = part.offset + part.nbytes",
+            "packed.region_nbytes += part.nbytes",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
+        ),
+        (
+            "a payload that fits a record is sent in one, whatever else is in that",
+            "elif record_nbytes + payload_nbytes <= largest_record_nbytes",
+            "elif payload_nbytes <= largest_record_nbytes",
+            "tests/memory/test_payload.py::test_no_message_exceeds_a_record_whatever_travels_in_a_slot",
+        ),
+        (
+            "each generation in an end takes five bytes",
+            "nbytes += unsigned_nbytes(released[i])",
+            "nbytes += 5",
+            "tests/core/test_wire.py::test_replies_and_ends",
+        ),
+        (
+            "a tensor that is not contiguous is sent as it lies",
+            "described.strides[i] != stride and described.shape[i] > 1",
+            "False",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
+        ),
+        (
+            "a tensor that is to be conjugated is sent as it lies",
+            "if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj())",
+            "if is_plain",
+            "tests/memory/test_payload.py::test_views_arrive_and_the_callers_tensor_stays_as_it_was",
+        ),
+        (
+            "as many tensors as are accepted are refused",
+            "if count > self._max_tensors",
+            "if count >= self._max_tensors",
+            "tests/memory/test_payload.py::test_too_many_tensors_are_a_capacity_error",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/msgpack.pxd",
+        (
+            "data may end behind the bytes that are left",
+            "if <uint64_t>(cursor.end - cursor.at) < nbytes",
+            "if False",
+            "tests/core/test_wire.py::test_a_length_beyond_the_bytes",
+        ),
+        (
+            "a number may end one byte behind those that are left",
+            "if cursor.end - cursor.at < nbytes",
+            "if cursor.end - cursor.at < nbytes - 1",
+            "tests/core/test_wire.py",
+            "Equivalent: the cursor stands behind the end then, which is refused; and a bytes object has one byte more.",
+        ),
+        (
+            "the smallest number of a byte takes two",
+            "if number >= -(1 << 7)",
+            "if number > -(1 << 7)",
+            "tests/memory/test_payload.py::test_a_number_is_encoded_as_msgspec_does",
+        ),
+        (
+            "a number is counted as shorter than it is written",
+            "return 1 if number < 0x80 else 5 if number < <uint64_t>1 << 32 else 9",
+            "return 1 if number <= 0x80 else 5 if number < <uint64_t>1 << 32 else 9",
+            "tests/core/test_wire.py::test_a_number_is_as_long_in_a_record_as_was_counted",
+        ),
+        (
+            "a short text that is as long as it can be has another head",
+            "if nbytes < 32:\n        to[0]",
+            "if nbytes <= 32:\n        to[0]",
+            "tests/core/test_wire.py::test_a_name_may_have_any_length",
+        ),
+        (
+            "bytes come in the other order",
+            "    for i in range(nbytes):\n        number = number << 8 | at[i]\n",
+            "    for i in range(nbytes - 1, -1, -1):\n        number = number << 8 | at[i]\n",
+            "tests/core/test_wire.py::test_a_payload_too_long_for_a_record_lies_in_the_slot",
+        ),
+        (
+            "an array may have more members than there are bytes",
+            "if read_value(cursor, &value) != ARRAY or value.number > <uint64_t>(cursor.end - cursor.at)",
+            "if read_value(cursor, &value) != ARRAY",
+            "tests/core/test_wire.py",
+            "Equivalent: each member is read, and one is missing.",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/slot_header.pxd",
+        (
+            "a header needs no magic",
+            "return not memcmp(header, magic, MAGIC_NBYTES)",
+            "return True",
+            "tests/integration/test_forged.py::test_a_header_that_differs_from_its_descriptor_is_stale",
+        ),
+        (
+            "a header's generation stands where its size does",
+            "memcpy(at + 8, &slot.generation, 8)",
+            "memcpy(at + 16, &slot.generation, 8)",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/wire.pyx",
+        (
+            "a tensor's shape may lie behind its extension",
+            "nbytes < TENSOR_HEAD_NBYTES + shape_nbytes",
+            "False",
+            "tests/core/test_wire.py",
+            "Equivalent: what is left is below nothing then, which is more than any spelling.",
+        ),
+        (
+            "the bytes of a shape may overflow",
+            "if multiply_overflows(bound, extent or 1, &bound) or bound >= _MAX_NUMBER",
+            "if False",
+            "tests/core/test_wire.py::test_a_tensor_that_is_not_what_it_says",
+        ),
+        (
+            "a tensor need not be aligned to its items",
+            "if tensor.dtype and tensor.offset % item",
+            "if False",
+            "tests/core/test_wire.py::test_a_tensor_that_is_not_what_it_says",
+        ),
+        (
+            "a tensor may name the slot of copied bytes as one of the others",
+            "if tensor.region > content.slot_count - content.is_copied_to_slot:",
+            "if tensor.region > content.slot_count:",
+            "tests/core/test_messages.py::test_an_unsound_tensor_is_refused",
+        ),
+        (
+            "a payload is nested by one more than there is room to count",
+            "if depth == _MAX_DEPTH",
+            "if depth > _MAX_DEPTH",
+            "tests/core/test_wire.py::test_nesting_has_an_end",
+        ),
+        (
+            "as many tensors as may be are refused",
+            "if tensors[0] > max_tensors",
+            "if tensors[0] >= max_tensors",
+            "tests/core/test_messages.py::test_too_many_tensors_or_slots_are_refused",
+        ),
+        (
+            "a third slot has no room",
+            "if count > 2",
+            "if count > 3",
+            "tests/core/test_wire.py::test_contents_do_not_lie_in_each_other",
+        ),
+        (
+            "a slot's numbers may be so large that their sum overflows",
+            "slot.offset > _MAX_NUMBER or slot.nbytes > _MAX_NUMBER",
+            "False",
+            "tests/core/test_wire.py::test_a_submission_that_is_not_what_it_says",
+        ),
+        (
+            "a payload may begin in its slot and end behind it",
+            "content.payload_nbytes > slot_nbytes - content.payload_offset",
+            "False",
+            "tests/core/test_wire.py::test_a_submission_that_is_not_what_it_says",
+        ),
+        (
+            "an end may list any number of generations",
+            "if count[0] > MAX_LISTED",
+            "if False",
+            "tests/core/test_messages.py::test_the_slots_that_come_back_with_an_end_are_bounded",
+        ),
+        (
+            "a request may have any number",
+            "submit.request_id > _MAX_NUMBER",
+            "False",
+            "tests/core/test_wire.py::test_a_submission_that_is_not_what_it_says",
+        ),
+        (
+            "a map has as many members as pairs",
+            "left[depth] = value.number << (kind == MAP)",
+            "left[depth] = value.number",
+            "tests/core/test_wire.py::test_a_payload_too_long_for_a_record_lies_in_the_slot",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/received.pyx",
+        (
+            "a decoder that its own hook enters again has no regions afterwards",
+            "self._content_regions, self._place = outer, outer_place",
+            "self._content_regions, self._place = None, None",
+            "tests/core/test_received.py::test_while_a_payload_is_decoded_its_decoder_may_decode_another_one",
+        ),
+        (
+            "an array is made of as many members as it says",
+            "if count > <uint64_t>(cursor.end - cursor.at)",
+            "if False",
+            "tests/core/test_received.py",
+            "Equivalent: everything that is decoded has been walked through, which refuses that.",
+        ),
+        (
+            "the list of many regions is never freed",
+            "        if self._slots != self._few:\n            free(self._slots)",
+            "        pass",
+            "tests/core/test_received.py::test_nothing_is_left_of_a_content_with_many_slots",
+        ),
+        (
+            "a slot that was left is left again",
+            "        self._slots[slot] = NULL\n",
+            "",
+            "tests/core/test_received.py::test_views_show_the_slot_and_the_last_of_them_gives_it_back",
+        ),
+        (
+            "a key that is kept is not held",
+            "            Py_INCREF(key)\n            Py_XDECREF(known[0])\n",
+            "            Py_XDECREF(known[0])\n",
+            "tests/core/test_received.py::test_a_key_is_kept_until_another_one_takes_its_place",
+        ),
+        (
+            "a key that others push out is never let go",
+            "            Py_INCREF(key)\n            Py_XDECREF(known[0])\n",
+            "            Py_INCREF(key)\n",
+            "tests/core/test_received.py::test_a_key_is_kept_until_another_one_takes_its_place",
+        ),
+        (
+            "a copy of a slot begins with its header",
+            "copy_region(self._mapping.at(numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)",
+            "copy_region(self._mapping.at(numbers.offset, numbers.nbytes), numbers.nbytes)",
+            "tests/test_backpressure.py::test_replies_do_not_wait_for_the_memory_of_requests",
+        ),
+        (
+            "a negative number of two bytes is a positive one",
+            "return <int64_t><int16_t>bits",
+            "return <int64_t>bits",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
+        ),
+        (
+            "a reply that was copied out may be a view of its slot",
+            "if self.is_copied_out:",
+            "if False:",
+            "tests/test_claim.py::test_a_reply_that_is_copied_out_stays_what_it_was",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/kept_content.pyx",
+        (
+            "content may begin in the slab and end behind it",
+            "found.offset + found.nbytes + BLOCK_NBYTES > mapping.mapped.nbytes",
+            "found.offset > mapping.mapped.nbytes",
+            "tests/core/test_kept_content.py::test_content_that_is_not_in_the_slab_is_refused",
+        ),
+        (
+            "content that was copied to its slot counts as written in place",
+            "content.is_copied_to_slot = is_copied",
+            "content.is_copied_to_slot = False",
+            "tests/test_kept.py::test_what_does_not_lie_in_one_slot_is_copied_to_one",
+        ),
+        (
+            "kept content has the blocks of its bytes without a header",
+            "record.blocks = slot_blocks(record.nbytes)",
+            "record.blocks = record.nbytes // BLOCK_NBYTES",
+            "tests/core/test_kept_content.py::test_kept_content_has_the_blocks_of_its_header_and_its_bytes",
+        ),
+    ),
+)

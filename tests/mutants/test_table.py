@@ -1,0 +1,47 @@
+"""The faults of ``make mutants`` fit the sources, so that it can put each of them there."""
+
+from __future__ import annotations
+
+import collections
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faulty import ROOT, Fault, check_place
+from tests.mutants.table import FAULTS
+from tests.switches import Change, with_switches
+
+_CYTHON = (".pyx", ".pxd")
+#: What of the product is compiled and has code in it: not only declarations.
+COMPILED = {
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "shmring").rglob("*")
+    if path.suffix in (".pyx", ".c")
+    or (path.suffix == ".pxd" and "cdef inline" in path.read_text())
+    or (path.suffix == ".h" and "static inline" in path.read_text())
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_and_its_check_are_in_the_code(fault: Fault) -> None:
+    check_place(fault)
+    assert fault.new != fault.old
+
+
+def test_every_compiled_file_has_a_fault() -> None:
+    assert {fault.file for fault in FAULTS} == COMPILED
+
+
+def test_no_two_faults_have_one_name() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_all_faults_of_a_file_are_behind_switches() -> None:
+    changes = collections.defaultdict(list)
+    for number, fault in enumerate(FAULTS, 1):
+        changes[fault.file].append(Change(number, fault.old, fault.new))
+    for file, of_file in changes.items():
+        text = with_switches((ROOT / file).read_text(), Path(file).suffix in _CYTHON, of_file)
+        switched = {int(number) for number in re.findall(r"FAULT\((\d+)\)", text)}
+        assert switched == {change.number for change in of_file}
