@@ -1247,13 +1247,6 @@ GUARDS = (
         "tests/simulation/test_midst.py::test_slots_may_go_as_their_caller_looks_for_one",
     ),
     Guard(
-        "whoever packs looks whether the session goes on",
-        "shmring/core/client_end.pyx",
-        "return packed if self.is_usable() else None",
-        "return packed",
-        "tests/simulation/test_midst.py::test_code_of_a_payload_may_end_its_session_or_send_another",
-    ),
-    Guard(
         "whoever has read a shape looks whether the slot is there",
         "shmring/core/client_end.pyx",
         "if self._region == NULL or not end.is_usable() or self._take(nbytes, &offset):",

@@ -77,7 +77,13 @@ class Simulation:
         without = self.scenario.without
         if self.scenario.max_disturbances is not None and self.disturbances >= self.scenario.max_disturbances:
             without = without | DISTURBANCES
-        return [action for action in actions if without.isdisjoint(action.kinds)] if without else actions
+        if not without:
+            return actions
+        return [
+            action
+            for action in actions
+            if action.kind not in without and (action.inside is None or action.inside.kind not in without)
+        ]
 
     def _enabled(self) -> list[Action]:
         actions: list[Action] = []

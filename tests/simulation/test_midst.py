@@ -47,6 +47,7 @@ def test_code_of_a_shape_may_leave_the_slot() -> None:
     require_sound("code of shapes")
 
 
+@pytest.mark.slow  # seconds of computing
 def test_code_of_a_message_to_workers_may_leave_the_claim() -> None:
     require_sound("code of messages")
 
@@ -59,6 +60,7 @@ def test_a_reply_or_an_end_may_come_as_its_caller_looks() -> None:
     require_sound("looking for replies")
 
 
+@pytest.mark.slow  # seconds of computing
 def test_code_of_a_payload_may_end_its_session_or_send_another() -> None:
     require_sound("code")
 
