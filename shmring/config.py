@@ -30,6 +30,7 @@ _MIN_MESSAGE_RING_NBYTES = 16 << 10  # messages of 4 KiB, which have room for th
 _LARGEST_MESSAGE_NBYTES = 64 << 10  # as the core has it
 _MAX_MESSAGE_RING_NBYTES = 16 << 20  # a client takes twice as much, and what lies there is only late
 
+_LEAST_MAX_VALUES = 1024  # a payload of a few fields always finds room
 _MOST_WORKERS = 64  # as the core has both: bits of a mask, and stamps in a page
 _LARGEST_BACKLOG = 256
 
@@ -128,7 +129,8 @@ class RingConfig:
             what can be pinned: the rest of the slab is always there for requests.
         max_kept: contents that are kept. Each has up to 4 KiB of private memory of the engine beside its part of the slab.
         max_pins: pins of kept content a client may have. More than there are requests in flight need.
-        max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024.
+        max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024. One that has
+            ended, whose memory is kept until its process ends, does not count; a process that has 16 of those is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         max_calls: control calls (health, statistics) a client may have in flight.
         max_leases: leases one client may hold. Bounds the engine's books; a frontend that needs more asks for larger ones.
@@ -138,6 +140,10 @@ class RingConfig:
         max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do: decoding them takes
             private memory of who reads them, and holds its loop up.
         max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
+        max_values: what the values of one payload may count, either way. A number, a truth value or nil counts 1, text, bytes,
+            an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. To read a payload takes 40
+            nanoseconds and 40 bytes for each, beside its text and bytes. So one holds a loop up for 20 ms at most, with half a
+            million numbers or a hundred thousand words. More travel as tensors: a tensor is one value, however large.
         handshake_timeout_s: how long a new connection may take to say hello.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
@@ -167,7 +173,8 @@ class RingConfig:
             further messages to it, and so the engine; nobody else is held up before.
         broadcast_nbytes: memory for what is copied when it is sent to workers. Reserved when the first worker joins; only the
             engine can write it. A message can't copy more, and all that workers have not left yet has to fit.
-        debug: log where views came from that outlive their claim.
+        debug: log which views outlive their claim, where that was left, and who holds them. Looking stops the loop for a
+            moment.
     """
 
     slab_nbytes: int | str = "1GiB"
@@ -185,6 +192,7 @@ class RingConfig:
     message_ring_nbytes: int | str = "256KiB"
     max_payload_nbytes: int | str = "16MiB"
     max_tensors: int = 4096
+    max_values: int = 524288
     handshake_timeout_s: float = 5.0
     allowed_uids: frozenset[int] | None = None
     socket_dir: str | None = None
@@ -216,6 +224,9 @@ class RingConfig:
         )
         for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_kept", "max_pins", "max_tensors"):
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
+        _require(
+            self.max_values >= _LEAST_MAX_VALUES, f"max_values must be at least {_LEAST_MAX_VALUES}, not {self.max_values}"
+        )
         _require(
             1 <= self.max_workers <= _MOST_WORKERS, f"max_workers must be from 1 to {_MOST_WORKERS}, not {self.max_workers}"
         )
@@ -262,7 +273,7 @@ class ClientConfig:
         busy_poll_s: as in :class:`RingConfig`, for this end.
         map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
             else is a fault here instead of somebody's wrong tensor.
-        debug: log where views came from that outlive their slot.
+        debug: log which views outlive their slot, where that was left, and who holds them. Looking stops the loop for a moment.
     """
 
     lease_nbytes: int | str = "16MiB"

@@ -30,8 +30,10 @@ Timeouts are the built-in ``TimeoutError``, where workers are waited for one tha
 
 from __future__ import annotations
 
+import copy
+import copyreg
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = [
     "ShmringError",
@@ -58,7 +60,11 @@ _Error = TypeVar("_Error", bound=Exception)
 
 
 class ShmringError(Exception):
-    """Base of every error that shmring raises on purpose."""
+    """Base of every error that shmring raises on purpose. It can be pickled and copied, with its attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own calls the class with the text alone, which is not what the subclasses take.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ClosedError(ShmringError):
@@ -215,6 +221,4 @@ class SlabError(ShmringError):
 
 def fresh(error: _Error) -> _Error:
     """Returns a new instance of an error: a raised one holds its traceback, which holds frames, which hold views."""
-    again = type(error).__new__(type(error), *error.args)
-    again.__dict__.update(error.__dict__)
-    return again
+    return copy.copy(error)

@@ -27,7 +27,7 @@ CORE = tuple(sorted(f"tests/core/{path.name}" for path in (ROOT / "tests/core").
 BESIDE = (
     *(
         f"tests/memory/test_{name}.py"
-        for name in ("codec", "copier", "copying", "huge_pages", "layout", "payload", "upload", "views")
+        for name in ("codec", "copier", "copying", "huge_pages", "layout", "payload", "tensors", "upload", "views")
     ),
     *("tests/transport/test_link.py", "tests/transport/test_load.py", "tests/transport/test_rings.py"),
 )

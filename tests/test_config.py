@@ -103,6 +103,7 @@ def test_a_config_is_frozen(config: Any) -> None:
         (RingConfig, "max_calls", 0),
         (RingConfig, "max_leases", 0),
         (RingConfig, "max_tensors", -1),
+        (RingConfig, "max_values", 1023),
         (RingConfig, "handshake_timeout_s", 0),
         (RingConfig, "max_payload_nbytes", 4095),
         (RingConfig, "message_ring_nbytes", 8 << 10),
@@ -130,6 +131,7 @@ def test_a_limit_that_can_not_work_is_refused(kind: Any, option: str, value: Any
     [
         (RingConfig, "max_clients", 1),
         (RingConfig, "max_tensors", 1),
+        (RingConfig, "max_values", 1024),
         (RingConfig, "handshake_timeout_s", 0.001),
         (RingConfig, "inline_nbytes", 32 << 10),
         (ClientConfig, "lease_nbytes", 4096),

@@ -106,6 +106,73 @@ async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eve
         await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
 
 
+@pytest.mark.parametrize(
+    ("handled", "text"),
+    [
+        ("reply in the message", "request 1 was dropped with unread replies"),
+        ("reply in a slot", "request 1 was dropped with unread replies"),
+        ("fail", r"request 1 was dropped, and nobody saw how it failed \(RemoteError: KeyError: 'a model'\); wait for it"),
+    ],
+)
+async def test_a_request_that_is_dropped_says_what_was_missed(
+    handled: str, text: str, serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring, client = await serve(), await connect()
+    with pytest.warns(ResourceWarning, match=text):
+        await client.submit("x")
+        with await ring.claim() as claim:
+            if handled == "fail":
+                claim.fail(KeyError("a model"))
+            else:
+                await claim.done(torch.zeros(5_000 if handled == "reply in a slot" else 5))
+        await eventually(lambda: client.statistics().in_flight == 0)
+        await what_was_dropped_came_back()
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+
+
+async def test_a_request_that_was_sent_for_what_the_engine_does_goes_on_without_a_word(
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+) -> None:
+    done: list[str] = []
+    ring, client = await serve(), await connect()
+    await client.submit("x")
+    gc.collect()
+    with await ring.claim() as claim:
+        done.append(claim.payload)
+    await eventually(lambda: client.statistics().finished == 1)
+    await what_was_dropped_came_back()
+    assert done == ["x"]
+    assert warned == []
+
+
+@pytest.mark.parametrize("left", ["result", "next", "wait", "stream", "abort"])
+async def test_a_request_whose_end_was_seen_warns_of_nothing(
+    left: str, serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+) -> None:
+    async def fail(claim: shmring.Claim) -> None:
+        raise KeyError("a model")
+
+    ring = await serve(fail)
+    client = await connect()
+    if left == "stream":
+        with pytest.raises(shmring.RemoteError):
+            async for _ in client.stream("x"):
+                pass
+    else:
+        submission = await client.submit("x")
+        if left == "abort":
+            submission.abort()
+        else:
+            with pytest.raises(shmring.RemoteError):
+                await getattr(submission, left)()
+        del submission
+    await eventually(lambda: client.statistics().in_flight == 0)
+    gc.collect()
+    await what_was_dropped_came_back()
+    assert warned == []
+    assert ring.statistics().running == 0
+
+
 @pytest.mark.parametrize("when", ["sent", "replied to"])
 async def test_a_request_that_is_dropped_in_flight_ends(when: str, serve: Any, connect: Any, eventually: Any) -> None:
     """Its replies would keep the reserve, for which the engine waits before it can end the request."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import re
 
 import pytest
 
 from shmring import errors
+from shmring.gpu.cuda import CudaError
 
 # As in the design: each error and its base.
 TREE = {
@@ -88,19 +92,51 @@ def test_slab_error_carries_path_errno_and_size() -> None:
     assert (bare.path, bare.errno, bare.nbytes) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.ClosedError("closed"),
-        errors.CapacityError("too much", needed=7, capacity=5),
-        errors.AbortedError("gone", request_id=3),
-        errors.RemoteError("ValueError", "no such model"),
-        errors.SlabError("full", path="/dev/shm/x", errno=28, nbytes=4096),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_fresh_error_is_the_same_without_the_frames_it_was_raised_in(error: errors.ShmringError) -> None:
-    with pytest.raises(errors.ShmringError) as caught:
+#: One of each, with a value of its own in each attribute.
+EACH = [
+    errors.ShmringError("broken"),
+    errors.ClosedError("closed"),
+    errors.PeerLostError("lost"),
+    errors.EngineDeadError("dead", engine="vision"),
+    errors.WorkerLostError("dead", ranks=[3, 4]),
+    errors.WouldBlock("full"),
+    errors.CapacityError("too much", needed=7, capacity=5),
+    errors.StaleDescriptorError("old"),
+    errors.AbortedError("gone", request_id=3),
+    errors.RemoteError("ValueError", "no such model"),
+    errors.WorkerFailedError("ValueError", "no such layer", rank=5),
+    errors.WorkersBehindError("late", ranks=(1, 2), sent=True),
+    errors.RankTakenError("taken", rank=4),
+    errors.ProtocolError("wrong"),
+    errors.LocalProtocolError("not now"),
+    errors.RemoteProtocolError("not you"),
+    errors.SlabError("full", path="/dev/shm/x", errno=28, nbytes=4096),
+    CudaError("no memory", call="cudaMalloc", code=2, nbytes=64),
+]
+
+
+def test_there_is_one_of_each() -> None:
+    assert {type(error).__name__ for error in EACH} == set(TREE) | {"CudaError"}
+
+
+WAYS = {f"pickle protocol {number}": functools.partial(pickle.dumps, protocol=number) for number in range(6)}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "copy", "deepcopy"])
+@pytest.mark.parametrize("error", EACH, ids=lambda error: type(error).__name__)
+def test_an_error_crosses_a_process_with_all_that_it_says(error: Exception, way: str) -> None:
+    error = copy.copy(error)
+    error.add_note("seen in the third step")
+    error.tries = 2  # type: ignore[attr-defined]  # somebody's own
+    again = getattr(copy, way)(error) if way not in WAYS else pickle.loads(WAYS[way](error))  # noqa: S301 - our own
+    assert again is not error
+    assert (type(again), str(again), again.args, vars(again)) == (type(error), str(error), error.args, vars(error))
+    assert again.__notes__ == ["seen in the third step"]
+
+
+@pytest.mark.parametrize("error", EACH, ids=lambda error: type(error).__name__)
+def test_a_fresh_error_is_the_same_without_the_frames_it_was_raised_in(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
         raise error
     again = errors.fresh(caught.value)
     assert again is not error

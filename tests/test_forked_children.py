@@ -92,6 +92,7 @@ REFUSED: dict[type, dict[str, Call]] = {
         "__anext__": lambda ring: ring.__anext__(),
         "check_open": lambda ring: ring.check_open(),
         "check_process": lambda ring: ring.check_process(),
+        "check_loop": lambda ring: ring.check_loop(),
     },
     shmring.Claim: {
         "payload": lambda claim: claim.payload,
@@ -207,8 +208,8 @@ HARMLESS: dict[type, dict[str, Call]] = {
 #: What is no call of users: the parts of an end call it on each other, behind the calls above. And what makes a new end.
 OF_PARTS: dict[type, str] = {
     shmring.Ring: """call_soon carry_out claim_in_turn claim_now client_lost count_protocol_error device_slab_unmapped end_claim
-        log_drain next_in_turn release_on_device request_arrived send_release take_up_device take_up_failed upload
-        upload_nowait create""",
+        let_others_run log_drain next_in_turn release_on_device request_arrived send_release take_up_device take_up_failed
+        upload upload_nowait create""",
     shmring.Claim: """call_on_abort call_on_end finish_with forget_on_end mark_ended release_slots send_reply""",
     shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
         join""",

@@ -10,6 +10,8 @@ import logging
 import os
 import resource
 import socket
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -590,6 +592,61 @@ async def test_more_clients_than_may_connect_are_refused_until_one_goes(serve: A
     assert await (await connect()).request(1, timeout=5) == 1
 
 
+_HANG_UP = """
+import asyncio, os, sys
+from shmring.core.messages import PROTOCOL_VERSION, Hello
+from shmring.errors import RemoteProtocolError
+from shmring.transport.endpoint import attach_engine, socket_path
+
+async def hang_up(times):
+    try:
+        for _ in range(times):
+            path = socket_path("test", sys.argv[1])
+            engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 4096), frozenset({os.getuid()}))
+            engine.socket.close()
+    except RemoteProtocolError as error:
+        return str(error)
+    return "attached"
+
+async def main():
+    print(await hang_up(int(sys.argv[2])), flush=True)
+    sys.stdin.readline()  # the engine has heard of their ends
+    print(await hang_up(1), flush=True)
+    sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+
+async def test_connections_that_have_gone_count_for_their_process_alone(
+    serve: Any, connect: Any, socket_dir: Path, settled: Any, eventually: Any
+) -> None:
+    times = 16
+    ring = await serve(echo, slab_nbytes="8MiB", max_clients=times + 2)
+    clients = [await connect()]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HANG_UP, socket_dir, str(times), stdin=PIPE, stdout=PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        for answer in ("attached", "16 connections that have ended"):
+            assert answer in (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+            await eventually(lambda: (ring.statistics().clients, ring.statistics().departed_clients) == (1, times))
+            process.stdin.write(b"\n")
+        assert ring.statistics().refused == 1
+        clients += [await connect(lease_nbytes=4096) for _ in range(times + 1)]
+        assert await clients[-1].request(1, timeout=5) == 1
+        with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
+            await connect()
+    finally:
+        process.stdin.close()
+        await asyncio.wait_for(process.wait(), 20)
+    for client in clients:
+        await client.close()
+    await settled(ring)
+
+
 async def test_who_does_not_say_hello_in_time_is_disconnected(serve: Any, socket_dir: Path, eventually: Any) -> None:
     ring = await serve(handshake_timeout_s=0.05)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -702,6 +759,12 @@ async def test_accepting_goes_on_whatever_the_kernel_says(
     class Loop:
         def __getattr__(self, name: str) -> Any:
             return getattr(loop, name)
+
+        def __eq__(self, other: object) -> bool:
+            return other is loop or isinstance(other, Loop)
+
+        def __hash__(self) -> int:
+            return hash(loop)
 
         async def sock_accept(self, listening: socket.socket) -> Any:
             if failures:
@@ -981,8 +1044,11 @@ async def test_in_debug_mode_views_that_outlive_their_claim_are_logged(
     claim = await ring.claim()
     with caplog.at_level(logging.WARNING, "shmring.ring"), claim:
         kept = claim.payload["x"]
-    assert "living views of float32[5000]" in caplog.text
-    assert "test_ring.py" in caplog.text
+    [record] = caplog.records
+    text = record.getMessage()
+    assert f"was left at {__file__}:" in text
+    assert "payload.x: tensor float32[5000], held by the variable 'kept' at " in text
+    assert "asyncio" not in text
     assert ring.statistics().slots_draining == 1
     del kept
     await eventually(lambda: ring.statistics().slots_draining == 0)

@@ -174,10 +174,11 @@ LIES = {
     "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
     "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
     "a second welcome": records(
-        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, None)
+        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, 1, None)
     ),
     "a frontend's message": [encode_message(Goodbye())],
     "more inline than agreed upon": [reply_of(None, bytes(1025))],
+    "a payload that counts more than agreed upon": [reply_of(dict.fromkeys(range(8200), 0))],
     "a payload in no slot": [reply_of(None, lies_at=(0, 100))],
     "a payload beyond its slot": [reply_at(64, 100)],
     "a payload larger than it may be": [reply_at(0, 100_000, 100_000)],

@@ -1180,6 +1180,7 @@ RECORDS = {
     "a reply with a tensor of nothing": msgspec.msgpack.encode([32, 1, None, msgspec.msgpack.Ext(83, bytes(20))]),
     "a reply that goes on": msgspec.msgpack.encode([32, 1, None, 1, 2]),
     "a reply that is cut off": msgspec.msgpack.encode([32, 1, None, "text"])[:-2],
+    "a reply that counts too much": msgspec.msgpack.encode([32, 1, None, dict.fromkeys(range(8200), 0)]),
     "a failure of nothing": encode_message(AnswerFailed(99, "E", "")),
     "parts that are no reply": encode_message(AnswerPart(b"\xc1", False)),
     "parts of parts": encode_message(AnswerPart(encode_message(AnswerPart(b"", False)), False)),

@@ -13,6 +13,8 @@ import msgspec
 
 from shmring.core.messages import Call, CallResult
 from shmring.core.printable import printable, printable_lines
+from shmring.core.received import decode_values
+from shmring.core.wire import check_count
 from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class CallsInFlight:
                 needed=len(encoded),
                 capacity=capacity,
             )
+        check_count(f"the arguments of {method}", encoded, session.welcome.max_values)
         await self._free.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
             await session.sending.writable()
@@ -73,7 +76,7 @@ class CallsInFlight:
         if future is None:
             raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
         try:
-            value = None if result.error is not None else msgspec.msgpack.decode(result.result)
+            value = None if result.error is not None else decode_values(result.result, self._session.welcome.max_values)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"the result of call {result.call_id} is not msgpack: {error}") from error
         del self._results[result.call_id]  # not before: whoever waits is told if the result breaks the rules

@@ -41,6 +41,7 @@ from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
+from shmring.transport.loops import check_loop
 
 __all__ = ["RingClient", "Submission"]
 
@@ -86,6 +87,7 @@ class RingClient(ClientCalls):
         self._lost_error: ShmringError | None = None
         self._closed = False
         self._origin = Origin()
+        self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def create(
@@ -196,7 +198,7 @@ class RingClient(ClientCalls):
         return await self._preparations.prepare(request_id, self._submit_when_attached(payload, request_id))
 
     async def _submit_when_attached(self, payload: object, request_id: str) -> Submission:
-        session = self._attached_now() or await self._ready()
+        session = self._attached_here() or await self._ready()
         return await session.sending.submit(payload, request_id)
 
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
@@ -272,7 +274,7 @@ class RingClient(ClientCalls):
         """
         check_key(key)
         with self._deadlines.within(timeout, self.why_no_answer):
-            session = self._attached_now() or await self._ready()
+            session = self._attached_here() or await self._ready()
             return await session.kept.find(key, payload_type)
 
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> Kept:
@@ -299,7 +301,7 @@ class RingClient(ClientCalls):
         """
         check_key(key)
         with self._deadlines.within(timeout, self.why_not_sent):
-            session = self._attached_now() or await self._ready()
+            session = self._attached_here() or await self._ready()
             return await session.kept.keep(key, payload)
 
     def why_no_answer(self) -> str:
@@ -439,9 +441,19 @@ class RingClient(ClientCalls):
                     return
 
     async def _ready(self) -> Session:
+        self._check_loop()
         while (session := self._attached_now()) is None:
             await self._attached.wait()
         return session
+
+    def _attached_here(self) -> Session | None:
+        """As :meth:`_attached_now`, for whoever is about to wait."""
+        self._check_loop()
+        return self._attached_now()
+
+    def _check_loop(self) -> None:
+        self.check_process()  # a forked child has another loop, too
+        check_loop(self._loop, f"this client of {self.name!r}")
 
     def _ready_nowait(self) -> Session:
         session = self._attached_now()
@@ -548,6 +560,7 @@ class RingClient(ClientCalls):
         """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
         if self._closed or self._origin.forked:
             return  # a forked child must not say goodbye for its parent
+        self._check_loop()
         self._closed = True
         self._attached.set()  # whoever waits for an engine learns that there will be none
         try:

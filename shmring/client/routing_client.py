@@ -39,6 +39,7 @@ from shmring.core.forks import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
 from shmring.statistics import ClientStatistics
+from shmring.transport.loops import check_loop
 
 __all__ = ["AcquiringRoutedSlot", "RoutingClient"]
 
@@ -76,6 +77,7 @@ class RoutingClient:
         self._preparations = Preparations()
         self._closed = False
         self._origin = Origin()
+        self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def create(
@@ -689,6 +691,7 @@ class RoutingClient:
         """Aborts pending requests, says goodbye to all engines, and detaches. A second call does nothing."""
         if self._closed or self._origin.forked:
             return
+        check_loop(self._loop, f"this client of {self._listed}")
         self._closed = True
         outcomes = await asyncio.gather(*(client.close() for client in self.engines.values()), return_exceptions=True)
         for outcome in outcomes:

@@ -67,6 +67,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.copying import cache_nbytes
+from shmring.memory.living import Lent, report
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots, Slots
 from shmring.memory.tensors import make_decoder, make_packer, slot_dtypes
@@ -75,6 +76,7 @@ from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.load import map_load_page
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 from shmring.transport.rings import map_rings
 
@@ -146,7 +148,7 @@ class Session:
             self.host_slots.book,
             regions,
             slab.mapping,
-            make_packer(welcome.max_tensors, welcome.max_payload_nbytes),
+            make_packer(welcome.max_tensors, welcome.max_payload_nbytes, welcome.max_values),
             self.link.writer,
             Submission,
             Slot,
@@ -156,6 +158,7 @@ class Session:
             epoch=welcome.epoch,
             reply_key=_OF_REPLIES,
             max_tensors=welcome.max_tensors,
+            max_values=welcome.max_values,
             inline_nbytes=min(int(config.inline_nbytes), welcome.inline_nbytes),
             max_inflight=welcome.max_inflight,
             max_reply_inline_nbytes=welcome.inline_nbytes,
@@ -350,6 +353,10 @@ class Session:
         if self._closing:
             raise ClosedError(_CLOSED)
 
+    def check_loop(self) -> None:
+        """Raises LocalProtocolError in another loop than this session's."""
+        check_loop(self.loop, f"this client of {self.engine_name!r}")
+
     def _fresh_error(self) -> ShmringError:
         assert self.error is not None
         return fresh(self.error)
@@ -392,7 +399,8 @@ class Session:
 
     def warn_of_views(self, record: ClientSlotRecord) -> None:
         """For the end, in debug mode: a slot is left while views of it live."""
-        logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        lent = [Lent("slot", self.end.content_address(record), record.nbytes)]
+        logger.warning("a slot of %d bytes was left with living views; it was %s", record.nbytes, report(lent))
 
     def _collect_deaths(self) -> None:
         if self.error is not None:

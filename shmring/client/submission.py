@@ -14,7 +14,8 @@ class Submission(SubmissionEnd):
     """A request that was sent: its replies, and its end. From :meth:`~shmring.RingClient.submit`.
 
     Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
-    One that is dropped with unread replies in slots is aborted a moment later, with a ``ResourceWarning``.
+    One that is dropped goes on, since it may have been sent for what the engine does. What it holds comes back when it ends,
+    with a ``ResourceWarning`` if a reply or an error was not seen. With unread replies in slots it is aborted a moment later.
 
     Attributes:
         request_id: its number on this connection.
@@ -62,5 +63,6 @@ class Submission(SubmissionEnd):
     def abort(self) -> None:
         """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
         error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
+        self.was_left = True
         self.end.shell.abort(self, error)
         self.drop_replies()

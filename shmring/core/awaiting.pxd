@@ -10,6 +10,7 @@ cdef class Awaited:
     cdef PyObject* happen(self) except NULL
     cdef PyObject* came(self, object result) except NULL
     cdef int gave_up(self) except -1
+    cdef int check_loop(self) except -1
     cdef PyObject* wait_in(self, object awaitable) except NULL
 
 

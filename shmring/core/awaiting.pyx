@@ -64,6 +64,10 @@ cdef class Awaited:
         """What it waited in has failed, or was cancelled."""
         return 0
 
+    cdef int check_loop(self) except -1:
+        """Raises if it is awaited in another loop than that of its end, which asyncio has just refused in its own words."""
+        return 0
+
     cdef PyObject* wait_in(self, object awaitable) except NULL:
         """Waits in something else, before the result is there."""
         self._inner = awaitable.__await__()
@@ -99,9 +103,11 @@ cdef class Awaited:
         except StopIteration as stopped:
             self._inner = None
             result = self.came(stopped.value)
-        except BaseException:
+        except BaseException as error:
             self._inner = None
             self.gave_up()
+            if type(error) is RuntimeError:
+                self.check_loop()
             raise
         if result == <PyObject*>&_nothing_more:
             raise StopAsyncIteration

@@ -11,7 +11,7 @@ from shmring.core.numbered cimport Numbered
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent, Regions, TensorMaker
-from shmring.core.wire cimport Content, Done, SlotNumbers
+from shmring.core.wire cimport Bounds, Content, Done, SlotNumbers
 
 
 cdef class SubmissionEnd:
@@ -21,8 +21,10 @@ cdef class SubmissionEnd:
     cdef readonly bint ended
     cdef readonly object error
     cdef public object waiter
+    cdef public bint was_left
     cdef object _replies      # Contents that came and were not taken; None until the first
 
+    cdef bint _is_missed(self) except -1
     cdef int _wake(self) except -1
     cdef int _end(self, object error) except -1
 
@@ -95,7 +97,7 @@ cdef class ClientEnd(RecordTaker):
     cdef uint64_t _next_id
     cdef uint64_t _reply_key
     cdef uint64_t _inline_nbytes
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
     cdef bint is_usable(self) noexcept

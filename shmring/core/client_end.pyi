@@ -21,6 +21,7 @@ MAX_UNREAD_REPLIES: int
 
 class SubmissionEnd:
     waiter: asyncio.Future[None] | None
+    was_left: bool
     @property
     def end(self) -> ClientEnd: ...
     @property
@@ -108,6 +109,7 @@ class ClientEnd(RecordTaker):
         epoch: int,
         reply_key: int,
         max_tensors: int,
+        max_values: int,
         inline_nbytes: int,
         max_inflight: int,
         max_reply_inline_nbytes: int,

@@ -36,7 +36,7 @@ from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, sub
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
 from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
-from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_hot_record, read_plain_done
+from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, bounds_of, read_hot_record, read_plain_done
 
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, SLOT_MAGIC, SlotRef
@@ -72,6 +72,7 @@ cdef class SubmissionEnd:
         ended: whether nothing more will come (what came may still be taken).
         error: how it ended, if it did not finish.
         waiter: a future that is set as soon as a reply or the end comes; None: nobody waits.
+        was_left: whether its caller has seen its end, or has aborted it.
     """
 
     def next(self, reply_type=Any):
@@ -125,6 +126,7 @@ cdef class SubmissionEnd:
 
     def raise_error(self) -> None:
         """Raises how it ended, unless it finished."""
+        self.was_left = True
         if self.error is not None:
             raise fresh(self.error)
 
@@ -150,14 +152,25 @@ cdef class SubmissionEnd:
 
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
-        if self._replies and self.end is not None and self.end.is_usable() and self.unread_slots:
+        if self.end is not None and self.end.is_usable() and self._is_missed():
             give_back_soon(self.end.shell.loop, self.give_back)
+
+    cdef bint _is_missed(self) except -1:
+        """Whether something of it is left that its caller has not seen: replies that keep space, or what it was sent for."""
+        if self.was_left:
+            return bool(self._replies) and self.unread_slots
+        return bool(self._replies) or self.error is not None
 
     def give_back(self) -> None:
         """It was dropped: gives back what nobody has taken since."""
-        if self._replies and self.end.is_usable():
+        if not self.end.is_usable() or not self._is_missed():
+            return
+        if self._replies:
             warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
-            self.abort()
+        else:
+            how = f"{type(self.error).__name__}: {self.error}"
+            warn_of(f"request {self.request_id} was dropped, and nobody saw how it failed ({how}); wait for it", self)
+        self.abort()
 
     def abort(self) -> None:
         """Gives the request up, if it has not ended, and its replies; for the subclass."""
@@ -201,6 +214,10 @@ cdef class _Waiting(Awaited):
         self.submission.waiter = None
         return 0
 
+    cdef int check_loop(self) except -1:
+        self.submission.end.shell.check_loop()
+        return 0
+
 
 @cython.final
 cdef class _UntilEnd(_Waiting):
@@ -212,6 +229,7 @@ cdef class _UntilEnd(_Waiting):
             submission.end.hear()  # it may be there, and nobody has looked yet
         if not submission.ended:
             return self.wait_for_more()
+        submission.was_left = True
         if submission.error is not None:
             raise fresh(submission.error)
         return owned(None)
@@ -230,6 +248,7 @@ cdef class _NextReply(_Waiting):
         if submission._replies:
             return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
         if submission.ended:
+            submission.was_left = True
             if submission.error is not None:
                 raise fresh(submission.error)
             return nothing_more()
@@ -391,7 +410,7 @@ cdef class ClientEnd(RecordTaker):
         dtypes: DLPack's code and bits, and the bytes of an item, of the dtypes that it makes, by dtype.
         epoch: of this life of the engine.
         reply_key, slot_key: the first number of the keys of the regions of reply slots, and of slots that callers hold.
-        max_tensors: in a payload.
+        max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         inline_nbytes: of tensors that travel in a record, at most.
         max_inflight: requests at a time.
         max_reply_inline_nbytes: of tensors in the record of a reply, at most.
@@ -417,7 +436,7 @@ cdef class ClientEnd(RecordTaker):
 
     def __init__(
         self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
-        submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, inline_nbytes, max_inflight,
+        submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, max_values, inline_nbytes, max_inflight,
         max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load=None, cache_nbytes=_NO_CACHE_IS_SO_LARGE,
     ) -> None:
         self.shell = shell
@@ -437,7 +456,7 @@ cdef class ClientEnd(RecordTaker):
         self._clock = clock
         self.epoch = epoch
         self._reply_key = reply_key
-        self._max_tensors = max_tensors
+        self._bounds = bounds_of(max_tensors, max_values)
         self._inline_nbytes = inline_nbytes
         self._max_inflight = max_inflight
         self._max_reply_inline_nbytes = max_reply_inline_nbytes
@@ -776,7 +795,7 @@ cdef class ClientEnd(RecordTaker):
         cdef Cursor released
         cdef uint64_t request_id, generation = 0, count, i
         if not read_plain_done(record, nbytes, &request_id, &released, &count):
-            return self._take_message(read_hot_record(record, nbytes, self._max_tensors, True))
+            return self._take_message(read_hot_record(record, nbytes, self._bounds, True))
         if count:
             for i in range(count):
                 read_unsigned(&released, &generation)
@@ -933,10 +952,10 @@ cdef class ClientEnd(RecordTaker):
                         or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
                 if content.payload_nbytes:
-                    content.take_payload(
+                    content.check_payload(
                         mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes)
                         [:content.payload_nbytes],
-                        self._max_tensors,
+                        self._bounds,
                     )
             reply = decoder.decode(regions, None)
             if regions.is_copied_out:

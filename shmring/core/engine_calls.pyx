@@ -40,7 +40,7 @@ cdef class EngineCalls:
     def claim_many(self, uint32_t most):
         """Waits for the next request, and claims it and those behind it that have come as well.
 
-        For engines that work in steps on whatever there is. A claim that is aborted meanwhile says so (``claim.aborted``).
+        For engines that work in steps on whatever there is; as much of it as may be claimed in one turn of the loop. A claim that is aborted meanwhile says so (``claim.aborted``).
 
         Args:
             most: requests, at most.
@@ -73,7 +73,7 @@ cdef class EngineCalls:
         raise NotImplementedError
 
     cpdef object claim_now(self):
-        """Claims the next request; None if there is none, or others wait for it."""
+        """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
         cdef EngineEnd end = self._end
         if not end.is_usable() or end.is_crowded:
             return None
@@ -87,7 +87,7 @@ cdef class EngineCalls:
         cdef EngineEnd end = self._end
         cdef Looking looking = self._looking
         cdef bint goes_on
-        if end._known != end.waiting_count or not looking.begins(self._look_s):
+        if end.is_turn_over or end._known != end.waiting_count or not looking.begins(self._look_s):
             return None
         while True:
             with nogil:

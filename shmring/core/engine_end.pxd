@@ -1,7 +1,7 @@
 """The C interface of :mod:`shmring.core.engine_end`."""
 
 from cpython.object cimport PyObject
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from shmring.core.engine_book cimport EngineBook
 from shmring.core.load cimport LoadPage
@@ -11,7 +11,7 @@ from shmring.core.payload cimport Packed
 from shmring.core.received cimport ContentRegions, PayloadDecoder
 from shmring.core.records cimport ClientRecord, RequestRecord
 from shmring.core.views cimport Regions
-from shmring.core.wire cimport Content, SlotNumbers, Submit
+from shmring.core.wire cimport Bounds, Content, SlotNumbers, Submit
 
 
 cdef class FrontendEnd(RecordTaker):
@@ -20,6 +20,15 @@ cdef class FrontendEnd(RecordTaker):
     cdef ClientRecord record
     cdef RecordWriter _writer
     cdef RecordReader _reader
+    cdef Line _costly        # of its requests that take long to claim; None: there was none so far
+
+
+cdef class Line:
+    cdef ClaimEnd first
+    cdef ClaimEnd last
+
+    cdef int append(self, ClaimEnd claim) except -1
+    cdef int withdraw(self, ClaimEnd claim) except -1
 
 
 cdef class ClaimEnd:
@@ -38,6 +47,7 @@ cdef class ClaimEnd:
     cdef object __weakref__
     cdef bint _is_in_hands   # it was taken up
     cdef bint _is_known      # to the end, by these two
+    cdef bint _is_costly     # it waits in its frontend's line
     cdef uint64_t _client_id
     cdef uint64_t _request_id
     cdef PyObject* _other    # in the same list of the table
@@ -52,8 +62,11 @@ cdef class EngineEnd:
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count
-    cdef ClaimEnd _first     # of those that wait
-    cdef ClaimEnd _last
+    cdef readonly bint is_turn_over
+    cdef int64_t _turn_left  # what may still be claimed in this turn
+    cdef Line _line          # of those that wait, and are quick to claim
+    cdef list _costly        # frontends that have others: the next one's turn comes first
+    cdef uint32_t _overtaken # how many were claimed while costly ones waited
     cdef PyObject** _claims  # those that wait, and those that were taken up and have not ended
     cdef uint64_t _lists     # of them
     cdef uint64_t _known     # claims in them
@@ -72,7 +85,7 @@ cdef class EngineEnd:
     cdef uint64_t _slab_nbytes
     cdef uint64_t _inline_nbytes
     cdef uint64_t _max_payload_nbytes
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
     cdef Mapping _mapping
     cdef LoadPage _load
     cdef PayloadDecoder _decoder
@@ -80,7 +93,9 @@ cdef class EngineEnd:
     cdef bint _debug
 
     cdef int _append(self, ClaimEnd claim) except -1
-    cdef int _withdraw(self, ClaimEnd claim) noexcept
+    cdef int _withdraw(self, ClaimEnd claim) except -1
+    cdef ClaimEnd _next(self)
+    cdef int _charge(self, Content content) except -1
     cdef int _know(self, ClaimEnd claim) except -1
     cdef int _spread(self, uint64_t lists) except -1
     cdef PyObject** _list_of(self, uint64_t client_id, uint64_t request_id) noexcept

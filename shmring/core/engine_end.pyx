@@ -11,7 +11,14 @@ aborts, replies, slots in device memory, and waking whoever waits for a claim. I
 What lies in shared memory convicts nobody, since any process with the slab may have written it: a wrong header, or a payload in a
 slot that is none, fails that one request. What came through a frontend's own ring ends its connection if it is wrong.
 
-Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once.
+What claiming costs is bounded in each turn of the loop. A payload counts what its values count (:mod:`.wire`). When those that
+were claimed have counted two milliseconds, nothing more is claimed until the loop has had a turn. A payload that counts more than half a
+millisecond, or lies in a slot, makes its request *costly*. Costly requests wait in a line of their frontend's own, and those lines are
+served in turn, one request each. The others wait in one line, in order of arrival, and go first; but for 64 of them, one
+costly request is claimed. So whoever sends much that is costly holds up itself, and not its neighbours.
+
+Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once; a
+frontend is in ``_costly``, once, if requests are in its own line.
 """
 
 cimport cython
@@ -32,7 +39,7 @@ from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord
 from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
 from shmring.core.transitions cimport requests
 from shmring.core.views cimport Regions
-from shmring.core.wire cimport Content, SlotNumbers, Submit, read_submit_record
+from shmring.core.wire cimport Content, SlotNumbers, Submit, bounds_of, read_submit_record
 
 from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
 from shmring.core.dropped import give_back_soon, warn_of
@@ -43,6 +50,13 @@ cdef enum:
     _FEW = 4
     _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
+    # What values count, at most 40 ns each. To copy and look at 128 bytes of text takes as long.
+    _TURN_COUNT = 65536   # in a turn: 2 ms, as long as half a thousand small requests take
+    _CLAIM_COUNT = 64     # a claim without its payload
+    _LIGHT_COUNT = 16384  # 0.5 ms
+    _LIGHT_NBYTES = 4096  # in a slot, where they may count more, and nobody knows yet
+    _NBYTES_SHIFT = 7
+    _OVERTAKING = 64      # quick requests go before a costly one, at most: they take less time than it does
 
 assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 
@@ -98,7 +112,7 @@ cdef class FrontendEnd(RecordTaker):
 
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         """As :meth:`take_record`, for a submission; else False."""
-        cdef Submit submit = read_submit_record(record, nbytes, self.end._max_tensors)
+        cdef Submit submit = read_submit_record(record, nbytes, self.end._bounds)
         if submit is not None:
             self.end._submit(self, submit)
         return submit is not None
@@ -106,6 +120,35 @@ cdef class FrontendEnd(RecordTaker):
     def take_message(self, bytes record) -> None:
         """A record came that is no submission; for the subclass."""
         raise NotImplementedError
+
+
+@cython.final
+cdef class Line:
+    """Requests that wait, in order of arrival."""
+
+    cdef int append(self, ClaimEnd claim) except -1:
+        """A request waits, behind the others."""
+        claim._before = <PyObject*>self.last
+        if self.last is None:
+            self.first = claim
+        else:
+            self.last._after = claim
+        self.last = claim
+        return 0
+
+    cdef int withdraw(self, ClaimEnd claim) except -1:
+        """A request waits no more."""
+        cdef ClaimEnd before = <ClaimEnd>claim._before, after = claim._after
+        if before is None:
+            self.first = after
+        else:
+            before._after = after
+        if after is None:
+            self.last = before
+        else:
+            after._before = <PyObject*>before
+        claim._after, claim._before = None, <PyObject*>None
+        return 0
 
 
 @cython.no_gc_clear
@@ -301,7 +344,7 @@ cdef class EngineEnd:
         decoder: of payloads.
         claim_type: a subclass of :class:`ClaimEnd`.
         epoch: of this life of the engine.
-        max_tensors: in a payload.
+        max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         inline_nbytes: of tensors in a record, at most.
         max_payload_nbytes: of a payload, tensors apart.
         load: where frontends read how much is in flight here; None: nowhere.
@@ -311,12 +354,13 @@ cdef class EngineEnd:
         is_awaited: whether somebody waits for one; the shell says so, and is then told of each.
         is_crowded: whether others wait for one, and come first; the shell says so.
         is_open: whether requests may be taken up; the shell says so.
+        is_turn_over: whether nothing is claimed until the loop has had a turn, after which the shell calls :meth:`begin_turn`.
         submitted, finished, replies, received_nbytes: counted so far.
     """
 
     def __init__(
         self, shell, EngineBook book not None, Regions regions not None, Mapping mapping not None, PayloadDecoder decoder not None,
-        claim_type, *, epoch, max_tensors, inline_nbytes, max_payload_nbytes, debug, LoadPage load=None,
+        claim_type, *, epoch, max_tensors, max_values, inline_nbytes, max_payload_nbytes, debug, LoadPage load=None,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -326,7 +370,7 @@ cdef class EngineEnd:
         self._decoder = decoder
         self._claim_type = claim_type
         self.epoch = epoch
-        self._max_tensors = max_tensors
+        self._bounds = bounds_of(max_tensors, max_values)
         self._inline_nbytes = inline_nbytes
         self._max_payload_nbytes = max_payload_nbytes
         self._debug = debug
@@ -336,6 +380,9 @@ cdef class EngineEnd:
         if self._claims == NULL:
             raise MemoryError
         self.is_open = True
+        self._turn_left = _TURN_COUNT
+        self._line = Line()
+        self._costly = []
         self._frontends = []
         self._forks = forks()
 
@@ -391,6 +438,7 @@ cdef class EngineEnd:
         claim.frontend = frontend
         claim.submit = submit
         claim._client_id, claim._request_id = frontend.client_id, submit.request_id
+        claim._is_costly = content.value_count > _LIGHT_COUNT or content.payload_nbytes > _LIGHT_NBYTES
         for i in range(content.slot_count):
             claim.nbytes += content.slot_numbers[i].nbytes
             if content.slot_numbers[i].lease_id == KEPT_LEASE:  # in many requests: the book numbers each use of it
@@ -409,41 +457,71 @@ cdef class EngineEnd:
             self._load.put(self._known, self.waiting_count, self.received_nbytes)
 
     cpdef object take_next(self):
-        """Takes the next request up that is worth a claim; None if none is waiting."""
-        cdef ClaimEnd claim
-        while self._first is not None:
-            claim = self._first
+        """Takes the next request up that is worth a claim; None if none is waiting, or the turn is over."""
+        cdef ClaimEnd claim, taken
+        while not self.is_turn_over:
+            claim = self._next()
+            if claim is None:
+                break
             self._withdraw(claim)
-            claim = self._take_up(claim)
-            if claim is not None:
-                return claim
+            taken = self._take_up(claim)
+            self._charge(claim.submit.content)
+            if taken is not None:
+                return taken
         return None
+
+    cdef ClaimEnd _next(self):
+        """The request that is to be taken up next; None if none is waiting."""
+        cdef FrontendEnd frontend
+        if not self._costly:
+            return self._line.first
+        if self._line.first is not None and self._overtaken < _OVERTAKING:
+            self._overtaken += 1
+            return self._line.first
+        self._overtaken = 0
+        frontend = self._costly.pop(0)
+        self._costly.append(frontend)
+        return frontend._costly.first
+
+    cdef int _charge(self, Content content) except -1:
+        """Something was taken up, or was not worth it: both took time."""
+        cdef uint64_t nbytes = max(<uint64_t>PyBytes_GET_SIZE(content.payload), content.payload_nbytes)
+        self._turn_left -= _CLAIM_COUNT + content.value_count + (nbytes >> _NBYTES_SHIFT)
+        if self._turn_left <= 0:
+            self.is_turn_over = True
+            self.shell.let_others_run()
+        return 0
+
+    def begin_turn(self) -> None:
+        """The loop has had a turn."""
+        self._turn_left = _TURN_COUNT
+        self.is_turn_over = False
 
     cdef int _append(self, ClaimEnd claim) except -1:
         """A request waits, behind the others."""
+        cdef FrontendEnd frontend = claim.frontend
+        cdef Line line = self._line
         self._know(claim)
-        claim._before = <PyObject*>self._last
-        if self._last is None:
-            self._first = claim
-        else:
-            self._last._after = claim
-        self._last = claim
+        if claim._is_costly:
+            if frontend._costly is None:
+                frontend._costly = Line()
+            line = frontend._costly
+            if line.first is None:
+                self._costly.append(frontend)
+        line.append(claim)
         self.waiting_count += 1
         self._publish_load()
         return 0
 
-    cdef int _withdraw(self, ClaimEnd claim) noexcept:
+    cdef int _withdraw(self, ClaimEnd claim) except -1:
         """A request waits no more."""
-        cdef ClaimEnd before = <ClaimEnd>claim._before, after = claim._after
-        if before is None:
-            self._first = after
+        cdef FrontendEnd frontend = claim.frontend
+        if not claim._is_costly:
+            self._line.withdraw(claim)
         else:
-            before._after = after
-        if after is None:
-            self._last = before
-        else:
-            after._before = <PyObject*>before
-        claim._after, claim._before = None, <PyObject*>None
+            frontend._costly.withdraw(claim)
+            if frontend._costly.first is None:
+                self._costly.remove(frontend)
         self.waiting_count -= 1
         self._unknow(claim)
         return 0
@@ -522,12 +600,16 @@ cdef class EngineEnd:
 
     @property
     def waiting(self) -> dict:
-        """Requests that wait, in order of arrival, by client and request."""
-        cdef ClaimEnd claim = self._first
+        """Requests that wait, by client and request: the quick ones in order of arrival, then the costly ones of each frontend."""
+        cdef ClaimEnd claim
+        cdef FrontendEnd frontend
+        cdef Line line
         waiting = {}
-        while claim is not None:
-            waiting[claim._client_id, claim._request_id] = claim
-            claim = claim._after
+        for line in [self._line, *[frontend._costly for frontend in self._costly]]:
+            claim = line.first
+            while claim is not None:
+                waiting[claim._client_id, claim._request_id] = claim
+                claim = claim._after
         return waiting
 
     @property
@@ -557,7 +639,7 @@ cdef class EngineEnd:
         try:
             self._check_headers(claim)
             if is_payload_shared:
-                content.take_payload(self._payload_in_slot(content), self._max_tensors)
+                content.check_payload(self._payload_in_slot(content), self._bounds)
             place = None
             if content.fence:
                 place = self.shell.take_up_device(claim)

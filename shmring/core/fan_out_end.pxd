@@ -13,7 +13,7 @@ from shmring.core.message_ring cimport RecordTaker
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent
-from shmring.core.wire cimport SlotNumbers
+from shmring.core.wire cimport Bounds, SlotNumbers
 
 cdef enum:
     BROADCAST = 120     # tags of the records that are read and written here and in worker_end
@@ -78,7 +78,7 @@ cdef class FanOutEnd:
     cdef uint64_t _inline_nbytes
     cdef uint64_t _record_nbytes
     cdef uint64_t _at_once_nbytes
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
     cdef double _look_s
     cdef int _forks         # of the process that may send
     cdef Looking _looking   # for replies

@@ -70,6 +70,7 @@ class FanOutEnd:
         record_nbytes: int,
         at_once_nbytes: int,
         max_tensors: int,
+        max_values: int,
         look_s: float = 0.0,
     ) -> None: ...
     def reserve(self, memory: Mapping) -> None: ...

@@ -32,7 +32,7 @@ from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned,
 from shmring.core.payload cimport Packed, Packer, put_slot
 from shmring.core.received cimport PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, drop_region, hold_region
-from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, read_content
+from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, bounds_of, read_content
 
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import (
@@ -200,7 +200,7 @@ cdef class FanOutEnd:
         inline_nbytes: of tensors in a record, at most.
         record_nbytes: of a record, at most.
         at_once_nbytes: copies of no more than this are made at once.
-        max_tensors: in a payload.
+        max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         look_s: so long it looks for replies before it waits for them. Meanwhile nothing else happens in the loop.
 
     Attributes:
@@ -211,7 +211,7 @@ cdef class FanOutEnd:
 
     def __init__(
         self, shell, EngineEnd end not None, FanOutBook book not None, Packer packer not None, PayloadDecoder decoder not None,
-        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors, look_s=0.0,
+        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors, max_values, look_s=0.0,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -223,7 +223,7 @@ cdef class FanOutEnd:
         self._slab_nbytes = slab.nbytes
         self._inline_nbytes, self._record_nbytes = inline_nbytes, record_nbytes
         self._at_once_nbytes = at_once_nbytes
-        self._max_tensors = max_tensors
+        self._bounds = bounds_of(max_tensors, max_values)
         self._look_s = look_s
         self._looking = Looking()
         self._forks = forks()
@@ -509,7 +509,7 @@ cdef class FanOutEnd:
         if members != 4 or not read_unsigned(&cursor, &sequence):
             raise RemoteProtocolError("a reply is to no message")
         content = Content.__new__(Content)
-        read_content(&cursor, content, members - 2, self._max_tensors)
+        read_content(&cursor, content, members - 2, self._bounds)
         if content.slot_count:
             raise RemoteProtocolError("a worker has no slots to reply from")
         gathering = self._gathering(worker, sequence)
@@ -701,6 +701,10 @@ cdef class Gathering(Awaited):
 
     cdef int gave_up(self) except -1:
         self.forget()
+        return 0
+
+    cdef int check_loop(self) except -1:
+        self.end.shell.check_loop()
         return 0
 
     def forget(self) -> None:

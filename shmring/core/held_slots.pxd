@@ -25,6 +25,6 @@ cdef class HeldSlots:
     cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1
     cpdef int leave(self, uint64_t address) except -1
     cdef void remember(self, uint64_t address, object tensor) noexcept
-    cdef bint has_made(self, object tensor) noexcept
+    cdef bint has_made(self, object tensor, uint64_t address) noexcept
     cdef void _forget_recent(self, uint32_t place) noexcept
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1

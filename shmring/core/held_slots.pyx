@@ -118,12 +118,15 @@ cdef class HeldSlots:
                 _drop_unless_null(before)
                 break
 
-    cdef bint has_made(self, object tensor) noexcept:
-        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held."""
+    cdef bint has_made(self, object tensor, uint64_t address) noexcept:
+        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held, and its bytes are there.
+
+        They may be elsewhere since, and be negated: a caller has set the tensor's data.
+        """
         cdef uint32_t i
         for i in range(self._recent_count):
             if self._recent[i].tensor == <PyObject*>tensor:
-                return True
+                return address - self._recent[i].address < self._recent[i].nbytes
         return False
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:

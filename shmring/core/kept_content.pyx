@@ -4,14 +4,14 @@ Not hot: a content is opened once for each time that it was found. What stands i
 it against its own book (:func:`check_kept`).
 """
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport UINT64_MAX, uint64_t
 
 from shmring.core.client_book cimport ClientSlotRecord
 from shmring.core.lending cimport slot_blocks
 from shmring.core.mapping cimport Mapping
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Regions
-from shmring.core.wire cimport Content
+from shmring.core.wire cimport Bounds, Content, bounds_of
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import KEPT_LEASE_ID
@@ -19,7 +19,7 @@ from shmring.core.states import ClientSlot
 from shmring.errors import RemoteProtocolError
 
 
-cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64_t generation, bint is_copied, max_tensors):
+cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64_t generation, bint is_copied, Bounds bounds):
     cdef Content content = Content.__new__(Content)
     content.reserve_slots(1)
     content.slot_numbers.lease_id = KEPT_LEASE_ID
@@ -28,23 +28,23 @@ cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64
     content.slot_numbers.generation = generation
     content.slot_count = 1
     content.is_copied_to_slot = is_copied
-    content.take_payload(payload, max_tensors)
+    content.check_payload(payload, bounds)
     return content
 
 
-def check_kept(bytes payload not None, nbytes, bint is_copied, max_tensors) -> None:
+def check_kept(bytes payload not None, nbytes, bint is_copied, max_tensors, max_values) -> None:
     """Checks the payload of content that is to be kept.
 
     Args:
         payload: msgpack with an extension for each tensor.
         nbytes: of the slot that they are in.
         is_copied: whether that is region 0; else it is region 1.
-        max_tensors: so many may be in it.
+        max_tensors, max_values: so many may be in it, and so much may its values count.
 
     Raises:
         RemoteProtocolError: it is no payload of such a slot.
     """
-    _content_of(payload, 0, nbytes, 0, is_copied, max_tensors)
+    _content_of(payload, 0, nbytes, 0, is_copied, bounds_of(max_tensors, max_values))
 
 
 def kept_slot(found) -> ClientSlotRecord:
@@ -81,7 +81,8 @@ cdef class KeptContent:
         cdef Content content
         if found.offset % BLOCK_NBYTES or found.offset + found.nbytes + BLOCK_NBYTES > mapping.mapped.nbytes:
             raise RemoteProtocolError(f"kept content at {found.offset} of {found.nbytes} bytes is not in the slab")
-        content = _content_of(found.payload, found.offset, found.nbytes, found.generation, found.is_copied, max_tensors)
+        bounds = bounds_of(max_tensors, UINT64_MAX)  # in 4 KiB, values can't count much
+        content = _content_of(found.payload, found.offset, found.nbytes, found.generation, found.is_copied, bounds)
         self._regions = regions_of(content, key, regions, mapping)
 
     def decode(self, PayloadDecoder decoder not None):

@@ -83,6 +83,9 @@ GIVING_UP = b"\1"
 cdef enum:
     BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
     _SHORT_RECORDS = 8  # that are delivered in C between two looks at the clock
+    # What is longer has a payload of as many bytes, since tensors of a record are not as long: 60,000 values take 0.2 ms to check.
+    _LONG_NBYTES = 16 << 10
+    _SHARE_SHIFT = 12  # a long record counts as one for each 4 KiB: so 64 of them take a millisecond, long or short
     MOST_READS = 16  # of other things, at a time
 
 
@@ -369,7 +372,7 @@ cdef class RecordReader:
         stopped: whether nothing more is delivered.
         awake: whether somebody gives this end a turn again and again, who says so.
         is_reading: whether records are being delivered at the moment.
-        records_left: how many may be delivered until the next turn.
+        records_left: how many may be delivered until the next turn; where no clock is looked at, a long one counts as several.
         heard: whether some were, other than in a turn, since that was last looked at.
         delivered: how many were, ever.
     """
@@ -402,7 +405,7 @@ cdef class RecordReader:
             take: called with each record. What it raises ends this. A :class:`RecordTaker` is called in C.
             most: how many records, at most.
             clock, until: it ends with the record after which ``clock()`` is later than that; :attr:`late` says so. After records
-                that are taken in C, which are short work, only every eighth time.
+                that are taken in C, which are short work unless they are long, only every eighth time.
 
         Returns:
             How many there were.
@@ -433,7 +436,7 @@ cdef class RecordReader:
             else:
                 self.take(self._copy, nbytes)
                 if taker.take_hot(self._copy, nbytes):
-                    if count % _SHORT_RECORDS:
+                    if count % _SHORT_RECORDS and nbytes < _LONG_NBYTES:
                         continue
                 else:
                     take(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
@@ -468,7 +471,7 @@ cdef class RecordReader:
         self.is_reading = True
         try:
             while is_hot and self.records_left and not self.stopped and self.next_nbytes(&nbytes):
-                self.records_left -= 1
+                self.records_left -= min(self.records_left, 1 if nbytes < _LONG_NBYTES else nbytes >> _SHARE_SHIFT)
                 self.delivered += 1
                 self.heard = True
                 self.take(self._copy, nbytes)

@@ -77,7 +77,7 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
@@ -350,6 +350,7 @@ class Welcome(_Message, frozen=True, tag=102):
     inline_nbytes: Unsigned
     max_payload_nbytes: Unsigned
     max_tensors: Unsigned
+    max_values: Unsigned
     base_lease: LeaseGrant | None
     device_slab: DeviceHandle | None = None
     kept_nbytes: Unsigned = 0
@@ -439,6 +440,7 @@ class WorkerWelcome(_Message, frozen=True, tag=121):
     inline_nbytes: Unsigned
     max_payload_nbytes: Unsigned
     max_tensors: Unsigned
+    max_values: Unsigned
 
 
 class RankTaken(_Message, frozen=True, tag=122):

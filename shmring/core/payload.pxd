@@ -1,12 +1,12 @@
 """The C interface of :mod:`shmring.core.payload`."""
 
 cimport cython
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from shmring.core.dlpack cimport DLPackExchangeAPI, DLTensor
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.message_ring cimport RecordWriter
-from shmring.core.wire cimport SlotNumbers
+from shmring.core.wire cimport Bounds, SlotNumbers
 
 
 cdef struct Growing:
@@ -16,6 +16,14 @@ cdef struct Growing:
     uint8_t* end
     bint is_on_heap
     bint is_foreign    # whether msgspec wrote some of them
+
+
+cdef struct TensorMemory:
+    # Functions of torch's own C interface, which return 0 if they succeed, and how far into a tensor's object the tensor is that they take.
+    int (*storage_nbytes)(void*, int64_t*) noexcept
+    int (*storage_offset)(void*, int64_t*) noexcept
+    int (*data_address)(void*, void**) noexcept
+    uint64_t place
 
 
 @cython.final
@@ -30,6 +38,7 @@ cdef class Part:
     cdef readonly uint32_t region
     cdef readonly uint8_t dtype
     cdef readonly bint is_in_place
+    cdef uint64_t storage_nbytes       # that its tensor's storage must have for as long as it is copied from; 0: it is not asked
 
 
 @cython.final
@@ -47,6 +56,7 @@ cdef class Packed:
     cdef readonly bint is_payload_in_slot
     cdef bint goes_past_cache               # whether what is large is copied to the slot past the cache
     cdef uint64_t _max_payload_nbytes
+    cdef TensorMemory _memory
     cdef object _copy_strided
     cdef object _copy_past_cache
     cdef object _copy_into_cache
@@ -55,6 +65,7 @@ cdef class Packed:
     cdef int copy_to(self, uint8_t* to, bint without_lock) except -1
     cdef void choose_way(self, uint64_t turnover_nbytes, uint64_t cache_nbytes) noexcept
     cdef int make_contiguous(self) except -1
+    cdef int _look_again(self, Part part) except -1
     cdef uint64_t content_nbytes(self) noexcept
     cdef uint32_t content_members(self) noexcept
     cdef uint8_t* put_content(self, uint8_t* to, SlotNumbers* slot) noexcept
@@ -62,10 +73,11 @@ cdef class Packed:
 
 @cython.final
 cdef class Packer:
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
     cdef uint64_t _max_payload_nbytes
     cdef tuple _tensor_types
     cdef DLPackExchangeAPI* _table
+    cdef TensorMemory _memory
     cdef object _is_negative
     cdef object _describe
     cdef object _copy_strided
@@ -78,6 +90,7 @@ cdef class Packer:
 
     cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=*)
     cdef Part _tensor(self, tensor, DLTensor* described)
+    cdef uint64_t _storage_nbytes(self, tensor, uint64_t last, uint64_t item_nbytes) noexcept
     cdef int _place(self, Part part) except -1
     cdef int _put(self, Growing* out, object value, int depth) except -1
     cdef int _put_foreign(self, Growing* out, object value) except -1

@@ -28,7 +28,7 @@ from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -40,18 +40,24 @@ from shmring.core.msgpack cimport (
     put_nil, put_sized_head, put_text, put_unsigned, text_nbytes, unsigned_nbytes,
 )
 from shmring.core.wire cimport (
-    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, SlotNumbers,
-    TensorNumbers, check_tensor, put_tensor, read_tensor, tensor_extension,
+    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, Bounds, SlotNumbers,
+    TensorNumbers, bounds_of, check_tensor, measure, put_tensor, read_tensor, tensor_extension, too_many_values,
 )
 
 from shmring.core.messages import TORCH_ITEM_NBYTES
-from shmring.core.wire import DTYPES, check_payload
+from shmring.core.wire import DTYPES
 from shmring.errors import CapacityError, RemoteProtocolError
 
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(list, Py_ssize_t) noexcept
     PyObject* PyTuple_GET_ITEM(tuple, Py_ssize_t) noexcept
     int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1
+
+cdef extern from *:
+    """
+    #define multiply_overflows(a, b, product) __builtin_mul_overflow(a, b, product)
+    """
+    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product)
 
 cdef enum:
     _COMPLEX = 5   # DLPack's number
@@ -66,6 +72,7 @@ cdef enum:
     _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
     _PLAIN_DIMENSIONS = 8       # a tensor of no more, and of less than 1 TiB, is nothing that a peer would refuse
+    _COUNT_SHIFT = 2            # what is encoded here counts 4 a byte at most: an empty array
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
 
 cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
@@ -157,8 +164,11 @@ cdef class Packer:
     Args:
         max_tensors: the most tensors a payload may hold.
         max_payload_nbytes: of a payload, tensors apart.
+        max_values: what its values may count (see :mod:`.wire`).
         tensor_types: exact types of tensors that DLPack's table of functions describes.
         table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
+        tensor_memory: the numbers of a :cpp:struct:`TensorMemory`, in its order; DLPack does not say how large a storage is. None: as
+            without a table.
         is_negative: whether a tensor is to be negated when it is read, of which DLPack says nothing.
         describe: called with any other value; returns a :class:`Part`, or what to encode in its place. ``TypeError``: it
             can't be sent.
@@ -167,15 +177,18 @@ cdef class Packer:
         explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
     """
 
-    def __init__(self, max_tensors, max_payload_nbytes, tensor_types, table, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
-        self._max_tensors = max_tensors
+    def __init__(self, max_tensors, max_payload_nbytes, max_values, tensor_types, table, tensor_memory, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
+        self._bounds = bounds_of(max_tensors, max_values)
         self._max_payload_nbytes = max_payload_nbytes
         self._tensor_types = tensor_types
         self._is_negative = is_negative
-        if table is not None:
+        cdef uint64_t numbers[4]
+        if table is not None and tensor_memory is not None:
             self._table = <DLPackExchangeAPI*>PyCapsule_GetPointer(table, "dlpack_exchange_api")
             if self._table.header.version.major != 1:
                 self._table = NULL
+            numbers[0], numbers[1], numbers[2], numbers[3] = tensor_memory
+            memcpy(&self._memory, numbers, sizeof(numbers))
         self._describe = describe
         self._copy_strided = copy_strided
         self._copy_past_cache, self._copy_into_cache = copy_past_cache, copy_into_cache
@@ -196,16 +209,18 @@ cdef class Packer:
 
         Raises:
             TypeError: something in it can't be sent; the message names its path.
-            CapacityError: it holds more tensors than the peer accepts, or is larger than any payload may be.
+            CapacityError: it holds more tensors than the peer accepts, its values count more, or it is larger than any payload may be.
         """
         cdef Packed packed = Packed.__new__(Packed)
         cdef Packed outer = self._packed
         cdef HeldSlots outer_held = self._held
         cdef Growing out
         cdef uint8_t few[_FEW_NBYTES]
+        cdef Bounds found
         packed._copy_strided = self._copy_strided
         packed._copy_past_cache, packed._copy_into_cache = self._copy_past_cache, self._copy_into_cache
         packed._max_payload_nbytes = self._max_payload_nbytes
+        packed._memory = self._memory
         self._packed, self._held = packed, held
         out.start = out.at = few
         out.end = few + sizeof(few)
@@ -220,17 +235,19 @@ cdef class Packer:
             if out.is_on_heap:
                 free(out.start)
         cdef uint32_t count = len(packed.parts)
-        if count > self._max_tensors:
+        if count > self._bounds.tensors:
             raise CapacityError(
-                f"the payload holds {count} tensors, the engine takes {self._max_tensors} (max_tensors)",
-                needed=count, capacity=self._max_tensors,
+                f"the payload holds {count} tensors, the engine takes {self._bounds.tensors} (max_tensors)",
+                needed=count, capacity=self._bounds.tensors,
             )
-        if out.is_foreign:
+        if out.is_foreign or <uint64_t>PyBytes_GET_SIZE(packed.payload) > self._bounds.values >> _COUNT_SHIFT:
             try:
-                tensors = check_payload(packed.payload, self._max_tensors)
+                found = measure(packed.payload, bounds_of(self._bounds.tensors, UINT64_MAX))
             except RemoteProtocolError as error:
                 raise TypeError(f"payload can't be sent: {error}") from None
-            if tensors != count:
+            if found.values > self._bounds.values:
+                raise too_many_values("the payload", found.values, self._bounds.values)
+            if found.tensors != count:
                 raise TypeError(
                     f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type"
                 )
@@ -402,11 +419,12 @@ cdef class Packer:
         return Ext(TENSOR_EXTENSION, data)
 
     cdef Part _tensor(self, tensor, DLTensor* described):
-        """A dense tensor in host memory, as DLPack describes it; None for any other."""
+        """A dense tensor in host memory that has all of its bytes, as DLPack describes it; None for any other."""
         cdef Part part
-        cdef uint64_t nbytes
-        cdef int64_t stride = 1
+        cdef uint64_t nbytes, last = 0
+        cdef int64_t stride = 1, step
         cdef bint is_plain = True
+        cdef uint64_t address
         cdef int i
         try:
             self._table.dltensor_from_py_object(<void*>tensor, described)
@@ -421,20 +439,42 @@ cdef class Packer:
             return None
         nbytes = described.dtype.bits >> 3
         for i in range(described.ndim - 1, -1, -1):
-            if described.strides != NULL and described.strides[i] != stride and described.shape[i] > 1:
+            step = stride if described.strides == NULL else described.strides[i]
+            if step != stride and described.shape[i] > 1:
                 is_plain = False
             stride *= described.shape[i]
-            nbytes *= <uint64_t>described.shape[i]  # of a tensor that is there: it can't overflow
+            last += <uint64_t>(described.shape[i] - 1) * <uint64_t>step
+            if multiply_overflows(nbytes, <uint64_t>described.shape[i], &nbytes):
+                return None  # one that was expanded
+        if nbytes:
+            part.storage_nbytes = self._storage_nbytes(tensor, last, described.dtype.bits >> 3)
+            if not part.storage_nbytes or described.data == NULL:
+                return None
         part.source = tensor
         part.spelling = b""
         part.nbytes = nbytes
         # What DLPack lends says nothing of torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and
         # lets other threads run, so who has just made the tensor in a slot is not asked.
-        if is_plain and (self._held is None or not self._held.has_made(tensor)):
+        address = <uint64_t>described.data + described.byte_offset
+        if is_plain and (self._held is None or not self._held.has_made(tensor, address)):
             is_plain = not self._is_negative(tensor)
         if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
-            part.address = part.location = <uint64_t>described.data + described.byte_offset
+            part.address = part.location = address
         return part
+
+    cdef uint64_t _storage_nbytes(self, tensor, uint64_t last, uint64_t item_nbytes) noexcept:
+        """How many bytes of its storage a tensor needs up to its last item; 0: the storage has fewer.
+
+        Whoever shards parameters frees their storage and leaves their shape; what lies behind it is somebody else's.
+        """
+        cdef void* inner = <uint8_t*><void*>tensor + self._memory.place
+        cdef int64_t has_nbytes = 0, offset = 0
+        cdef uint64_t needed
+        if self._memory.storage_nbytes(inner, &has_nbytes) or self._memory.storage_offset(inner, &offset):
+            return 0
+        if multiply_overflows(<uint64_t>offset + last + 1, item_nbytes, &needed):
+            return 0
+        return needed if needed <= <uint64_t>has_nbytes else 0
 
 
 cdef bytes _described_extension(Part part):
@@ -514,6 +554,7 @@ cdef class Packed:
         for part in self.parts:
             if part.is_in_place or not part.nbytes:
                 continue
+            self._look_again(part)
             if not part.address:
                 self._copy_strided(part, <uint64_t>to + part.offset)
             elif part.nbytes >= _LARGE_NBYTES or (part.nbytes >= _PART_NBYTES and self.slot_nbytes >= _BEYOND_CACHE_NBYTES):
@@ -542,11 +583,28 @@ cdef class Packed:
         """Before a record is written: what is copied into it must be taken as it lies, since no Python may run meanwhile."""
         cdef Part part
         for part in self.parts:
-            if not part.is_in_place and part.nbytes and not part.address:
+            if part.is_in_place or not part.nbytes:
+                continue
+            self._look_again(part)
+            if not part.address:
                 contiguous = PyBytes_FromStringAndSize(NULL, part.nbytes)
                 self._copy_strided(part, <uint64_t>PyBytes_AS_STRING(contiguous))
                 part.source = contiguous
                 part.address = <uint64_t>PyBytes_AS_STRING(contiguous)
+                part.storage_nbytes = 0
+        return 0
+
+    cdef int _look_again(self, Part part) except -1:
+        """It may have waited since it was packed: its tensor must still have its memory, and where it was."""
+        cdef void* inner
+        cdef void* address = NULL
+        cdef int64_t has_nbytes = 0
+        if not part.storage_nbytes:
+            return 0
+        inner = <uint8_t*><void*>part.source + self._memory.place
+        if self._memory.storage_nbytes(inner, &has_nbytes) or <uint64_t>has_nbytes < part.storage_nbytes \
+                or self._memory.data_address(inner, &address) or (part.address and <uint64_t>address != part.address):
+            raise TypeError("a tensor of the payload can't be sent: its memory was freed or replaced while it waited to be copied")
         return 0
 
     cdef uint64_t content_nbytes(self) noexcept:

@@ -52,3 +52,4 @@ cdef class PayloadDecoder:
     cdef object _key(self, const uint8_t* data, uint64_t nbytes)
     cdef object _tensor(self, ContentRegions regions, TensorNumbers* tensor)
     cdef object decode(self, ContentRegions regions, object place)
+    cdef object _decode_with_msgspec(self, ContentRegions regions, object place)

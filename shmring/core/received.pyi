@@ -6,6 +6,8 @@ from shmring.core.messages import TensorRef
 from shmring.core.views import RegionBytes, Regions, TensorMaker
 from shmring.core.wire import Content
 
+def decode_values(encoded: bytes, max_values: int) -> Any: ...
+
 class ContentRegions:
     @property
     def content(self) -> Content: ...

@@ -30,9 +30,8 @@ def check_welcome(welcome: Welcome) -> None:
     _require_blocks("a device slab", device_nbytes, 0)
     _require(welcome.slab_nbytes + device_nbytes <= _MOST_NBYTES, "it has more memory than blocks have numbers")
     _require(1 <= welcome.client_id < _MOST_CLIENTS, f"client {welcome.client_id} can't be numbered")
-    for field in ("max_inflight", "max_calls", "max_leases", "max_tensors"):
-        number = getattr(welcome, field)
-        _require(1 <= number <= _MOST, f"{field} is {number}")
+    for field in ("max_inflight", "max_calls", "max_leases", "max_tensors", "max_values"):
+        _require_count(welcome, field)
     record_nbytes = largest_record_nbytes(welcome.message_ring_nbytes)
     _require(
         welcome.max_record_nbytes == record_nbytes and welcome.inline_nbytes <= record_nbytes // 2,
@@ -47,12 +46,18 @@ def check_worker_welcome(welcome: WorkerWelcome) -> None:
     _require_blocks("what replies lie in", welcome.slab_nbytes - welcome.leased_nbytes, BLOCK_NBYTES)
     _require_blocks("what is broadcast", welcome.broadcast_nbytes, BLOCK_NBYTES)
     _require(welcome.slab_nbytes + welcome.broadcast_nbytes <= _MOST_NBYTES, "it has more memory than blocks have numbers")
-    _require(1 <= welcome.max_tensors <= _MOST, f"max_tensors is {welcome.max_tensors}")
+    for field in ("max_tensors", "max_values"):
+        _require_count(welcome, field)
 
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise RemoteProtocolError(f"the engine says what can't be: {what}")
+
+
+def _require_count(welcome: Welcome | WorkerWelcome, field: str) -> None:
+    number = getattr(welcome, field)
+    _require(1 <= number <= _MOST, f"{field} is {number}")
 
 
 def _require_blocks(what: str, nbytes: int, least: int) -> None:

@@ -16,6 +16,10 @@ cdef enum:
     MAX_DIMENSIONS = 64       # numpy and torch both stop there
     MAX_SPELLING_NBYTES = 64
 
+cdef struct Bounds:           # of a payload
+    uint32_t tensors
+    uint64_t values           # what its values count: see wire.pyx
+
 cdef struct SlotNumbers:
     uint64_t lease_id
     uint64_t offset
@@ -40,6 +44,7 @@ cdef class Content:
     cdef readonly bytes fence
     cdef readonly bytes inline
     cdef readonly uint32_t tensor_count
+    cdef readonly uint64_t value_count
     cdef readonly uint64_t payload_offset   # in the slot of the copied bytes, if payload_nbytes
     cdef readonly uint64_t payload_nbytes
     cdef readonly bint is_copied_to_slot    # region 0 is the last slot, else the inline bytes
@@ -50,7 +55,8 @@ cdef class Content:
 
     cdef uint64_t region_nbytes(self, uint32_t region) noexcept nogil
     cdef int reserve_slots(self, uint64_t count) except -1
-    cdef int _check_payload(self, bytes payload, uint32_t max_tensors) except -1
+    cdef int check_payload(self, bytes payload, Bounds bounds) except -1
+    cdef int walk_payload(self, Cursor* cursor, Bounds bounds) except -1
 
 
 @cython.final
@@ -82,10 +88,13 @@ cdef bytes tensor_extension(
     uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
 )
 cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1
-cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors, bint from_engine)
-cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* tensors) except -1
+cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, Bounds bounds, bint from_engine)
+cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) except -1
+cdef Bounds bounds_of(max_tensors, max_values) except *
+cdef object too_many_values(str what, uint64_t count, uint64_t max_values)
+cdef Bounds measure(bytes payload, Bounds bounds) except *
 cdef object tensor_ref(TensorNumbers* tensor, Content content)
-cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors)
+cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, Bounds bounds)
 cdef bint read_plain_done(const uint8_t* record, uint32_t nbytes, uint64_t* request_id, Cursor* released, uint64_t* count) except -1
 cdef int read_slot(Value* value, SlotNumbers* slot) except -1
-cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1
+cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds bounds) except -1

@@ -10,8 +10,28 @@ tensor that lies in a slot of its sender already is in region ``n``, the ``n``-t
 
 Whoever reads a record has its own copy of the bytes: what was checked can't change afterwards. Everything is checked before any
 of it is used: each length against the bytes that are left, each tensor against its region, the number of tensors, how deeply a
-payload is nested, and that nothing follows. Nothing is recursive and no product overflows. What is wrong raises
+payload is nested, what its values count, and that nothing follows. Nothing is recursive and no product overflows. What is wrong raises
 :class:`~shmring.errors.RemoteProtocolError`; whether slots are who sent them is for the engine's book to say.
+
+What a value costs. Bytes are no price: sixteen million empty arrays fit into 16 MiB, and make a gigabyte of objects. So the values
+of a payload are counted, by what it takes to check, decode and free them. What follows was measured with as many of each as the default
+of 524,288 allows, on a busy machine (2.6 GHz), with the collector of garbage paused, as it then is (:mod:`.received`):
+
+===================================  =======  ==============  =========  ================
+value                                counts   nanoseconds     bytes      the most of them
+===================================  =======  ==============  =========  ================
+a number, a truth value, nil         1        20 to 57        40         524,288: 30 ms
+text, bytes                          4        25 to 125       60 + n     131,072: 16 ms
+an array                             4        70 to 115       64         131,072: 15 ms
+a map, without its members           4        20 to 100       64 to 232  131,072: 6 ms
+an extension (tensors: max_tensors)  8        40 to 220       100        65,536: 14 ms
+8 bytes of text that is not ASCII    1        3 to 40         8 to 32    4 MiB: 3 to 20 ms
+a key, beside its text               0        170 in a large  16         104,856: 18 ms
+a key of n that is no text           n / 128  at most n / 10             8,000: 6 ms
+===================================  =======  ==============  =========  ================
+
+So what is counted as 1 takes at most 40 nanoseconds on a machine that has time, and 40 bytes. A key that is no text costs more, since
+the hashes of numbers can be chosen, so that each of n keys is compared with all others: 100,000 took 2.6 s.
 
 A payload that is too long for a record lies in the slot of the copied bytes, behind them. Anybody may still write there, so it is
 copied out when the request is taken up, and checked then.
@@ -20,18 +40,19 @@ copied out when the request is taken up, and checked then.
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport UINT32_MAX, UINT64_MAX, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from shmring.core.msgpack cimport (
-    ARRAY, BINARY, EXTENSION, MAP, NIL, TEXT, TRUNCATED, Cursor, Kind, Value,
+    ARRAY, BINARY, EXTENSION, MAP, NIL, OTHER, TEXT, TRUNCATED, UNSIGNED, Cursor, Kind, Value,
     put_little_endian, read_array, read_little_endian, read_unsigned, read_value,
 )
 
+from shmring.config import RingConfig
 from shmring.core.messages import MAX_LISTED as _MAX_LISTED
 from shmring.core.messages import TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
-from shmring.errors import RemoteProtocolError
+from shmring.errors import CapacityError, RemoteProtocolError
 
 cdef extern from *:
     """
@@ -44,6 +65,9 @@ cdef extern from *:
 #: torch's dtypes by their number on the wire, from 1 on; 0 stands for a dtype of numpy's, which is spelled out.
 DTYPES = (None, *TORCH_ITEM_NBYTES)
 
+#: What the values of a payload may count where nobody says otherwise.
+MAX_VALUES = RingConfig.max_values
+
 #: How deeply a payload may be nested: more than anybody means, and less than what Python's own decoders can follow.
 MAX_DEPTH = 256
 
@@ -54,6 +78,16 @@ cdef enum:
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
 
 cdef uint64_t MAX_LISTED = _MAX_LISTED
+
+#: What a value counts, by its kind (see above).
+cdef uint8_t _COUNTS[9]
+for _kind, _count in ((NIL, 1), (UNSIGNED, 1), (OTHER, 1), (TEXT, 4), (BINARY, 4), (ARRAY, 4), (MAP, 4), (EXTENSION, 8)):
+    _COUNTS[<int>_kind] = _count
+
+cdef enum:
+    _PAIRS_SHIFT = 7   # a key that is no text counts a 128th of its map's pairs
+    _TEXT_SHIFT = 3    # text that is not ASCII counts an eighth of its bytes
+    _SHORT_TEXT_NBYTES = 16  # which its four cover
 
 cdef uint8_t _ITEM_NBYTES[64]
 cdef int _DTYPE_COUNT = len(DTYPES)
@@ -176,31 +210,56 @@ cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
     return 0
 
 
-cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* tensors) except -1:
+cdef bint _is_ascii(const uint8_t* data, uint64_t nbytes) noexcept nogil:
+    cdef uint64_t eight, seen = 0
+    cdef const uint8_t* end = data + nbytes
+    while data + 8 <= end:
+        memcpy(&eight, data, 8)
+        seen |= eight
+        data += 8
+    while data < end:
+        seen |= data[0]
+        data += 1
+    return not seen & <uint64_t>0x8080808080808080
+
+
+cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) except -1:
     """Moves behind one payload, having checked that it is whole, not nested too deeply, and each tensor in it.
 
     Args:
         cursor: at the payload.
         content: whose regions its tensors are in; None: only the nesting is checked.
-        max_tensors: so many are allowed.
-        tensors: set to how many there are.
+        bounds: so many tensors, and so much that its values count, are allowed.
+        found: set to how many there are.
     """
     cdef uint64_t left[_MAX_DEPTH]  # members that are still to come, at each depth
+    cdef uint64_t key_counts[_MAX_DEPTH]  # what a key that is no text counts there
+    cdef uint64_t values = 0
     cdef int depth = 0
     cdef Value value
     cdef TensorNumbers tensor
     cdef Kind kind
-    tensors[0] = 0
+    found.tensors = 0
     left[0] = 1
+    key_counts[0] = 0
     while True:
         while not left[depth]:
             if not depth:
+                found.values = values
                 return 0
             depth -= 1
         left[depth] -= 1
         kind = read_value(cursor, &value)
         if kind == TRUNCATED:
             raise RemoteProtocolError("a payload is not msgpack, or is cut off")
+        values += _COUNTS[<int>kind]
+        if kind == TEXT:
+            if value.nbytes > _SHORT_TEXT_NBYTES and not _is_ascii(value.data, value.nbytes):
+                values += value.nbytes >> _TEXT_SHIFT
+        elif left[depth] & 1:  # of pairs, that is a key: its value is to come
+            values += key_counts[depth]
+        if values > bounds.values:
+            raise RemoteProtocolError(f"the values of a payload count more than max_values ({bounds.values})")
         if kind == ARRAY or kind == MAP:
             if value.number > <uint64_t>(cursor.end - cursor.at) >> (kind == MAP):
                 raise RemoteProtocolError("a payload is not msgpack, or is cut off")
@@ -210,10 +269,11 @@ cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* t
             if depth == _MAX_DEPTH:
                 raise RemoteProtocolError(f"a payload is nested more than {MAX_DEPTH} deep")
             left[depth] = value.number << (kind == MAP)
+            key_counts[depth] = value.number >> _PAIRS_SHIFT if kind == MAP else 0
         elif kind == EXTENSION and value.type == TENSOR_EXTENSION:
-            tensors[0] += 1
-            if tensors[0] > max_tensors:
-                raise RemoteProtocolError(f"a payload holds more tensors than max_tensors ({max_tensors})")
+            found.tensors += 1
+            if found.tensors > bounds.tensors:
+                raise RemoteProtocolError(f"a payload holds more tensors than max_tensors ({bounds.tensors})")
             if not read_tensor(value.data, value.nbytes, &tensor):
                 raise RemoteProtocolError("a tensor's extension is not as long as it says")
             if content is None:
@@ -225,20 +285,57 @@ cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* t
             check_tensor(&tensor, content.region_nbytes(tensor.region))
 
 
-def check_payload(payload: bytes, max_tensors: int) -> int:
+cdef Bounds bounds_of(max_tensors, max_values) except *:
+    """Both bounds of a payload."""
+    cdef Bounds bounds
+    bounds.tensors, bounds.values = max_tensors, max_values
+    return bounds
+
+
+cdef Bounds measure(bytes payload, Bounds bounds) except *:
+    """Returns how many tensors a payload holds and what its values count. Raises as :func:`check_payload`."""
+    cdef Cursor cursor
+    cdef Bounds found
+    cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
+    cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
+    walk(&cursor, None, bounds, &found)
+    if cursor.at != cursor.end:
+        raise RemoteProtocolError("something follows a payload")
+    return found
+
+
+def check_payload(payload: bytes, max_tensors: int, max_values: int = MAX_VALUES) -> int:
     """Returns how many tensors a payload holds, of which nothing else is checked.
 
     Raises:
-        RemoteProtocolError: it is not one msgpack value, is nested too deeply, or holds too many tensors.
+        RemoteProtocolError: it is not one msgpack value, is nested too deeply, holds too many tensors, or its values count too much.
     """
-    cdef Cursor cursor
-    cdef uint32_t tensors
-    cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
-    cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
-    walk(&cursor, None, max_tensors, &tensors)
-    if cursor.at != cursor.end:
-        raise RemoteProtocolError("something follows a payload")
-    return tensors
+    return measure(payload, bounds_of(max_tensors, max_values)).tensors
+
+
+cdef object too_many_values(str what, uint64_t count, uint64_t max_values):
+    """Returns the error of who would send what its peer does not take."""
+    return CapacityError(
+        f"the values of {what} count {count}, and max_values is {max_values}; send many numbers as a tensor, which is one value",
+        needed=count, capacity=max_values,
+    )
+
+
+def check_count(what: str, payload: bytes, max_values: int) -> None:
+    """Checks a payload of this process that is about to be sent.
+
+    Args:
+        what: it is, for the error.
+        payload: encoded.
+        max_values: what its values may count.
+
+    Raises:
+        CapacityError: its values count more.
+        RemoteProtocolError: it is nested too deeply.
+    """
+    cdef Bounds found = measure(payload, bounds_of(UINT32_MAX, UINT64_MAX))
+    if found.values > <uint64_t>max_values:
+        raise too_many_values(what, found.values, max_values)
 
 
 @cython.final
@@ -249,6 +346,7 @@ cdef class Content:
     Attributes:
         payload: msgpack with an extension for each tensor; empty until :meth:`take_payload` if it lies in a slot.
         tensor_count: how many tensors are in it.
+        value_count: what its values count.
         inline: the bytes of region 0, if they came in the record.
         is_copied_to_slot: whether region 0 is the last of the slots.
         fence: the handle of the event behind what was written to slots in device memory; may be empty.
@@ -303,22 +401,30 @@ cdef class Content:
                 refs.append(tensor_ref(&tensor, self))
         return tuple(refs)
 
-    def take_payload(self, payload: bytes, max_tensors: int) -> None:
+    def take_payload(self, payload: bytes, max_tensors: int, max_values: int = MAX_VALUES) -> None:
         """Takes a private copy of a payload that lies in a slot, and checks it.
 
         Raises:
             RemoteProtocolError: it is no payload of this content.
         """
-        self._check_payload(payload, max_tensors)
-        self.payload = payload
+        self.check_payload(payload, bounds_of(max_tensors, max_values))
 
-    cdef int _check_payload(self, bytes payload, uint32_t max_tensors) except -1:
+    cdef int check_payload(self, bytes payload, Bounds bounds) except -1:
+        """The same in C."""
         cdef Cursor cursor
         cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
         cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
-        walk(&cursor, self, max_tensors, &self.tensor_count)
+        self.walk_payload(&cursor, bounds)
         if cursor.at != cursor.end:
             raise RemoteProtocolError("something follows a payload")
+        self.payload = payload
+        return 0
+
+    cdef int walk_payload(self, Cursor* cursor, Bounds bounds) except -1:
+        """Moves behind this content's payload, and notes what is in it."""
+        cdef Bounds found
+        walk(cursor, self, bounds, &found)
+        self.tensor_count, self.value_count = found.tensors, found.values
         return 0
 
 
@@ -364,7 +470,7 @@ cdef int read_slot(Value* value, SlotNumbers* slot) except -1:
     return 0
 
 
-cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1:
+cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds bounds) except -1:
     """Reads ``copied, payload`` or ``copied, nil, offset, nbytes``, the last members of a record."""
     cdef Value value
     cdef Kind kind = read_value(cursor, &value)
@@ -381,7 +487,7 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_
         raise _wrong("copied bytes are described in another way")
     if members == 2:
         payload = cursor.at
-        walk(cursor, content, max_tensors, &content.tensor_count)
+        content.walk_payload(cursor, bounds)
         content.payload = PyBytes_FromStringAndSize(<const char*>payload, cursor.at - payload)
     elif (
         members != 4 or read_value(cursor, &value) != NIL
@@ -398,7 +504,7 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_
     return 0
 
 
-cdef Submit _read_submit(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+cdef Submit _read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
     cdef Submit submit = Submit.__new__(Submit)
     cdef Content content = Content.__new__(Content)
     cdef Value value
@@ -421,14 +527,14 @@ cdef Submit _read_submit(Cursor* cursor, uint64_t members, uint32_t max_tensors)
         content.fence = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
     if not read_array(cursor, &slots):
         raise _wrong("its slots are no array")
-    if slots > max_tensors:
-        raise RemoteProtocolError(f"tensors in {slots} slots exceed max_tensors ({max_tensors})")
+    if slots > bounds.tensors:
+        raise RemoteProtocolError(f"tensors in {slots} slots exceed max_tensors ({bounds.tensors})")
     content.reserve_slots(slots + 1)
     for i in range(slots):
         read_value(cursor, &value)
         read_slot(&value, content.slot_numbers + i)
         content.slot_count += 1
-    read_content(cursor, content, members - 6, max_tensors)
+    read_content(cursor, content, members - 6, bounds)
     return submit
 
 
@@ -439,16 +545,16 @@ cdef str _text(const uint8_t* data, uint64_t nbytes):
         raise _wrong(str(error)) from None
 
 
-cdef Reply _read_reply(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+cdef Reply _read_reply(Cursor* cursor, uint64_t members, Bounds bounds):
     cdef Reply reply = Reply.__new__(Reply)
     reply.content = Content.__new__(Content)
     if members < 4 or not read_unsigned(cursor, &reply.request_id):
         raise _wrong("a reply is of no request")
-    read_content(cursor, reply.content, members - 2, max_tensors)
+    read_content(cursor, reply.content, members - 2, bounds)
     return reply
 
 
-cdef Done _read_done(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+cdef Done _read_done(Cursor* cursor, uint64_t members, Bounds bounds):
     cdef Done done = Done.__new__(Done)
     cdef uint64_t count, generation
     cdef uint64_t i
@@ -463,13 +569,13 @@ cdef Done _read_done(Cursor* cursor, uint64_t members, uint32_t max_tensors):
     done.released = tuple(released)
     if members > 3:
         done.content = Content.__new__(Content)
-        read_content(cursor, done.content, members - 3, max_tensors)
+        read_content(cursor, done.content, members - 3, bounds)
     elif cursor.at != cursor.end:
         raise _wrong("something follows it")
     return done
 
 
-cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors, bint from_engine):
+cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, Bounds bounds, bint from_engine):
     """Returns the message of a record that this module reads; None for one that it does not."""
     cdef Cursor cursor
     cdef uint64_t members, tag
@@ -479,11 +585,11 @@ cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max
         return None
     if from_engine:
         if tag == DONE:
-            return _read_done(&cursor, members, max_tensors)
+            return _read_done(&cursor, members, bounds)
         if tag == REPLY:
-            return _read_reply(&cursor, members, max_tensors)
+            return _read_reply(&cursor, members, bounds)
     elif tag == SUBMIT:
-        return _read_submit(&cursor, members, max_tensors)
+        return _read_submit(&cursor, members, bounds)
     return None
 
 
@@ -518,23 +624,23 @@ cdef int _read_released(Cursor* cursor, uint64_t* request_id, uint64_t* count) e
     return 0
 
 
-cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors):
+cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, Bounds bounds):
     """Returns the submission of a record; None if it is another message."""
     cdef Cursor cursor
     cdef uint64_t members, tag
     cursor.at = record
     cursor.end = record + nbytes
     if read_array(&cursor, &members) and members and read_unsigned(&cursor, &tag) and tag == SUBMIT:
-        return _read_submit(&cursor, members, max_tensors)
+        return _read_submit(&cursor, members, bounds)
     return None
 
 
-def read_record(record: bytes, max_tensors: int, *, from_engine: bool) -> object:
+def read_record(record: bytes, max_tensors: int, max_values: int = MAX_VALUES, *, from_engine: bool) -> object:
     """Reads a record of the hot path.
 
     Args:
         record: a copy that nobody else can change.
-        max_tensors: so many tensors may be in a payload.
+        max_tensors, max_values: so many tensors may be in a payload, and so much may its values count.
         from_engine: which of the two ends has written it.
 
     Returns:
@@ -543,4 +649,5 @@ def read_record(record: bytes, max_tensors: int, *, from_engine: bool) -> object
     Raises:
         RemoteProtocolError: it is not as this protocol has it.
     """
-    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), max_tensors, from_engine)
+    bounds = bounds_of(max_tensors, max_values)
+    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), bounds, from_engine)

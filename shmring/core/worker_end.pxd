@@ -8,7 +8,7 @@ from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport ContentRegions, PayloadDecoder
 from shmring.core.views cimport Owner
-from shmring.core.wire cimport Content
+from shmring.core.wire cimport Bounds, Content
 
 
 cdef struct Page:
@@ -57,7 +57,7 @@ cdef class WorkerEnd:
     cdef PayloadDecoder _shared_decoder
     cdef Packer _packer
     cdef type _message_type
-    cdef uint32_t _max_tensors
+    cdef Bounds _bounds
     cdef uint64_t _max_payload_nbytes
     cdef uint64_t _last_sequence    # of the last message that was taken from the ring
     cdef readonly Looking looking    # for messages, before it sleeps

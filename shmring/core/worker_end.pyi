@@ -52,6 +52,7 @@ class WorkerEnd:
         message_type: type[MessageEnd],
         *,
         max_tensors: int,
+        max_values: int,
         max_payload_nbytes: int,
     ) -> None: ...
     def close(self) -> None: ...

@@ -35,7 +35,7 @@ from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_a
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Owner, leave_owner
-from shmring.core.wire cimport Content, SlotNumbers, read_content, read_slot
+from shmring.core.wire cimport Content, SlotNumbers, bounds_of, read_content, read_slot
 
 from shmring.core.dropped import warn_of
 from shmring.core.message_ring import ENDED as _ENDED
@@ -226,7 +226,7 @@ cdef class WorkerEnd:
         shared_decoder: of a pair of a claim's payload and what goes beside it.
         packer: of replies.
         message_type: a subclass of :class:`MessageEnd`.
-        max_tensors: in a payload.
+        max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         max_payload_nbytes: of a payload.
 
     Attributes:
@@ -237,7 +237,7 @@ cdef class WorkerEnd:
     def __init__(
         self, RecordReader reader not None, RecordWriter writer not None, socket: int, Mapping mapping not None, Mapping page not None,
         PayloadDecoder decoder not None, PayloadDecoder shared_decoder not None, Packer packer not None, message_type, *,
-        max_tensors, max_payload_nbytes,
+        max_tensors, max_values, max_payload_nbytes,
     ) -> None:
         cdef int bell
         assert page.mapped.nbytes == PAGE_NBYTES
@@ -246,7 +246,7 @@ cdef class WorkerEnd:
         self.looking = Looking()
         self._decoder, self._shared_decoder, self._packer = decoder, shared_decoder, packer
         self._message_type = message_type
-        self._max_tensors, self._max_payload_nbytes = max_tensors, max_payload_nbytes
+        self._bounds, self._max_payload_nbytes = bounds_of(max_tensors, max_values), max_payload_nbytes
         bell = dup(socket)
         if bell < 0:
             PyErr_SetFromErrno(OSError)
@@ -357,7 +357,7 @@ cdef class WorkerEnd:
         if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != BROADCAST:
             return None
         if members < 7 or not read_unsigned(&cursor, &sequence) or not read_unsigned(&cursor, &stamp) or stamp >= WINDOW \
-                or not read_unsigned(&cursor, &flags) or not read_array(&cursor, &slots) or slots > self._max_tensors:
+                or not read_unsigned(&cursor, &flags) or not read_array(&cursor, &slots) or slots > self._bounds.tensors:
             raise RemoteProtocolError("a message to workers is not as this protocol has it")
         message = self._message_type.__new__(self._message_type)
         message.end, message.sequence = self, sequence
@@ -378,7 +378,7 @@ cdef class WorkerEnd:
             read_value(&cursor, &value)
             read_slot(&value, content.slot_numbers + i)
             content.slot_count += 1
-        read_content(&cursor, content, members - 5, self._max_tensors)
+        read_content(&cursor, content, members - 5, self._bounds)
         for i in range(content.slot_count):
             slot = content.slot_numbers + i
             if slot.offset + _HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
@@ -401,12 +401,12 @@ cdef class WorkerEnd:
         regions.owner = &message._acknowledgement.owner
         if content.payload_nbytes:
             slot = content.slot_numbers + content.slot_count - 1
-            content.take_payload(
+            content.check_payload(
                 PyBytes_FromStringAndSize(
                     mapping.at(slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
                     content.payload_nbytes,
                 ),
-                self._max_tensors,
+                self._bounds,
             )
         try:
             if not message.is_shared:

@@ -6,8 +6,10 @@ tensors on a GPU, numpy's scalars, and what can't travel, which is an error that
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,14 +23,17 @@ from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef, align, item_nbyt
 from shmring.core.payload import Packer, Part
 from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, borrowed
-from shmring.core.wire import DTYPES
+from shmring.core.wire import DTYPES, MAX_VALUES
 from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view
 
-__all__ = ["make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
+__all__ = ["children", "make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+#: Exact types that are their data and nothing else. Other subclasses may be several tensors, or know more than their numbers.
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def torch_dtype_name(dtype: torch.dtype) -> str:
@@ -53,18 +58,21 @@ def nbytes_for(*tensors: tuple[tuple[int, ...], torch.dtype]) -> int:
     return nbytes
 
 
-def make_packer(max_tensors: int, max_payload_nbytes: int) -> Packer:
+def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX_VALUES) -> Packer:
     """Returns what encodes payloads with torch tensors and numpy arrays in them.
 
     Args:
         max_tensors: the most tensors a payload may hold.
         max_payload_nbytes: of a payload, tensors apart.
+        max_values: what its values may count.
     """
     packer = Packer(
         max_tensors,
         max_payload_nbytes,
-        (torch.Tensor, torch.nn.Parameter),
+        max_values,
+        _TENSOR_TYPES,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        _tensor_memory(),
         torch.Tensor.is_neg,
         _describe,
         _copy_strided,
@@ -73,6 +81,29 @@ def make_packer(max_tensors: int, max_payload_nbytes: int) -> Packer:
         lambda payload, error: _explain(packer, payload, error),
     )
     return packer
+
+
+@functools.cache
+def _tensor_memory() -> tuple[int, int, int, int] | None:
+    """Returns what the packer needs to ask a tensor for its storage in some nanoseconds; None: this torch is made otherwise.
+
+    The functions are of torch's stable C interface. They take the address of the tensor that a tensor's object has in it; it
+    stands where the object's ``_cdata`` is found, which is that tensor's value.
+    """
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    names = ("storage_size", "storage_offset", "data_ptr")
+    functions = [getattr(torch_library, f"aoti_torch_get_{name}", None) for name in names]
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions if function is not None]
+    probes = [kind(torch.empty(1)) for kind in _TENSOR_TYPES]
+    places = [
+        place
+        for place in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p))
+        if all(ctypes.c_void_p.from_address(id(probe) + place).value == probe._cdata for probe in probes)
+    ]
+    if len(addresses) != len(names) or len(places) != 1:
+        return None
+    storage_nbytes, storage_offset, data_address = (address or 0 for address in addresses)
+    return storage_nbytes, storage_offset, data_address, places[0]
 
 
 def make_decoder(payload_type: Any = Any, *, writable: bool = False) -> PayloadDecoder:
@@ -149,6 +180,11 @@ def _describe(value: object) -> object:
 
 
 def _tensor_part(tensor: torch.Tensor) -> Part:
+    if type(tensor) not in _TENSOR_TYPES:
+        raise TypeError(
+            f"a {_full_name(type(tensor))} may be more than the numbers of one tensor; send the tensors that it is made of, "
+            "or tensor.as_subclass(torch.Tensor) if that is all there is"
+        )
     if tensor.is_quantized:
         raise TypeError(f"a quantized tensor ({tensor.dtype}) can't be sent; send its int_repr() and scale, or dequantize() it")
     if tensor.layout is not torch.strided:
@@ -157,15 +193,41 @@ def _tensor_part(tensor: torch.Tensor) -> Part:
         raise TypeError("a nested tensor can't be sent; send a list of tensors, or pad it")
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no content to send")
+    _check_memory(tensor)
+    shape = tuple(tensor.shape)
+    nbytes = math.prod(shape) * tensor.itemsize  # torch's own number overflows for what was expanded
+    if nbytes >= 1 << 63:
+        raise TypeError(f"a tensor of shape {shape} is larger than any memory")
     is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return Part(
         tensor,
         torch_dtype_name(tensor.dtype),
-        tuple(tensor.shape),
-        tensor.nbytes,
+        shape,
+        nbytes,
         address=tensor.data_ptr() if is_plain else 0,
         is_on_host=tensor.is_cpu,
     )
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    """Raises ``TypeError`` unless all of a tensor's bytes are there."""
+    try:
+        storage_nbytes, address = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+    except RuntimeError:  # of vmap, grad and the like
+        storage_nbytes = address = 0
+    else:
+        if not tensor.numel():
+            return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((extent - 1) * stride for extent, stride in steps)
+    nbytes = (last + 1) * tensor.itemsize
+    if storage_nbytes < nbytes:
+        raise TypeError(
+            f"its storage of {storage_nbytes} bytes is smaller than a tensor of shape {tuple(tensor.shape)} needs, {nbytes}; "
+            "it was freed, or stands for a tensor inside a transformation (vmap, grad)"
+        )
+    if not address:
+        raise TypeError("it has no memory of its own: it stands for a tensor inside a transformation (functionalize)")
 
 
 def _array_part(array: np.ndarray[Any, Any]) -> Part:
@@ -181,6 +243,8 @@ def _array_part(array: np.ndarray[Any, Any]) -> Part:
 def _copy_strided(part: Part, address: int) -> None:
     """Copies what is not contiguous host memory."""
     source = part.source
+    if isinstance(source, torch.Tensor):
+        _check_memory(source)  # it may have waited since it was packed
     dtype = source.dtype.str if isinstance(source, np.ndarray) else _DTYPE_NAMES[source.dtype]
     ref = TensorRef(0, 0, part.nbytes, dtype, tuple(source.shape))
     target = tensor_view(ref, borrowed(address, part.nbytes), writable=True)
@@ -194,7 +258,7 @@ def _explain(packer: Packer, payload: object, error: Exception, path: str = "pay
     """Descends to the innermost value that can't be encoded, and says why; only ever runs after a failure."""
     if isinstance(error, RecursionError):
         return TypeError(f"{path} is nested too deeply, or contains itself")
-    for step, child in _children(payload):
+    for step, child in children(payload):
         try:
             packer.encode(child)
         except RecursionError:
@@ -204,7 +268,8 @@ def _explain(packer: Packer, payload: object, error: Exception, path: str = "pay
     return TypeError(f"{path} can't be sent: {error}")
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def children(value: object) -> Iterator[tuple[str, object]]:
+    """Yields what a value of a payload has in it, each with its step of the path."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             plain = isinstance(key, str) and key.isidentifier()
@@ -225,4 +290,8 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 def _type_name(value: object) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the {type(value).__name__} {value.__qualname__}"
-    return f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+    return f"an object of type {_full_name(type(value))}"
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

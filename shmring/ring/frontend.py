@@ -42,6 +42,8 @@ from shmring.core.messages import (
     decode_frontend_message,
 )
 from shmring.core.printable import printable
+from shmring.core.received import decode_values
+from shmring.core.wire import check_count
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
@@ -130,7 +132,7 @@ class Frontend(FrontendEnd):
             case Find(token, key):
                 carry_out(book.find(client_id, token, key))
             case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                check_kept(payload, nbytes, is_copied, self._ring.config.max_tensors)
+                check_kept(payload, nbytes, is_copied, self._ring.config.max_tensors, self._ring.config.max_values)
                 slot = SlotRef(lease_id, offset, nbytes, generation)
                 carry_out(book.keep(client_id, token, key, slot, is_copied, payload))
             case Unpin(generations):
@@ -145,17 +147,24 @@ class Frontend(FrontendEnd):
     def _call(self, call: Call) -> None:
         if len(self._calls) >= self._ring.config.max_calls:
             raise RemoteProtocolError(f"more than max_calls ({self._ring.config.max_calls}) calls were made at a time")
-        task = self._ring.loop.create_task(self._answer_call(call))
+        try:  # here, and not in the task: what that takes counts toward this frontend's turn
+            arguments = decode_values(call.arguments, self._ring.config.max_values)
+        except (RemoteProtocolError, msgspec.MsgspecError) as error:
+            arguments = error
+        task = self._ring.loop.create_task(self._answer_call(call, arguments))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _answer_call(self, call: Call) -> None:
+    async def _answer_call(self, call: Call, arguments: Any) -> None:
         handlers, record_nbytes = self._ring.call_handlers, self._ring.record_nbytes
         try:
             handler = handlers.get(call.method)
             if handler is None:
                 raise LookupError(f"this engine has no method {call.method!r}; it has {sorted(handlers)}")
-            arguments = msgspec.msgpack.decode(call.arguments, type=list[Any])
+            if isinstance(arguments, Exception):
+                raise arguments
+            if not isinstance(arguments, list):
+                raise msgspec.ValidationError(f"the arguments of a call are an array, not {type(arguments).__name__}")
             encoded = msgspec.msgpack.encode(await handler(*arguments))
             capacity = record_nbytes - _CALL_RESULT_NBYTES
             if len(encoded) > capacity:
@@ -164,12 +173,13 @@ class Frontend(FrontendEnd):
                     needed=len(encoded),
                     capacity=capacity,
                 )
+            check_count("the result", encoded, self._ring.config.max_values)
             result = CallResult(call.call_id, encoded)
             with contextlib.suppress(PeerLostError):  # then it goes nowhere
                 await self.link.drain()
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
-            if not isinstance(error, LookupError | msgspec.MsgspecError):
+            if not isinstance(error, LookupError | RemoteProtocolError | msgspec.MsgspecError):
                 logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)
             result = CallResult(call.call_id, b"", self.describe(error))

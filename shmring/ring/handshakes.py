@@ -30,6 +30,9 @@ __all__ = ["Handshakes"]
 
 logger = logging.getLogger("shmring.ring")
 
+# Connections of one process that have ended, while something that they were lent may be in use: each costs a pidfd, a line in
+# the books and its leases. A client that is lost, and one that is closed while views live, leaves one behind; 16 are a fault.
+_MAX_GONE = 16
 _ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
 
 
@@ -130,10 +133,11 @@ class Handshakes:
 
     def _admit(self, peer: Peer, hello: Hello) -> None:
         """Makes a peer a frontend, and takes its pidfd over."""
-        if len(self._frontends) >= self._config.max_clients:
+        reason = self._why_not(peer)
+        if reason:
             os.close(peer.pidfd)
-            refuse(peer.socket, f"the engine has its max_clients ({self._config.max_clients}) frontends")
-            raise RemoteProtocolError("too many frontends")
+            refuse(peer.socket, reason)
+            raise RemoteProtocolError(reason)
         client_id = next(self._client_ids)
         # First of all, so that there is no moment at which it could die unnoticed.
         watch = ProcessWatch(self._ring.loop, peer.pidfd, lambda: frontend.died())
@@ -149,6 +153,22 @@ class Handshakes:
             frontend.connection_lost()
             raise
         logger.info("%s is connected", frontend)
+
+    def _why_not(self, peer: Peer) -> str:
+        """Says why a peer can't be a frontend; nothing if it can.
+
+        A connection that has ended is no frontend any more. What it was lent is kept until its process is dead, so it counts
+        for that process alone: nobody else has to wait until that ends.
+        """
+        if sum(frontend.connected for frontend in self._frontends.values()) >= self._config.max_clients:
+            return f"the engine has its max_clients ({self._config.max_clients}) frontends"
+        gone = sum(not frontend.connected and frontend.pid == peer.pid for frontend in self._frontends.values())
+        if gone < _MAX_GONE:
+            return ""
+        return (
+            f"process {peer.pid} has had {gone} connections that have ended, whose memory is kept until it ends, since it may "
+            "still use it: close clients after their slots and views, or start a new process"
+        )
 
     def _make_welcome(self, client_id: int, peer: Peer, hello: Hello, watch: ProcessWatch) -> Frontend:
         ring_nbytes = int(self._config.message_ring_nbytes)
@@ -188,6 +208,7 @@ class Handshakes:
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
             base_lease=base_lease,
             device_slab=next((device_claims.handle for device_claims in self._device_claims), None),
             kept_nbytes=self._ring.engine_end.book.kept.max_blocks * BLOCK_NBYTES,

@@ -48,7 +48,7 @@ class Replies:
         self._reserve_nbytes = geometry.reply_nbytes
         self._slab = slab
         self._copier = copier
-        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes))
+        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes), ring.config.max_values)
         self._inline_nbytes = int(ring.config.inline_nbytes)
         self._tickets = itertools.count(1)
         self._waiters: dict[int, asyncio.Future[ReplySlot]] = {}
@@ -128,6 +128,7 @@ class Replies:
         slot = self._book.acquire_reply(claim.client_id, nbytes)
         if slot is not None:
             return slot
+        self._ring.check_loop()
         ticket = next(self._tickets)
         future: asyncio.Future[ReplySlot] = self._ring.loop.create_future()
         self._book.queue_reply(claim.client_id, ticket, nbytes)

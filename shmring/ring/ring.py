@@ -45,6 +45,7 @@ from shmring.core.forks import Origin
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.message_ring import largest_record_nbytes
 from shmring.core.messages import (
+    SLOT_HEADER_NBYTES,
     Failed,
     FailureKind,
     LeaseRecall,
@@ -65,6 +66,7 @@ from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.driver import Driver
 from shmring.gpu.layout import NOTHING_GIVEN, Given
 from shmring.memory.copier import Copier
+from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
 from shmring.memory.views import Place
 from shmring.ring.claim import Claim
@@ -77,6 +79,7 @@ from shmring.ring.reserve import Reserved, reserve
 from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics
 from shmring.transport.endpoint import Listener, socket_path
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 
 __all__ = ["Ring"]
@@ -162,6 +165,7 @@ class Ring(EngineCalls):
             Claim,
             epoch=epoch,
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             debug=config.debug,
@@ -224,6 +228,7 @@ class Ring(EngineCalls):
 
     async def claim_in_turn(self) -> Claim:
         """For :meth:`claim`: a request has to be waited for."""
+        self.check_loop()
         while True:
             self.check_open()
             if not self._claimers and (claim := self.claim_now()) is not None:
@@ -247,7 +252,7 @@ class Ring(EngineCalls):
         """Claims the next request if there is one.
 
         Raises:
-            WouldBlock: none is waiting (or others wait for it).
+            WouldBlock: none is waiting, others wait for it, or so much was claimed that the loop is to have a turn before.
             ClosedError: the ring is closed.
         """
         self.check_open()
@@ -278,6 +283,7 @@ class Ring(EngineCalls):
         self._end.is_awaited = self._end.is_crowded = True
         try:
             await future
+            self._end.begin_turn()
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self.request_arrived()  # our turn came as we were cancelled: pass it on
@@ -288,13 +294,22 @@ class Ring(EngineCalls):
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
-        if not self._end.waiting_count:
+        if not self._end.waiting_count or self._end.is_turn_over:
             return
         for future in self._claimers:
             if not future.done():
                 future.set_result(None)
                 break
         self._end.is_awaited = False  # whom this wakes wakes the next
+
+    def let_others_run(self) -> None:
+        """For the end: so much was claimed that nothing more is until the loop has had a turn."""
+        self.loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        if not self._closed:
+            self._end.begin_turn()
+            self.request_arrived()
 
     def take_up_device(self, claim: Claim) -> Place:
         """For the end: a request has slots in device memory. Returns what makes their tensors."""
@@ -348,6 +363,7 @@ class Ring(EngineCalls):
             ClosedError: the ring is closed.
         """
         self.check_open()
+        self.check_loop()
         bound = asyncio.timeout(timeout)
         try:
             async with bound:
@@ -463,9 +479,8 @@ class Ring(EngineCalls):
 
     def log_drain(self, claim: Claim) -> None:
         """For the end, in debug mode: a claim is released while views of it live."""
-        tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in claim.submit.content.tensors)
-        where = "".join(traceback.format_stack(limit=8)[:-1])
-        logger.warning("request %d is left with living views of %s; left at\n%s", claim.request_id, tensors, where)
+        lent = lent_tensors(claim.submit.content, self._slab.address, SLOT_HEADER_NBYTES)
+        logger.warning("request %d is left with living views of its payload; it was %s", claim.request_id, report(lent))
 
     def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
         """For the end: slots are their frontend's again."""
@@ -554,6 +569,7 @@ class Ring(EngineCalls):
         """
         if self._closed or self._origin.forked:
             return  # a forked child must not touch its parent's sockets
+        self.check_loop()
         self._closed = True
         self._end.is_open = False
         try:
@@ -597,6 +613,11 @@ class Ring(EngineCalls):
         """Raises :class:`ClosedError` unless the ring may be used in this process."""
         if self._closed or self._origin.forked:
             raise self.closed_error()
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop than the ring's; :class:`ClosedError` in a forked child."""
+        self.check_process()
+        check_loop(self.loop, f"this ring {self.name!r}")
 
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""

@@ -158,13 +158,14 @@ class Workers:
             self,
             end,
             self.book,
-            make_packer(config.max_tensors, int(config.max_payload_nbytes)),
+            make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values),
             make_decoder(),
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
             record_nbytes=record_nbytes,
             at_once_nbytes=int(config.copy_offload_nbytes),
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
@@ -240,6 +241,7 @@ class Workers:
 
     async def _send(self, parcel: Parcel) -> None:
         try:
+            self.check_loop()
             await self._take_turn()
             try:
                 while not self.end.take_memory(parcel):
@@ -360,6 +362,10 @@ class Workers:
         """For the end: why nothing is sent."""
         return self.ring.closed_error()
 
+    def check_loop(self) -> None:
+        """For the end: raises LocalProtocolError in another loop than the ring's."""
+        self.ring.check_loop()
+
     def _check_open(self) -> None:
         if not self.end.is_open:
             raise self.closed()
@@ -475,6 +481,7 @@ class Workers:
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             max_tensors=config.max_tensors,
+            max_values=config.max_values,
         )
 
     # -- workers go ----------------------------------------------------------------------------------------------------

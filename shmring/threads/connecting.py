@@ -55,6 +55,7 @@ def connect(
     Raises:
         EngineDeadError: no engine of that name (none of these names) answers within ``connect_timeout_s``.
         RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as :func:`shmring.connect`.
+        LocalProtocolError: threads are greenlets here (gevent), and a call would never return.
     """
     settled = configured(ClientConfig, config, overrides)
     if isinstance(name, str):

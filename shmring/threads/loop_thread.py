@@ -29,6 +29,7 @@ import uvloop
 
 from shmring.core.forks import Origin
 from shmring.errors import ClosedError, LocalProtocolError
+from shmring.threads.greenlets import check_threads
 
 __all__ = ["LoopCall", "LoopThread", "within"]
 
@@ -198,9 +199,13 @@ class LoopThread:
     Args:
         what: the end, for messages: ``ring 'vision'``.
         make: makes it, in the loop.
+
+    Raises:
+        LocalProtocolError: threads are greenlets here.
     """
 
     def __init__(self, what: str, make: Callable[[], Awaitable[_End]]) -> None:
+        check_threads()
         self._what = what
         self._make = make
         self._origin = Origin()

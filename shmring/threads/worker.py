@@ -39,6 +39,7 @@ from shmring.errors import (
     WouldBlock,
     fresh,
 )
+from shmring.threads.greenlets import check_threads
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
@@ -429,7 +430,9 @@ def join(
     Raises:
         EngineDeadError, RankTakenError, RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as
             :func:`shmring.join`.
+        LocalProtocolError: threads are greenlets here (gevent).
     """
+    check_threads()
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
         raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
     settled = configured(WorkerConfig, config, overrides)

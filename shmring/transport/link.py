@@ -36,6 +36,7 @@ from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
 
 __all__ = ["Link", "LinkOwner"]
@@ -217,6 +218,7 @@ class Link:
         if not self._drained % _DRAINED_IN_TURN:
             await asyncio.sleep(0)
         while not self._writable.is_set():
+            check_loop(self._loop, "this end of a ring")
             await self._writable.wait()
         if self.lost:
             raise PeerLostError("the connection has ended")

@@ -47,6 +47,7 @@ class Joined:
     incoming: RingMemory
     outgoing: RingMemory
     max_tensors: int
+    max_values: int
     max_payload_nbytes: int
 
     def make_end(
@@ -59,7 +60,7 @@ class Joined:
             OSError: there are no descriptors left.
         """
         decoder: PayloadDecoder = make_decoder(payload_type)
-        packer: Packer = make_packer(self.max_tensors, self.max_payload_nbytes)
+        packer: Packer = make_packer(self.max_tensors, self.max_payload_nbytes, self.max_values)
         end = WorkerEnd(
             reader,
             writer,
@@ -71,6 +72,7 @@ class Joined:
             packer,
             message_type,
             max_tensors=self.max_tensors,
+            max_values=self.max_values,
             max_payload_nbytes=self.max_payload_nbytes,
         )
         end.shell = shell
@@ -142,6 +144,7 @@ def _map(engine: JoinedEngine, prefault: bool) -> Joined:
             incoming,
             outgoing,
             welcome.max_tensors,
+            welcome.max_values,
             welcome.max_payload_nbytes,
         )
     except BaseException:

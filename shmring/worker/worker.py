@@ -23,6 +23,7 @@ from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
+from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
@@ -152,6 +153,7 @@ class Worker:
         return message
 
     async def _record_came(self) -> None:
+        self._check_loop()
         future: asyncio.Future[None] = self._loop.create_future()
         self._receivers.append(future)
         try:
@@ -284,6 +286,10 @@ class Worker:
         if self._reason is not None:
             raise fresh(self._reason)
 
+    def _check_loop(self) -> None:
+        self.check_process()  # a forked child has another loop, too
+        check_loop(self._loop, f"worker {self.rank} of engine {self.name!r}")
+
     def check_process(self) -> None:
         """For messages: raises ClosedError in a forked child."""
         if self._origin.forked:
@@ -295,6 +301,7 @@ class Worker:
         """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
         if self._origin.forked or self._is_closed:
             return
+        self._check_loop()
         self._is_closed = True
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()

@@ -98,6 +98,7 @@ ENGINE_MESSAGES: list[EngineMessage] = [
         8192,
         1 << 24,
         32,
+        1 << 19,
         GRANT,
         DeviceHandle("GPU-a", bytes(64), 1 << 21),
         1 << 28,
@@ -109,7 +110,7 @@ ENGINE_MESSAGES: list[EngineMessage] = [
     Refused("full"),
     Found(1, 2**40 + 1, 4096, 100, False, b"\xc0"),
     NotKept(1, "absent"),
-    WorkerWelcome(1, 7, 1 << 30, 1 << 29, 1 << 28, 1 << 18, 8192, 1 << 24, 32),
+    WorkerWelcome(1, 7, 1 << 30, 1 << 29, 1 << 28, 1 << 18, 8192, 1 << 24, 32, 1 << 19),
     RankTaken(3, 4711),
 ]
 WORKER_MESSAGES: list[WorkerMessage] = [
@@ -338,11 +339,12 @@ GOLDEN: list[tuple[FrontendMessage | EngineMessage | WorkerMessage, str]] = [
             inline_nbytes=0x3B,
             max_payload_nbytes=0x3C,
             max_tensors=0x3D,
+            max_values=0x3F,
             base_lease=LeaseGrant(token=0x41, lease_id=0x42, offset=0x43, nbytes=0x44),
             device_slab=DeviceHandle(uuid="GPU", memory=HANDLE, nbytes=0x45),
             kept_nbytes=0x3E,
         ),
-        f"dc0012 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d"
+        f"dc0013 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d 3f"
         f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e",
     ),
     (
@@ -369,8 +371,9 @@ GOLDEN: list[tuple[FrontendMessage | EngineMessage | WorkerMessage, str]] = [
             inline_nbytes=0x36,
             max_payload_nbytes=0x37,
             max_tensors=0x38,
+            max_values=0x39,
         ),
-        f"9a 79 31 {LARGEST_HEX} 32 33 34 35 36 37 38",
+        f"9b 79 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39",
     ),
     (RankTaken(rank=0x31, pid=0x32), "93 7a 31 32"),
 ]

@@ -61,6 +61,7 @@ class Ends:
             ClaimEnd,
             epoch=1,
             max_tensors=4,
+            max_values=1024,
             inline_nbytes=1 << 14,
             max_payload_nbytes=1 << 16,
             debug=False,

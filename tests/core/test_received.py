@@ -21,7 +21,7 @@ from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.core.payload import write_submit
-from shmring.core.received import decode_content
+from shmring.core.received import decode_content, decode_values
 from shmring.core.views import Regions
 from shmring.core.wire import Content, Submit, read_record
 from shmring.errors import RemoteProtocolError
@@ -205,6 +205,58 @@ def test_decoding_again_puts_tensors_somewhere_else(slab: Mapping, regions: Regi
     )
     assert payload[0] == "placed"
     assert payload[1].tolist() == [0, 1]
+
+
+# -- the collector of garbage ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """Of which generation each collection was that has begun."""
+    begun: list[int] = []
+
+    def note(phase: str, details: dict[str, int]) -> None:
+        if phase == "start":
+            begun.append(details["generation"])
+
+    gc.callbacks.append(note)
+    yield begun
+    gc.callbacks.remove(note)
+    gc.enable()
+
+
+class _Listed(msgspec.Struct):
+    values: list[list[int]]
+
+
+@pytest.mark.parametrize("payload_type", [Any, _Listed])
+def test_the_collector_is_paused_while_much_is_decoded(
+    payload_type: Any, slab: Mapping, regions: Regions, collections: list[int]
+) -> None:
+    content, decoder = sent({"values": [[]] * 20_000}, slab), make_decoder(payload_type)
+    collections.clear()
+    _payload, _ = decode_content(decoder, content, CLIENT_ID, regions, slab)
+    assert len(collections) <= 1, "one looks at what is new, when the collector goes on"
+    assert gc.isenabled()
+    gc.disable()
+    decode_content(decoder, content, CLIENT_ID, regions, slab)
+    assert not gc.isenabled(), "who has disabled it wants that"
+    gc.enable()
+    wrong = sent({"values": [[]] * 20_000 + [7]}, slab)
+    if payload_type is _Listed:
+        with pytest.raises(msgspec.ValidationError):
+            decode_content(decoder, wrong, CLIENT_ID, regions, slab)
+    assert gc.isenabled()
+
+
+def test_arguments_are_decoded_without_the_collector(collections: list[int]) -> None:
+    encoded = msgspec.msgpack.encode([[]] * 20_000)
+    collections.clear()
+    assert decode_values(encoded, 80_004) == [[]] * 20_000
+    assert len(collections) <= 2, "one each of what is decoded, and of what it is compared with"
+    with pytest.raises(RemoteProtocolError, match="max_values"):
+        decode_values(encoded, 80_003)
+    assert gc.isenabled()
 
 
 # -- one tensor, named many times ----------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from shmring.errors import RemoteProtocolError
 WELCOME = Welcome(
     version=PROTOCOL_VERSION, epoch=2**64 - 1, client_id=1, slab_nbytes=16 * 4096, block_nbytes=4096, leasable_nbytes=12 * 4096,
     max_inflight=1, max_calls=1, max_leases=1, message_ring_nbytes=1 << 16, max_record_nbytes=1 << 14, inline_nbytes=1 << 13,
-    max_payload_nbytes=1, max_tensors=1, base_lease=None,
+    max_payload_nbytes=1, max_tensors=1, max_values=1, base_lease=None,
 )  # fmt: skip
-WORKER_WELCOME = WorkerWelcome(PROTOCOL_VERSION, 7, 16 * 4096, 12 * 4096, 4096, 1 << 16, 1024, 1 << 16, 1)
+WORKER_WELCOME = WorkerWelcome(PROTOCOL_VERSION, 7, 16 * 4096, 12 * 4096, 4096, 1 << 16, 1024, 1 << 16, 1, 1)
 
 
 def test_the_least_that_an_engine_can_have_is_taken() -> None:
@@ -44,6 +44,8 @@ def test_the_least_that_an_engine_can_have_is_taken() -> None:
         ("max_leases", 0),
         ("max_tensors", 0),
         ("max_tensors", 2**32),
+        ("max_values", 0),
+        ("max_values", 2**32),
         ("message_ring_nbytes", 0),
         ("message_ring_nbytes", 1 << 17),
         ("max_record_nbytes", (1 << 14) + 1),
@@ -69,6 +71,8 @@ def test_what_no_engine_has_is_refused(field: str, value: object) -> None:
         ("broadcast_nbytes", 2**62),
         ("max_tensors", 0),
         ("max_tensors", 2**40),
+        ("max_values", 0),
+        ("max_values", 2**32),
     ],
 )
 def test_what_no_engine_has_is_refused_by_workers_too(field: str, value: int) -> None:

@@ -20,7 +20,7 @@ from shmring.core.held_slots import HeldSlots
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import LeaseGrant, SlotRef, TensorRef
 from shmring.core.payload import Packed, write_done, write_reply, write_submit
-from shmring.core.wire import DTYPES, MAX_DEPTH, Content, Done, Reply, Submit, check_payload, read_record
+from shmring.core.wire import DTYPES, MAX_DEPTH, Content, Done, Reply, Submit, check_count, check_payload, read_record
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 from tests.records import content_of, slot_extension, submit_of, tensor_extension
@@ -253,6 +253,51 @@ def test_more_tensors_or_slots_than_agreed() -> None:
     refused(submit_of([tensor_extension()] * 5), "max_tensors", max_tensors=4)
     refused(submit_of(1, None, (slot_extension(),) * 5), "max_tensors", max_tensors=4)
     assert len(read_submit(submit_of([tensor_extension()] * 5)).content.tensors) == 5
+
+
+@pytest.mark.parametrize(
+    ("payload", "count"),
+    [
+        (None, 1),
+        (True, 1),
+        (7, 1),
+        (-7, 1),
+        (2**63, 1),
+        (1.5, 1),
+        ("", 4),
+        ("sixteen letters.", 4),
+        ("a" * 1000, 4),
+        ("\xe4" * 8, 4),  # 16 bytes
+        ("\xe4" * 12, 4 + 3),
+        ("a" * 1000 + "\xe4", 4 + 125),
+        ("\xe4" + "a" * 1000, 4 + 125),
+        (b"", 4),
+        (b"\xff" * 1000, 4),
+        ([], 4),
+        ({}, 4),
+        ([[], {}, 0], 4 + 4 + 4 + 1),
+        ({"a": 1, "b": [2, 3]}, 4 + 2 * 4 + 1 + 4 + 2),
+        ({1: 2}, 4 + 2),
+        (dict.fromkeys(range(127), "x"), 4 + 127 * 5),
+        (dict.fromkeys(range(128), "x"), 4 + 128 * (5 + 1)),
+        (dict.fromkeys(range(1280), "x"), 4 + 1280 * (5 + 10)),
+        ([dict.fromkeys(range(128), "x"), 1, {"a": 1}, 2], 4 + 4 + 128 * 6 + 1 + 9 + 1),
+        (Ext(5, b"x"), 8),
+        ([tensor_extension()] * 3, 4 + 3 * 8),
+    ],
+)
+def test_what_values_count(payload: object, count: int) -> None:
+    encoded = msgspec.msgpack.encode(payload)
+    submit = submit_of(msgspec.Raw(encoded))
+    assert read_submit(submit).content.value_count == count
+    assert read_record(submit, MAX_TENSORS, count, from_engine=False)
+    for record, from_engine in ((submit, False), (msgspec.msgpack.encode([103, 7, bytes(12), msgspec.Raw(encoded)]), True)):
+        with pytest.raises(RemoteProtocolError, match=rf"count more than max_values \({count - 1}\)"):
+            read_record(record, MAX_TENSORS, count - 1, from_engine=from_engine)
+    check_count("it", encoded, count)
+    with pytest.raises(CapacityError, match="max_values") as caught:
+        check_count("it", encoded, count - 1)
+    assert (caught.value.needed, caught.value.capacity) == (count, count - 1)
 
 
 @pytest.mark.parametrize("container", [b"\x91", b"\xdc\x00\x01", b"\xdd\x00\x00\x00\x01", b"\x81\xc0", b"\xde\x00\x01\xc0"])

@@ -48,6 +48,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerEnd, mmap.mmap,
         make_packer(16, 1 << 16),
         MessageEnd,
         max_tensors=16,
+        max_values=1024,
         max_payload_nbytes=1 << 16,
     )
     os.close(fd)

@@ -73,6 +73,7 @@ _RING_NBYTES = 16 << 10
 _INLINE_NBYTES = 1024
 _BROADCAST = 120  # the tag of a message to workers
 _MAX_TENSORS = 16
+_MAX_VALUES = 1 << 12
 _KEYS = [bytes([number]) * 32 for number in range(3)]
 _READ_ONLY = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10 | fcntl.F_SEAL_SEAL  # 0x10: against future writing
 
@@ -337,6 +338,7 @@ def _welcome() -> Welcome:
         inline_nbytes=_INLINE_NBYTES,
         max_payload_nbytes=1 << 16,
         max_tensors=_MAX_TENSORS,
+        max_values=_MAX_VALUES,
         base_lease=LeaseGrant(0, 1, BLOCK_NBYTES, 3 * BLOCK_NBYTES),
         device_slab=None,
         kept_nbytes=4 * BLOCK_NBYTES,
@@ -354,6 +356,7 @@ def _worker_welcome() -> WorkerWelcome:
         inline_nbytes=_INLINE_NBYTES,
         max_payload_nbytes=1 << 16,
         max_tensors=_MAX_TENSORS,
+        max_values=_MAX_VALUES,
     )
 
 

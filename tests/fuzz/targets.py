@@ -73,6 +73,7 @@ from tests.model.pairs import PairedEngineBook
 __all__ = ["SEEDS", "TARGETS"]
 
 _MAX_TENSORS = 16
+_MAX_VALUES = 1 << 12
 _MAX_PAYLOAD_NBYTES = 1 << 16
 _INLINE_NBYTES = 1 << 10
 _SLAB_NBYTES = 1 << 20
@@ -118,7 +119,7 @@ def records(data: bytes) -> None:
     """Bytes are a submission, a reply or an end whose tensors all lie in its regions, or another message, or are refused."""
     for from_engine in (False, True):
         with contextlib.suppress(RemoteProtocolError):
-            message = read_record(data, _MAX_TENSORS, from_engine=from_engine)
+            message = read_record(data, _MAX_TENSORS, _MAX_VALUES, from_engine=from_engine)
             content = message.content if isinstance(message, Submit | Reply | Done) else None
             if content is not None:
                 _check_content(content, data)
@@ -130,12 +131,15 @@ def _check_content(content: Content, record: bytes) -> None:
         assert not content.payload
         assert content.payload_offset + content.payload_nbytes <= content.slots[-1].nbytes
         with contextlib.suppress(RemoteProtocolError):
-            content.take_payload(record[-content.payload_nbytes :], _MAX_TENSORS)  # any bytes: what lies in a slot is anybody's
+            content.take_payload(
+                record[-content.payload_nbytes :], _MAX_TENSORS, _MAX_VALUES
+            )  # any bytes: what lies in a slot is anybody's
     else:
         # What msgspec takes for the record's last member is the payload.
         assert bytes(msgspec.msgpack.decode(record, type=list[msgspec.Raw])[-1]) == content.payload
     if content.payload:
         assert check_payload(content.payload, _MAX_TENSORS) == content.tensor_count == len(content.tensors)
+        assert 8 * content.tensor_count <= content.value_count <= _MAX_VALUES
     for tensor in content.tensors:
         region_nbytes = content.slots[tensor.region - 1].nbytes if tensor.region else len(content.inline)
         assert not tensor.nbytes or tensor.offset + tensor.nbytes <= region_nbytes
@@ -247,6 +251,7 @@ class _Engine:
             _Claim,
             epoch=1,
             max_tensors=_MAX_TENSORS,
+            max_values=_MAX_VALUES,
             inline_nbytes=_INLINE_NBYTES,
             max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
             debug=False,
@@ -279,7 +284,7 @@ class _Engine:
             case Find(token, key):
                 self.carry_out(self.book.find(client_id, token, key))
             case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                check_kept(payload, nbytes, is_copied, _MAX_TENSORS)
+                check_kept(payload, nbytes, is_copied, _MAX_TENSORS, _MAX_VALUES)
                 slot = SlotRef(lease_id, offset, nbytes, generation)
                 self.carry_out(self.book.keep(client_id, token, key, slot, is_copied, payload))
             case Unpin(generations):
@@ -340,6 +345,10 @@ class _Engine:
 
     def request_arrived(self) -> None:
         """Nobody waits for one."""
+
+    def let_others_run(self) -> None:
+        """There is no loop, whose next turn begins at once."""
+        self.end.begin_turn()
 
     def send_release(self, frontend: _Frontend, generations: Sequence[int]) -> None:
         """Nobody listens."""
@@ -457,6 +466,7 @@ class _FanOut:
             record_nbytes=largest_record_nbytes(_WORKER_RING_NBYTES),
             at_once_nbytes=1 << 20,
             max_tensors=_MAX_TENSORS,
+            max_values=_MAX_VALUES,
         )
         self.end.reserve(self.memory)
         self.pages: list[bytearray] = []
@@ -758,6 +768,7 @@ def worker_records(data: bytes) -> None:
         _PACKER,
         MessageEnd,
         max_tensors=_MAX_TENSORS,
+        max_values=_MAX_VALUES,
         max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
     )
     end.shell = _WorkersShell()

@@ -575,6 +575,29 @@ def test_a_payload_that_is_larger_than_agreed_upon_is_an_error_that_says_so() ->
     make_packer(64, 5003).pack("x" * 5000, 1024, 65536)
 
 
+@dataclasses.dataclass
+class Foreign:
+    values: list[int]
+
+
+@pytest.mark.parametrize(
+    ("fits", "more"),
+    [
+        ([0] * 1020, [0] * 1021),
+        ([[]] * 255, [[]] * 256),
+        ("\xe4" * 4083, "\xe4" * 4084),
+        (Foreign([0] * 1008), Foreign([0] * 1013)),
+        (dict.fromkeys(range(160), "x"), dict.fromkeys(range(256), "x")),
+    ],
+)
+def test_a_payload_that_counts_more_than_agreed_upon_is_an_error_that_says_so(fits: object, more: object) -> None:
+    packer = make_packer(64, LARGEST_PAYLOAD_NBYTES, 1024)
+    packer.pack(fits, 1024, LARGEST_RECORD_NBYTES)
+    with pytest.raises(CapacityError, match="max_values is 1024") as caught:
+        packer.pack(more, 1024, LARGEST_RECORD_NBYTES)
+    assert caught.value.needed > caught.value.capacity == 1024
+
+
 def test_a_message_that_names_too_many_slots_is_an_error_that_says_so() -> None:
     memory = np.zeros((100, 64), np.uint8)
     held = HeldSlots()

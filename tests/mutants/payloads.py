@@ -63,7 +63,7 @@ FAULTS = (
         ),
         (
             "a tensor that is not contiguous is sent as it lies",
-            "described.strides[i] != stride and described.shape[i] > 1",
+            "step != stride and described.shape[i] > 1",
             "False",
             "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
         ),
@@ -75,8 +75,8 @@ FAULTS = (
         ),
         (
             "as many tensors as are accepted are refused",
-            "if count > self._max_tensors",
-            "if count >= self._max_tensors",
+            "if count > self._bounds.tensors",
+            "if count >= self._bounds.tensors",
             "tests/memory/test_payload.py::test_too_many_tensors_are_a_capacity_error",
         ),
     ),
@@ -177,8 +177,8 @@ FAULTS = (
         ),
         (
             "as many tensors as may be are refused",
-            "if tensors[0] > max_tensors",
-            "if tensors[0] >= max_tensors",
+            "if found.tensors > bounds.tensors",
+            "if found.tensors >= bounds.tensors",
             "tests/core/test_messages.py::test_too_many_tensors_or_slots_are_refused",
         ),
         (

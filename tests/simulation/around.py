@@ -15,10 +15,12 @@ from typing import Any
 from shmring.cancellation import uninterrupted
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage
 from shmring.core.payload import Packed
 from shmring.errors import PeerLostError, RemoteProtocolError
 from shmring.memory.copier import Copier
+from tests.simulation.midst import Midst
 from tests.simulation.scenario import Violation
 from tests.simulation.wire import Wire
 
@@ -45,20 +47,21 @@ class Connected:
     Attributes:
         wire: of which it is an end.
         is_engines: whether it is the engine's.
+        midst: of the calls in which somebody looks for what has come.
     """
 
     wire: Wire
     is_engines: bool
+    midst: Midst
 
 
 class End:
     """One end of a connection: what :class:`shmring.transport.link.Link` is to its owner.
 
-    One record is delivered when the simulation says so. Room for more is there, and is said to be, when the other end has taken
-    a record.
+    One record is delivered when the simulation says so, or when a call looks and is to find some. Room for more is there, and
+    is said to be, when the other end has taken a record.
     """
 
-    reader = None
     bells = 0
 
     def __init__(
@@ -73,6 +76,8 @@ class End:
     ) -> None:
         wire = connected.wire
         self.lost = False
+        self.reader = _always_news()
+        self._midst = connected.midst
         self._owner = owner
         self._loop: Any = asyncio.get_running_loop()
         self._outgoing, self._incoming = wire.towards_frontend, wire.towards_engine
@@ -133,7 +138,11 @@ class End:
     # -- receiving -----------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Nothing comes but when the simulation says so."""
+        """Somebody looks for what has come."""
+        for _ in range(self._midst.look(len(self._incoming.records))):
+            if self.lost:
+                break
+            self.deliver()
 
     def deliver(self) -> None:
         """One record is read."""
@@ -163,6 +172,13 @@ class End:
             self._loop.call_soon(self._owner.connection_lost)
 
     abort = close
+
+
+def _always_news() -> RecordReader:
+    """Returns the reader of a ring in which there is something, and which is asleep: who looks there has the end polled."""
+    memory = bytearray(ring_nbytes(64))
+    RecordWriter(memory, -1).write(b"")
+    return RecordReader(memory, -1)
 
 
 class Watch:

@@ -8,6 +8,7 @@ yet, or gone with views of a request's slots still alive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -21,7 +22,7 @@ from shmring.config import RingConfig
 from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import PROTOCOL_VERSION, Hello, SlotRef, Welcome
-from shmring.errors import AbortedError, PeerLostError, RemoteProtocolError
+from shmring.errors import AbortedError, LocalProtocolError, PeerLostError, RemoteProtocolError, WouldBlock
 from shmring.memory.slab import Slab
 from shmring.ring import frontend as frontend_module
 from shmring.ring import handshakes as handshakes_module
@@ -34,22 +35,26 @@ from tests.simulation.around import Connected, CopyingThreads, End, Watch, stand
 from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
 from tests.simulation.loop import SimulatedLoop, came_to, local_of, require_obeyed
+from tests.simulation.midst import Midst
 from tests.simulation.payloads import (
     INLINE_NBYTES,
     MAX_PAYLOAD_NBYTES,
     MAX_TENSORS,
+    MAX_VALUES,
+    arrays_of,
     content_nbytes,
     offload_nbytes,
     payload_of,
     require_intact,
 )
-from tests.simulation.scenario import Action, Kind, Scenario, require
+from tests.simulation.scenario import Action, Inside, Kind, Moment, Scenario, Sending, require
 from tests.simulation.wire import Wire, open_slab
 
 __all__ = ["Engine", "Handling"]
 
 _RING_NBYTES = 1 << 14
 _ENDINGS = (Kind.FINISH, Kind.FAIL, Kind.TIME_OUT)
+_PACKING = frozenset({Kind.REPLY, Kind.REPLY_NOW, Kind.BROADCAST, Kind.SHARE})  # they run a caller's code
 
 
 @functools.cache
@@ -64,6 +69,7 @@ def ring_config(scenario: Scenario) -> RingConfig:
         max_inflight=scenario.max_inflight,
         max_leases=scenario.max_leases,
         max_tensors=MAX_TENSORS,
+        max_values=MAX_VALUES,
         max_payload_nbytes=MAX_PAYLOAD_NBYTES,
         inline_nbytes=INLINE_NBYTES,
         message_ring_nbytes=_RING_NBYTES,
@@ -95,6 +101,7 @@ class Handling:
         replying: the task that sends one.
         is_last: whether that ends the request.
         is_released: whether it has released its slots.
+        is_left: whether it was left by code of a reply that is still being sent.
     """
 
     claim: Claim
@@ -103,6 +110,7 @@ class Handling:
     replying: asyncio.Task[Any] | None = None
     is_last: bool = False
     is_released: bool = False
+    is_left: bool = False
 
     @property
     def client_id(self) -> int:
@@ -146,8 +154,9 @@ class Engine:
         draining: what views and workers read of claims that were released.
     """
 
-    def __init__(self, scenario: Scenario, epoch: int, kind: Books) -> None:
+    def __init__(self, scenario: Scenario, epoch: int, kind: Books, midst: Midst) -> None:
         self.scenario = scenario
+        self.midst = midst
         self.epoch = epoch
         self.loop = SimulatedLoop()
         self.slab_fd, self.slab = open_slab(scenario.geometry.slab_nbytes)
@@ -210,7 +219,7 @@ class Engine:
 
     def _shake_hands(self, wire: Wire, send_welcome: Any) -> None:
         hello = Hello(PROTOCOL_VERSION, self.scenario.base_blocks * BLOCK_NBYTES, "")
-        peer = SimpleNamespace(pid=0, hello=hello, socket=Connected(wire, True), pidfd=-1)
+        peer = SimpleNamespace(pid=0, hello=hello, socket=Connected(wire, True, self.midst), pidfd=-1)
         with (
             self.loop.running(),
             standing_on(frontend_module, Link=End),
@@ -268,22 +277,33 @@ class Engine:
 
     def hear(self, client_id: int) -> None:
         """Reads one record of a frontend."""
-        client = self.clients[client_id]
-        record, errors = client.wire.to_engine[0], self.ring._counters.protocol_errors
-        with self.loop.running():
-            cast(End, client.frontend.link).deliver()
-        is_accused = self.ring._counters.protocol_errors > errors
-        require(is_accused or record is not client.wire.forged, "a forged message was accepted")
-        require(not is_accused or record is client.wire.forged, "an honest frontend is accused")
+        with self._judging(), self.loop.running():
+            cast(End, self.clients[client_id].frontend.link).deliver()
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Records are read: those that were forged are refused, and no others."""
+        errors = self.ring._counters.protocol_errors
+        forging = [client.wire for client in self.clients.values() if client.wire.holds_forged]
+        yield
+        accused = self.ring._counters.protocol_errors - errors
+        taken = sum(not wire.holds_forged for wire in forging)
+        require(accused >= taken, "a forged message was accepted")
+        require(accused <= taken, "an honest frontend is accused")
 
     # -- handlers ------------------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """A handler takes up the request that has waited longest."""
-        expected = next(iter(self.end.waiting))
-        with self.loop.running():
-            claim = self.ring.claim_nowait()
-        require((claim.client_id, claim.request_id) == expected, "a request was overtaken, or can't be taken up")
+        """A handler takes up the request that has waited longest; where none waits it looks, and may find none."""
+        expected = next(iter(self.end.waiting), None)
+        try:
+            with self._judging(), self.loop.running():
+                claim = self.ring.claim_nowait()
+        except WouldBlock:
+            require(expected is None, "a request can't be taken up")
+            return
+        came = claim.client_id, claim.request_id
+        require(expected in (None, came), "a request was overtaken")
         require_intact(claim.payload, claim.payload[0])
         self.claims.append(Handling(claim, claim.payload[0]))
 
@@ -300,7 +320,7 @@ class Engine:
         if handling.claim.released:
             return
         require_intact(handling.claim.payload, handling.number)
-        _, *arrays = handling.claim.payload
+        arrays = arrays_of(handling.claim.payload)
         for position, slot in enumerate(handling.slots):
             if viewed >> position & 1:
                 self.draining.append(Draining(handling.client_id, slot, arrays[position]))
@@ -335,12 +355,32 @@ class Engine:
     def reply(self, index: int, blocks: int, is_last: int) -> None:
         """A handler replies: in the record, or in a slot that it may have to wait for."""
         handling = self.claims[index]
-        handling.replies += 1
         handling.is_last = bool(is_last)
-        arrays = [np.zeros(content_nbytes(blocks), np.uint8)] if blocks else []
-        payload = payload_of(arrays, handling.number)
+        payload = self._answer(handling, blocks)
         answer = handling.claim.done(payload) if is_last else handling.claim.reply(payload)
         handling.replying = self.loop.begin(cast(Coroutine[Any, Any, Any], answer))
+        if handling not in self.claims:
+            handling.is_left = True
+            self.claims.append(handling)  # until its task has returned
+
+    def reply_now(self, index: int, blocks: int) -> None:
+        """A handler replies if nothing has to be waited for."""
+        handling = self.claims[index]
+        payload = self._answer(handling, blocks)
+        try:
+            with self.loop.running():
+                handling.claim.reply_nowait(payload)
+        except WouldBlock:
+            return
+        except (AbortedError, LocalProtocolError):
+            require(handling.claim.ended, "a claim that goes on can't be answered")
+            return
+        require(not handling.claim.ended, "a claim was answered that had ended")
+
+    def _answer(self, handling: Handling, blocks: int) -> list[Any]:
+        handling.replies += 1
+        arrays = [np.zeros(content_nbytes(blocks), np.uint8)] if blocks else []
+        return payload_of(arrays, handling.number, self.midst.code)
 
     def cancel_reply(self, index: int) -> None:
         """A handler is cancelled while it waits or copies."""
@@ -360,13 +400,19 @@ class Engine:
             assert handling.replying is not None
             task, handling.replying = handling.replying, None
             require_obeyed(task, "handler")
+            if handling.is_left:
+                self.claims.remove(handling)
             if task.cancelled():
                 continue
             error = task.exception()
             if isinstance(error, AbortedError):
                 require(handling.claim.aborted, "a request was aborted that nobody has aborted")
+            elif isinstance(error, LocalProtocolError):
+                require(handling.is_left, "a claim that goes on can't be answered")
             elif error is not None:
                 raise error
+            elif handling.is_left:
+                require(False, "a claim was answered that had ended")
             elif handling.is_last:
                 self.claims.remove(handling)
                 self._keep_shared(handling)
@@ -417,7 +463,26 @@ class Engine:
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
     def enabled(self) -> Iterator[Action]:
-        """Yields what can happen in the engine and at its end of the connections."""
+        """Yields what can happen in the engine and at its end of the connections, and what can in the midst of that."""
+        actions = [*self._enabled()]
+        yield from actions
+        if self.scenario.looks and not self.end.waiting_count:
+            records = [len(client.wire.to_engine) for client in self.clients.values() if client.frontend.connected]
+            for left in range(max(records, default=0)):
+                yield Action(Kind.CLAIM, inside=Inside(Moment.LOOKING, Kind.TO_ENGINE, 0, 1 + left))
+        in_code = self.scenario.in_code
+        does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in in_code and _is_at_once(action)]
+        for action in actions:
+            if self._packs(action):
+                yield from (action._replace(inside=inside) for inside in does)
+
+    def _packs(self, action: Action) -> bool:
+        """Whether an action packs a payload: a turn does so if a task begins there that sends a message to workers."""
+        if action.kind is Kind.TURN:
+            return self.fan_out is not None and self.fan_out.truth.is_new(self.loop.tasks_ready()[0])
+        return action.kind in _PACKING and _is_at_once(action)
+
+    def _enabled(self) -> Iterator[Action]:
         for position, client in enumerate(self.clients.values()):
             if client.frontend.connected:
                 if client.wire.to_engine:
@@ -454,12 +519,19 @@ class Engine:
             masks = range(1 << len(handling.slots))
             actions += [Action(Kind.RELEASE, index, 0, mask) for mask in masks]
             actions += [Action(Kind.FINISH, index, 0, mask) for mask in masks[1:] if with_ends]
-        if claim.aborted or handling.replies == self.scenario.max_replies:
+        if claim.aborted or handling.replies >= self.scenario.max_replies:
             return actions
         wanted = self.scenario.reply_blocks_wanted
         if not self.scenario.turns_wait and not self.clients[claim.client_id].frontend.link.can_write:
             return actions
         actions += [Action(Kind.REPLY, index, blocks) for blocks in wanted]
+        if self.scenario.in_code:
+            actions += [Action(Kind.REPLY_NOW, index, blocks) for blocks in wanted]
         if with_ends:
             actions += [Action(Kind.REPLY, index, blocks, 1) for blocks in wanted]
         return actions
+
+
+def _is_at_once(action: Action) -> bool:
+    """Whether code can do this without waiting for anything."""
+    return action.kind not in (Kind.BROADCAST, Kind.SHARE) or action.item == Sending.NOW

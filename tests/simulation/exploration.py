@@ -21,6 +21,7 @@ from contextlib import closing
 
 import msgspec
 
+from tests.simulation.crash import Crash, in_child
 from tests.simulation.failure import Failure
 from tests.simulation.scenario import DISTURBANCES, Action, Kind, Scenario, Sending, Violation
 from tests.simulation.simulation import Simulation
@@ -60,6 +61,12 @@ _SMALL = Scenario(
 #: Actions of frontends; an exploration that is about workers leaves them out.
 _OF_FRONTENDS = frozenset({Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.CANCEL})
 _SMALLER = msgspec.structs.replace(_SMALL, leasable_blocks=2, max_requests=1, max_slots=1)
+
+#: All that goes wrong, but the end of a connection.
+_DISTURBANCES_BUT_ENDS = DISTURBANCES - {Kind.HANG_UP, Kind.ENGINE_HANGS_UP}
+
+#: One frontend, for what happens in the midst of its calls.
+_ALONE = msgspec.structs.replace(_SMALLER, processes=1, copies_wait=False)
 
 #: Workers, and every turn of the engine's loop.
 _WITH_WORKERS = msgspec.structs.replace(_SMALLER, workers=2, joined_workers=2, copies_wait=False, turns_wait=True)
@@ -174,6 +181,97 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.UNPIN, Kind.LEAVE})
         - {Kind.ACQUIRE, Kind.CRASH, Kind.ENGINE_HANGS_UP},
     ),
+    # Callers that find in their own call what is under way: releases, grants, and the end of the connection.
+    "looking": msgspec.structs.replace(
+        _ALONE,
+        max_inflight=1,
+        max_requests=2,
+        turns_wait=True,
+        looks=True,
+        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS,
+    ),
+    # The same of slots that they hold.
+    "looking for slots": msgspec.structs.replace(
+        _ALONE, max_slots=2, looks=True, without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT}
+    ),
+    # The same of recalls: another wants the block.
+    "looking for recalls": msgspec.structs.replace(
+        _SMALLER, leasable_blocks=1, quota_blocks=1, looks=True, max_disturbances=0, without=_NEVER - {Kind.REQUEST_NOW}
+    ),
+    # The same of replies.
+    "looking for replies": msgspec.structs.replace(
+        _ALONE,
+        reply_blocks_wanted=(0, 1),
+        max_replies=2,
+        looks=True,
+        without=_NEVER - {Kind.REQUEST_NOW} | {Kind.CANCEL, Kind.CANCEL_REPLY},
+    ),
+    # Handlers that find in their own call what is under way.
+    "claiming": msgspec.structs.replace(_SMALLER, copies_wait=False, looks=True, without=_NEVER),
+    # Code of a payload that is copied, which has its session end, or sends another one, or has a reply come.
+    "code": msgspec.structs.replace(
+        _ALONE,
+        max_requests=2,
+        in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.ABORT}),
+        without=_NEVER - {Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS - {Kind.ABORT},
+    ),
+    # The same of one that lies in slots, which it leaves or sends; or a shape's.
+    "code in slots": msgspec.structs.replace(
+        _ALONE,
+        max_requests=2,
+        max_slots=2,
+        in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.LEAVE}),
+        without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.ENGINE_HANGS_UP},
+    ),
+    # Code of a shape, which leaves the slot, or has the session end.
+    "code of shapes": msgspec.structs.replace(
+        _ALONE,
+        in_code=frozenset({Kind.LEAVE, Kind.HANG_UP, Kind.TO_FRONTEND}),
+        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT},
+    ),
+    # Code of a reply that leaves its claim, or has its frontend go.
+    "code of handlers": msgspec.structs.replace(
+        _ALONE,
+        reply_blocks_wanted=(0, 1),
+        in_code=frozenset({Kind.FINISH, Kind.FAIL, Kind.RELEASE, Kind.REPLY_NOW, Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP}),
+        without=_NEVER - {Kind.FAIL} | DISTURBANCES - {Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.RELEASE},
+    ),
+    # The same of a message to workers, and of a worker's reply.
+    "code of messages": msgspec.structs.replace(
+        _WITH_WORKERS,
+        processes=1,
+        workers=1,
+        joined_workers=1,
+        broadcast_blocks_wanted=(),
+        worker_backlog=1,
+        max_calls=1,
+        sendings=(Sending.NOW,),
+        in_code=frozenset({Kind.FINISH, Kind.RELEASE, Kind.SHARE, Kind.DROP_WORKER}),
+        without=_NEVER | _OF_FRONTENDS | {Kind.WORKER_JOINS, Kind.REPLY},
+    ),
+    "code of answers": msgspec.structs.replace(
+        _WITH_WORKERS,
+        processes=0,
+        workers=1,
+        joined_workers=1,
+        broadcast_blocks_wanted=(0,),
+        max_calls=1,
+        sendings=(Sending.GATHER,),
+        in_code=frozenset({Kind.LEAVE_MESSAGE, Kind.WORKER_CLOSES}),
+        without=_NEVER | {Kind.WORKER_JOINS},
+    ),
+    # And of content that is kept.
+    "code of content": msgspec.structs.replace(
+        _ALONE,
+        kept_blocks=1,
+        keys=1,
+        max_asking=1,
+        max_held=1,
+        max_asks=1,
+        max_queue=1,
+        in_code=frozenset({Kind.LEAVE, Kind.UNPIN, Kind.HANG_UP, Kind.TO_FRONTEND}),
+        without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.CLAIM},
+    ),
     # Frontends that come again, and engines that die and start.
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
 }
@@ -209,6 +307,13 @@ def explore(name: str, max_states: int, progress: Callable[[Exploration], object
         max_states: where to give up; each takes some 150 bytes and a few milliseconds, more the further it is.
         progress: called now and then with what was found so far.
     """
+    try:
+        return in_child(lambda: _explored(name, max_states, progress), Exploration)
+    except Crash as crash:
+        return Exploration(name, failure=Failure.of(crash))
+
+
+def _explored(name: str, max_states: int, progress: Callable[[Exploration], object]) -> Exploration:
     exploration = _Explorer(name)
     started = time.perf_counter()
     found = exploration.found
@@ -259,10 +364,13 @@ class _Explorer:
                 world = None
                 self.found.transitions += 1
                 self._try(functools.partial(following.happen, action), [*trace, action])
-                if self.found.failure is None and self._enter(following, state, action):
-                    self._try(following.check, [*trace, action])
+                self._try(functools.partial(self._look_at, following, state, action), [*trace, action])
             if self.found.failure is not None:
                 return
+
+    def _look_at(self, world: Simulation, parent: int, action: Action) -> None:
+        if self.found.failure is None and self._enter(world, parent, action):
+            world.check()
 
     def _world(self, trace: list[Action]) -> Simulation:
         """Returns a world to which this has happened."""

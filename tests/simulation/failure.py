@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Self
 
 import msgspec
 
+from tests.simulation.crash import Crash, in_child
 from tests.simulation.scenario import Action, Scenario, Violation
 from tests.simulation.simulation import Simulation
 
@@ -24,17 +27,26 @@ class Failure(msgspec.Struct, frozen=True):
         scenario: in which.
         trace: actions from the beginning; the last one shows it, or settling does.
         settles: whether it shows only when everything is settled after the last action.
+        crashes: whether it ends the process.
     """
 
     text: str
     scenario: Scenario
     trace: tuple[Action, ...]
     settles: bool
+    crashes: bool = False
+
+    @classmethod
+    def of(cls, crash: Crash) -> Self:
+        """Returns what a crash comes down to."""
+        return cls(str(crash), crash.scenario, crash.trace, settles=False, crashes=True)
 
     def lines(self) -> list[str]:
         """Returns it as text for people: the trace, an action a line."""
         numbers = ", ".join(
-            f"{name} {value}" for name, value in msgspec.structs.asdict(self.scenario).items() if name != "without"
+            f"{name} {value}"
+            for name, value in msgspec.structs.asdict(self.scenario).items()
+            if not isinstance(value, frozenset)
         )
         end = ["then everything is settled"] if self.settles else []
         return [f"violation: {self.text}", numbers, *(f"  {action}" for action in self.trace), *(f"  {line}" for line in end)]
@@ -42,12 +54,26 @@ class Failure(msgspec.Struct, frozen=True):
 
 def replay(failure: Failure) -> Violation | None:
     """Runs a trace again, passing over what is not enabled, and returns what did not hold this time."""
-    simulation = Simulation(failure.scenario)
-    with closing(simulation):
-        return _violation(failure, simulation)
+    if not failure.crashes:
+        return _violation(failure)
+    try:
+        text = in_child(lambda: _text_of(failure), str)
+    except Crash as crash:
+        return Violation(str(crash))
+    return Violation(text) if text else None
 
 
-def _violation(failure: Failure, simulation: Simulation) -> Violation | None:
+def _text_of(failure: Failure) -> str:
+    faulthandler.disable()  # where it crashes was said when it did so first
+    return str(_violation(failure) or "")
+
+
+def _violation(failure: Failure) -> Violation | None:
+    with closing(Simulation(failure.scenario)) as simulation:
+        return _violation_in(failure, simulation)
+
+
+def _violation_in(failure: Failure, simulation: Simulation) -> Violation | None:
     try:
         for action in failure.trace:
             if action in simulation.enabled():

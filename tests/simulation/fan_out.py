@@ -22,6 +22,7 @@ from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader
 from shmring.errors import (
     CapacityError,
+    LocalProtocolError,
     RemoteProtocolError,
     WorkerFailedError,
     WorkerLostError,
@@ -239,7 +240,7 @@ class FanOut(Workers):
         call = self._new_call(mask, how == Sending.GATHER)
         call.blocks = blocks
         arrays = [np.zeros(content_nbytes(blocks), np.uint8)] if blocks else []
-        payload = payload_of(arrays, call.number)
+        payload = payload_of(arrays, call.number, self.engine.midst.code)
         timeout = _TIMEOUT_S if how == Sending.IN_TIME else None
         if how == Sending.NOW:
             self._send_now(lambda: self.broadcast_nowait(payload, call.to))
@@ -252,22 +253,26 @@ class FanOut(Workers):
         """A handler sends the payload of its claim."""
         call = self._new_call(0, False)
         claim = handling.claim
+        call.claim = claim
         call.slots = tuple((claim.client_id, slot.generation) for slot in handling.slots)
+        beside = payload_of([], call.number, self.engine.midst.code)
         if how == Sending.NOW:
-            self._send_now(lambda: self.share_nowait(claim, call.number, None))
+            self._send_now(lambda: self.share_nowait(claim, beside, None), claim)
         else:
-            self._begin(call, self.share(claim, call.number, None, _TIMEOUT_S if how == Sending.IN_TIME else None))
+            self._begin(call, self.share(claim, beside, None, _TIMEOUT_S if how == Sending.IN_TIME else None))
 
     def _new_call(self, mask: int, gathers: bool) -> Call:
         number, self.next_call = self.next_call, self.next_call + 1
         to = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1) or None
-        call = self.truth.by_number[number] = Call(number, to, gathers)
+        call = self.truth.by_number[number] = Call(number, to, gathers, outer=asyncio.current_task())
         return call
 
-    def _send_now(self, send: Any) -> None:
+    def _send_now(self, send: Any, claim: Any = None) -> None:
         try:
             with contextlib.suppress(WouldBlock):
                 send()
+        except LocalProtocolError as error:
+            require(claim is not None and claim.released, f"a message that can be sent is refused: {error}")
         except WorkerLostError as error:
             require(not set(error.ranks) & set(self.book.ranks), "a worker that is there is said to be none")
 
@@ -289,6 +294,8 @@ class FanOut(Workers):
             self.truth.check_result(call, call.task.result())
         elif isinstance(error, WorkerLostError):
             require(not set(error.ranks) & set(self.book.ranks) or call.gathers, "a worker that is there is said to be none")
+        elif isinstance(error, LocalProtocolError):
+            require(call.claim is not None and call.claim.released, f"a message that can be sent is refused: {error}")
         elif isinstance(error, CapacityError):
             require(bool(call.slots), "a message that fits does not fit")  # of a claim that was left before the task ran
         elif not isinstance(error, WorkerFailedError | WorkersBehindError):
@@ -308,7 +315,7 @@ class FanOut(Workers):
         self.truth.look()
         for call in returned:
             self._check_result(call)
-            call.task = call.awaitable = None  # an error would keep what its caller had
+            call.task = call.awaitable = call.claim = None  # an error would keep what its caller had
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class Call:
     blocks: int = 0
     task: Any = None
     awaitable: Any = None  # of that task
+    claim: Any = None  # that is shared
+    outer: Any = None  # the task whose code sends it, as that packs a message of its own
     slots: tuple[tuple[int, int], ...] = ()
     is_cancelled: bool = False
     begun: int = 0
@@ -119,6 +121,10 @@ class FanOutTruth:
                 self._begun += 1
                 call.begun = self._begun
 
+    def is_new(self, task: object) -> bool:
+        """Whether a task is one of a call, and has not run."""
+        return any(call.task is task and not call.begun for call in self._fan_out.calls)
+
     def took_memory(self, task: object, start: int, nbytes: int) -> None:
         """A call has memory, and has copied to it."""
         require(self.taken is None, "two calls are sending at once")
@@ -134,6 +140,7 @@ class FanOutTruth:
         expected: Any = call.ranks
         if call.gathers:
             expected = [[call.number, rank] for rank in call.ranks]
+            result = [answer[:2] for answer in result]
         require(result == expected, f"a call returned {result}, and was to return {expected}")
 
     def follow(self) -> None:
@@ -157,9 +164,11 @@ class FanOutTruth:
 
     def _published(self, record: list[Any], workers: list[EngineWorker]) -> None:
         _, sequence, stamp, flags, in_place, copied, payload = record
-        call = self.by_number[payload[1] if flags & _IS_SHARED else payload[0]]
+        call = self.by_number[payload[1][0] if flags & _IS_SHARED else payload[0]]
         require(not call.sequence, "a message was sent twice")
         for other in self._fan_out.calls:
+            if other.task is call.outer:
+                continue  # it was not in line yet
             require(other is call or not other.waits_to_send or other.begun > call.begun > 0, "a call was overtaken")
         readers = self.model.members(self.model.ranks if call.to is None else call.to)
         require(

@@ -3,8 +3,11 @@
 Nothing of the session is written again here. What is made up is what it stands on (:mod:`.around`) and who uses it: callers.
 Each is a task that may be anywhere between two awaits.
 
-What is not simulated: message rings that are full and links that poll (a record comes when the simulation says so), turns of
-copies in the loop, a close in steps, device memory, calls, deadlines, and clients of other threads.
+A call that looks for what has come, or that runs a caller's code, may find the end of its session there, or leave what it works
+on (:mod:`.midst`).
+
+What is not simulated: message rings that are full and links that poll by themselves (a record comes when the simulation says
+so), turns of copies in the loop, a close in steps, device memory, calls, deadlines, signals, and clients of other threads.
 
 A process can outlive its session, and so can views of its slots: they are memory that the process may still write.
 """
@@ -12,6 +15,7 @@ A process can outlive its session, and so can views of its slots: they are memor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -22,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from shmring.client import session as session_module
 from shmring.client.counters import ClientCounters
@@ -43,8 +48,9 @@ from tests.simulation.around import Connected, Copying, CopyingThreads, End, sta
 from tests.simulation.books import Books
 from tests.simulation.engine import Engine
 from tests.simulation.loop import SimulatedLoop, came_to, local_of, require_obeyed
-from tests.simulation.payloads import INLINE_NBYTES, content_nbytes, offload_nbytes, payload_of, require_intact
-from tests.simulation.scenario import Action, Forgery, Kind, Scenario, require
+from tests.simulation.midst import Midst
+from tests.simulation.payloads import INLINE_NBYTES, arrays_of, content_nbytes, offload_nbytes, payload_of, require_intact
+from tests.simulation.scenario import Action, Forgery, Inside, Kind, Moment, Scenario, require
 
 __all__ = ["IDLE_TICKS", "Caller", "Holding", "Process", "Session", "Wants"]
 
@@ -56,6 +62,10 @@ _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
 _UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
 _ONLY_LOG = frozenset({"_warn_of_draining"})
+_FOR_TENSORS_NBYTES = 512  # of a held slot, beside what is sent
+#: Actions that look for what has come, and those that run a caller's code: as they pack a payload, or read a shape.
+_LOOKING = frozenset({Kind.ACQUIRE, Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.READ})
+_PACKING = frozenset({Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.KEEP, Kind.FRONTEND_TURN})
 
 
 class Wants(enum.Enum):
@@ -177,8 +187,9 @@ class Session:
         kept_views: of those that were left.
     """
 
-    def __init__(self, scenario: Scenario, engine: Engine, process: Process, kind: Books, now: float) -> None:
+    def __init__(self, scenario: Scenario, engine: Engine, process: Process, kind: Books, now: float, midst: Midst) -> None:
         self.scenario = scenario
+        self.midst = midst
         self.epoch = engine.epoch
         self.loop = SimulatedLoop(_ONLY_LOG)
         self.loop.now = now
@@ -208,7 +219,7 @@ class Session:
                 cast(Any, None),
                 cast(Any, None),
                 "simulated",
-                cast(Any, SimpleNamespace(socket=Connected(self.wire, False), welcome=welcome)),
+                cast(Any, SimpleNamespace(socket=Connected(self.wire, False, midst), welcome=welcome)),
                 Slab((-1, -1), self.slab, scenario.geometry.reply_nbytes, engine.epoch),
                 Regions(),
                 cast(Any, (None, None)),
@@ -279,18 +290,35 @@ class Session:
             self.real.connection_lost()
 
     def read(self, request_id: int) -> None:
-        """A caller reads the next reply of a request, or its end."""
+        """A caller reads the next reply of a request, or its end; where nothing has come it looks, and gives up."""
         sent = self.sent[request_id]
         with self.loop.running():
-            if not sent.submission.has_reply:
-                require(sent.submission.ended, "a caller reads where nothing has come")
+            if not sent.submission.has_reply and sent.submission.ended:
                 del self.sent[request_id]
                 return
-            payload = sent.submission.take_reply(self.end.decoder_of(Any))
+            try:
+                payload = self._next_reply(sent.submission)
+            except (StopAsyncIteration, ShmringError, TimeoutError):
+                require(sent.submission.ended, "a request failed that goes on")
+                self.sent.pop(request_id)
+                return
+        if payload is None:
+            return
         require(payload[0] == sent.number, "a caller gets another request's reply")
         require_intact(payload, payload[0])
-        for array in payload[1:]:
+        for array in arrays_of(payload):
             self._view_reply(array)
+
+    def _next_reply(self, submission: Submission) -> Any:
+        """What a caller gets that awaits the next reply, as far as that comes at once; else None."""
+        waiting = submission.next().__await__()
+        try:
+            waiting.send(None)
+        except StopIteration as came:
+            return came.value
+        with contextlib.suppress(asyncio.CancelledError):
+            waiting.throw(asyncio.CancelledError())
+        return None
 
     def _view_reply(self, array: Any) -> None:
         offset = array.__array_interface__["data"][0] - self.slab.address
@@ -327,7 +355,7 @@ class Session:
         if slot is not None:
             require(not self.book.waiting, "a waiter was overtaken")
             self._hold(slot)
-        else:
+        elif not self.ended:
             self._begin(Wants.SLOT, blocks, _hold(self.real, nbytes))
 
     def attempt(self, blocks: int) -> None:
@@ -342,7 +370,8 @@ class Session:
 
     def _hold(self, slot: Slot) -> None:
         """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
-        holding = Holding(slot, slot.record, slot.array((slot.nbytes,), np.uint8))
+        require(not self.ended, "a slot is held that has gone")
+        holding = Holding(slot, slot.record, slot.array((slot.nbytes - _FOR_TENSORS_NBYTES,), np.uint8))
         insort(self.held, holding, key=lambda holding: holding.record.start)
 
     def request(self, blocks: int) -> None:
@@ -352,27 +381,28 @@ class Session:
     def request_now(self, blocks: int) -> None:
         """The same if nothing has to be waited for; else it asks for a lease in passing."""
         number = self._number()
-        payload = payload_of([np.zeros(content_nbytes(blocks), np.uint8)], number)
-        has_waiters = self.book.waiting > 0
+        payload = payload_of([np.zeros(content_nbytes(blocks), np.uint8)], number, self.midst.code)
         try:
             with self.loop.running():
                 submission = self.real.sending.submit_nowait(payload, "", ask=True)
-        except WouldBlock:
+        except ShmringError as error:
+            require(isinstance(error, WouldBlock) or self.ended, f"who does not wait gets {type(error).__name__}: {error}")
             return
-        require(not has_waiters, "a waiter was overtaken")
+        require(not self.book.waiting, "a waiter was overtaken")
         self._was_sent(submission, number)
 
     def _submit(self, blocks: int, arrays: Sequence[Any], slots: Sequence[ClientSlotRecord], kept: Sequence[Any] = ()) -> None:
         number = self._number()
-        payload = [*payload_of(arrays, number), *kept]
+        payload = [*payload_of(arrays, number, self.midst.code), *kept]
         with self.loop.running():
             submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
         if submission is not None:
             self._was_sent(submission, number)
-        else:
+        elif not self.ended:
             self._begin(Wants.REQUEST, blocks, self.real.sending.submit(payload, ""), slots, number)
 
     def _was_sent(self, submission: Submission, number: int) -> None:
+        require(not self.ended or submission.ended, "a request was sent when its session had ended")
         self.sent[submission.request_id] = Sent(submission, number)
         submitted = [slot for slot in self.book._submitted.values() if slot.lease is not None]
         if submitted:
@@ -418,6 +448,12 @@ class Session:
         with self.loop.running():
             holding.slot.close()
 
+    def make_tensor(self, index: int) -> None:
+        """A caller makes a tensor in a slot, and drops it; its code may have left the slot by then."""
+        slot = self.held[index].slot
+        with self.loop.running(), contextlib.suppress(ShmringError):
+            slot.tensor(cast(Any, self.midst.shape()), torch.uint8)
+
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
         with self.loop.running():
@@ -446,7 +482,7 @@ class Session:
         """A caller gives a slot to the engine to keep."""
         self.asks += 1
         holding = self.held[index]
-        payload = payload_of([holding.array], key)
+        payload = payload_of([holding.array], key, self.midst.code)
         self._begin(Wants.KEEP, key, self.real.kept.keep(key_of(key), payload), [holding.record], key)
 
     def unpin(self, index: int, is_viewed: int) -> None:
@@ -629,7 +665,31 @@ class Session:
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
     def enabled(self, pid: int, now: float) -> Iterator[Action]:
-        """Yields what its callers and its connection can do now."""
+        """Yields what its callers and its connection can do now, and what can happen in the midst of that."""
+        actions = [*self._enabled(pid, now)]
+        yield from actions
+        yield from self._enabled_as_it_looks(pid, actions)
+        in_code = self.scenario.in_code
+        does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in in_code]
+        if Kind.HANG_UP in in_code:
+            does.append(Inside(Moment.IN_CODE, Kind.HANG_UP, pid))
+        for action in actions:
+            if action.kind in _PACKING:
+                yield from (action._replace(inside=inside) for inside in does)
+        for index in range(len(self.held)):
+            yield from (Action(Kind.TENSOR, pid, index, inside=inside) for inside in does)
+
+    def _enabled_as_it_looks(self, pid: int, actions: Sequence[Action]) -> Iterator[Action]:
+        if not self.scenario.looks:
+            return
+        waiting = [index for index, sent in enumerate(self.sent.values()) if not _is_readable(sent)]
+        looking = [action for action in actions if action.kind in _LOOKING]
+        looking += [Action(Kind.READ, pid, index) for index in waiting]
+        for left in range(len(self.wire.to_frontend)):
+            inside = Inside(Moment.LOOKING, Kind.TO_FRONTEND, pid, 1 + left)
+            yield from (action._replace(inside=inside) for action in looking)
+
+    def _enabled(self, pid: int, now: float) -> Iterator[Action]:
         wire = self.wire
         if wire.to_frontend:
             yield Action(Kind.TO_FRONTEND, pid)

@@ -10,7 +10,20 @@ import msgspec
 
 from shmring.core.geometry import EngineBookLimits, Geometry
 
-__all__ = ["CANCELLING", "DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Sending", "Violation", "require"]
+__all__ = [
+    "CANCELLING",
+    "DISTURBANCES",
+    "IN_CODE",
+    "Action",
+    "Forgery",
+    "Inside",
+    "Kind",
+    "Moment",
+    "Scenario",
+    "Sending",
+    "Violation",
+    "require",
+]
 
 
 class Kind(enum.StrEnum):
@@ -44,6 +57,7 @@ class Kind(enum.StrEnum):
     COPIED = "copied"  # [process, copy] a thread has copied a payload
     SUBMIT = "submit"  # [process, slot, with the next one] submits held slots as they are
     LEAVE = "leave"  # [process, slot, is viewed] leaves a held slot
+    TENSOR = "tensor"  # [process, slot] makes a tensor in a held slot, with a shape that is a generator
     VIEW_DIES = "view dies"  # [process, slot]
     KEEP = "keep"  # [process, slot, key] gives a held slot to the engine to keep
     FIND = "find"  # [process, key] looks for what is kept
@@ -61,6 +75,7 @@ class Kind(enum.StrEnum):
     FAIL = "fail"  # [claim]
     TIME_OUT = "time out"  # [claim]
     REPLY = "reply"  # [claim, blocks, finishes the request] blocks 0: in the record
+    REPLY_NOW = "reply now"  # [claim, blocks] the same, if it can be sent without waiting
     REPLY_COPIED = "reply copied"  # [copy] a thread has copied it
     CANCEL_REPLY = "cancel reply"  # [claim] its handler is cancelled while it waits or copies
     ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]
@@ -100,6 +115,18 @@ DISTURBANCES = frozenset(
 CANCELLING = frozenset({Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CANCEL_CALL})
 
 
+#: What the code of a caller can do while a call of its process runs it.
+IN_CODE = frozenset(
+    {
+        Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.TRY, Kind.CANCEL, Kind.LEAVE, Kind.VIEW_DIES, Kind.UNPIN,
+        Kind.KEPT_VIEW_DIES, Kind.ABORT, Kind.READ, Kind.FORGET, Kind.DROP_REPLY,
+        Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP, Kind.CLAIM, Kind.RELEASE, Kind.FINISH, Kind.FAIL, Kind.TIME_OUT, Kind.REPLY_NOW,
+        Kind.CANCEL_REPLY, Kind.ENGINE_VIEW_DIES, Kind.BROADCAST, Kind.SHARE, Kind.CANCEL_CALL, Kind.FROM_WORKER,
+        Kind.DROP_WORKER, Kind.WORKER_CLOSES, Kind.LEAVE_MESSAGE, Kind.MESSAGES_VIEW_DIES,
+    }
+)  # fmt: skip
+
+
 class Sending(enum.IntEnum):
     """How a message is sent to workers."""
 
@@ -123,6 +150,30 @@ class Forgery(enum.IntEnum):
     REPLY_OF_ANOTHER = 8
 
 
+class Moment(enum.StrEnum):
+    """When something happens in the midst of a call."""
+
+    LOOKING = "it looks"  # for what has come
+    IN_CODE = "its code runs"  # a caller's: as it packs a payload, or reads a shape
+
+
+class Inside(NamedTuple):
+    """What happens in the midst of an action.
+
+    A call that looks takes records: ``item`` of them when it first looks, and all others if it looks again, or at another
+    connection. Code does what is an action otherwise, and has its numbers.
+    """
+
+    moment: Moment
+    kind: Kind
+    at: int = 0
+    item: int = 0
+    detail: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.at} {self.item} {self.detail}, as {self.moment}"
+
+
 class Action(NamedTuple):
     """One thing that happens. Places are positions in lists, so that a trace from which actions are taken still runs."""
 
@@ -130,9 +181,16 @@ class Action(NamedTuple):
     at: int = 0
     item: int = 0
     detail: int = 0
+    inside: Inside | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.at} {self.item} {self.detail}"
+        inside = f", and inside: {self.inside}" if self.inside is not None else ""
+        return f"{self.kind} {self.at} {self.item} {self.detail}{inside}"
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Its own, and that of what happens inside."""
+        return (self.kind,) if self.inside is None else (self.kind, self.inside.kind)
 
 
 class Violation(Exception):
@@ -169,6 +227,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         max_calls: messages to workers, of one engine; None for any number.
         max_requests: submissions of one session; None for as many as fit.
         max_replies: to one request.
+        looks: whether calls that look find what is under way.
+        in_code: what code of callers does in the midst of calls that run it.
         max_disturbances: how often something of :data:`DISTURBANCES` happens; None for any number.
         without: what never happens.
     """
@@ -205,6 +265,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int | None = None
     max_replies: int = 3  # a second of them can wait for what the first took
     max_disturbances: int | None = None
+    looks: bool = False
+    in_code: frozenset[Kind] = frozenset()
     without: frozenset[Kind] = frozenset()
 
     @property
@@ -249,4 +311,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             worker_backlog=random.choice((1, 2, 5)),
             copies_wait=random.choice((False, True)),
             turns_wait=random.choice((False, True, True)),
+            looks=random.choice((False, True)),
+            in_code=random.choice((frozenset(), IN_CODE)),
         )

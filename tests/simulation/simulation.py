@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
-from tests.simulation import books
+from shmring.core.states import ClientSlot
+from tests.simulation import books, crash
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
 from tests.simulation.invariants import check_books, check_end, check_memory, check_workers
-from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Kind, Scenario, Violation, require
+from tests.simulation.midst import Midst
+from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Inside, Kind, Scenario, Violation, require
 from tests.simulation.worker import WorkerProcess
 
 __all__ = ["Simulation"]
@@ -48,9 +50,11 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, connected: int = 2) -> None:
+        crash.begin(scenario)
         self.scenario = scenario
         self.books = books.chosen
-        self.engine: Engine | None = Engine(scenario, 1, self.books)
+        self.midst = Midst(scenario, self._happen_inside)
+        self.engine: Engine | None = Engine(scenario, 1, self.books, self.midst)
         self.epoch = 1
         self.processes: dict[int, Process] = {}
         self.workers: list[WorkerProcess] = []
@@ -73,7 +77,7 @@ class Simulation:
         without = self.scenario.without
         if self.scenario.max_disturbances is not None and self.disturbances >= self.scenario.max_disturbances:
             without = without | DISTURBANCES
-        return [action for action in actions if action.kind not in without] if without else actions
+        return [action for action in actions if without.isdisjoint(action.kinds)] if without else actions
 
     def _enabled(self) -> list[Action]:
         actions: list[Action] = []
@@ -161,15 +165,20 @@ class Simulation:
             Violation: something that must hold does not.
         """
         self.trace.append(action)
-        self.disturbances += action.kind in DISTURBANCES
+        crash.note(action)
+        self.disturbances += not DISTURBANCES.isdisjoint(action.kinds)
         try:
-            _HAPPENINGS[action.kind](self, action)
+            with self.midst.holding(action.kind, action.inside):
+                _HAPPENINGS[action.kind](self, action)
             self._follow(is_cancelling=action.kind in CANCELLING)
         except Violation:
             raise
         except Exception as error:
             # Whatever a book raises here, it raises at an honest event: in the product it would end an engine or a client.
             raise Violation(f"{type(error).__name__}: {error}") from error
+
+    def _happen_inside(self, inside: Inside) -> None:
+        _HAPPENINGS[inside.kind](self, Action(*inside[1:]))
 
     def _follow(self, *, is_cancelling: bool) -> None:
         """What follows in the loops, of itself."""
@@ -205,7 +214,7 @@ class Simulation:
 
     def _connect(self, pid: int) -> None:
         process = self.processes.setdefault(pid, Process())
-        process.session = Session(self.scenario, self._living(), process, self.books, self.now)
+        process.session = Session(self.scenario, self._living(), process, self.books, self.now, self.midst)
 
     def _connect_fails(self) -> None:
         self._living().admit_in_vain()
@@ -230,7 +239,7 @@ class Simulation:
 
     def _engine_starts(self) -> None:
         self.epoch += 1
-        self.engine = Engine(self.scenario, self.epoch, self.books)
+        self.engine = Engine(self.scenario, self.epoch, self.books, self.midst)
 
     # -- workers -------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +247,7 @@ class Simulation:
         engine = self._living()
         if engine.fan_out is not None:
             self._last_worker += 1
-            self.workers.append(WorkerProcess(self._last_worker, rank, self.epoch, engine.fan_out))
+            self.workers.append(WorkerProcess(self._last_worker, rank, self.epoch, engine.fan_out, self.midst))
 
     def _worker_dies(self, action: Action) -> None:
         worker = self.workers.pop(action.at)
@@ -311,13 +320,15 @@ class Simulation:
             enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
             if not finishing:
-                finishing = self._timers(enabled)
+                finishing = self._timers(enabled) or self._in_vain(enabled)
             if not finishing:
                 return
             self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
         raise Violation("what was begun does not come to its end")
 
     def _finishes(self, action: Action) -> bool:
+        if action.inside is not None:
+            return False
         if action.kind is Kind.ENGINE_SEES_END:
             return not list(self._living().clients.values())[action.at].wire.to_engine  # a goodbye that is lost is none
         return action.kind in _FINISHING and not (action.kind in (Kind.LEAVE, Kind.LEAVE_MESSAGE, Kind.UNPIN) and action.detail)
@@ -332,7 +343,16 @@ class Simulation:
         clients = self.engine.book.clients.values() if self.engine is not None else ()
         if any(len(session.end.pending) for session in sessions) or any(client.replies for client in clients):
             kinds.update((Kind.FRONTEND_TIMER, Kind.TICK))
-        return [action for action in enabled if action.kind in kinds]
+        return [action for action in enabled if action.kind in kinds and action.inside is None]
+
+    def _in_vain(self, enabled: list[Action]) -> list[Action]:
+        """Callers whose code has left a slot that they send, and who may wait for the memory that they keep: they give up."""
+        return [
+            action
+            for action in enabled
+            if action.kind is Kind.CANCEL
+            and any(slot.state is ClientSlot.DRAINING for slot in self._session(action.at).callers[action.item].slots)
+        ]
 
     def _check_calls(self) -> None:
         fan_out = self.engine.fan_out if self.engine is not None else None
@@ -406,6 +426,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.COPIED: _session(lambda session, action: session.copied(action.item)),
     Kind.SUBMIT: _session(lambda session, action: session.submit_held(action.item, action.detail)),
     Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
+    Kind.TENSOR: _session(lambda session, action: session.make_tensor(action.item)),
     Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
     Kind.KEEP: _session(lambda session, action: session.keep(action.item, action.detail)),
     Kind.FIND: _session(lambda session, action: session.find(action.item)),
@@ -422,6 +443,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.FAIL: _engine(lambda engine, action: engine.leave(action.at, action.kind, 0)),
     Kind.TIME_OUT: _engine(lambda engine, action: engine.leave(action.at, action.kind, 0)),
     Kind.REPLY: _engine(lambda engine, action: engine.reply(action.at, action.item, action.detail)),
+    Kind.REPLY_NOW: _engine(lambda engine, action: engine.reply_now(action.at, action.item)),
     Kind.REPLY_COPIED: _engine(lambda engine, action: engine.reply_copied(action.at)),
     Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
     Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),

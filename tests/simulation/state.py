@@ -40,12 +40,13 @@ from shmring.core.messages import (
 from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
+from shmring.errors import RemoteProtocolError
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.loop import came_to, local_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
-from tests.simulation.scenario import Kind
+from tests.simulation.scenario import Kind, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.wire import Wire
 from tests.simulation.worker_state import FanOutEncoding
@@ -273,7 +274,8 @@ class _Encoding:
         message = decode_engine_message(record)
         match message:
             case LeaseGrant(asked, lease_id, offset, nbytes):
-                return [0, token - asked if asked else -1, self._leases[lease_id], offset, nbytes]
+                # Who has asked anew since only knows that it is not the one that was asked for last.
+                return [0, min(token - asked, 1) if asked else -1, self._leases[lease_id], offset, nbytes]
             case LeaseRecall(lease_ids):
                 return [1, *map(self._leases.__getitem__, lease_ids)]
             case Release(generations):
@@ -387,6 +389,7 @@ class _Encoding:
             claim.aborted,
             claim.ended,
             handling.replies,
+            handling.is_left,
             [] if claim.released else [self._generations[slot.generation] for slot in handling.slots],
             [] if task is None else [handling.is_last, task.cancelling() > 0, *self._replying(engine, handling, task)],
         ]
@@ -407,8 +410,15 @@ class _Encoding:
 
 
 def encode(simulation: Simulation) -> bytes:
-    """Returns bytes that are equal for two simulations of one scenario exactly if they are in the same state."""
-    return _encoder.encode(_Encoding(simulation).world())
+    """Returns bytes that are equal for two simulations of one scenario exactly if they are in the same state.
+
+    Raises:
+        Violation: a record is under way that nobody can read.
+    """
+    try:
+        return _encoder.encode(_Encoding(simulation).world())
+    except RemoteProtocolError as error:
+        raise Violation(f"an honest end has sent what nobody can read: {error}") from error
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from random import Random
 
 import msgspec
 
+from tests.simulation.crash import Crash, in_child
 from tests.simulation.failure import Failure, shorten
 from tests.simulation.scenario import Action, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
@@ -32,15 +33,18 @@ WEIGHTS: Mapping[Kind, float] = {
     Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.02, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
     Kind.FORGE: 0.3, Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.REQUEST_NOW: 4, Kind.TRY: 1, Kind.CANCEL: 1,
     Kind.FRONTEND_TURN: 30, Kind.FRONTEND_TIMER: 10, Kind.COPIED: 12, Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4,
-    Kind.KEEP: 12, Kind.FIND: 0.7, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4, Kind.SEND_KEPT: 8,
+    Kind.TENSOR: 1, Kind.KEEP: 12, Kind.FIND: 0.7, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4, Kind.SEND_KEPT: 8,
     Kind.ABORT: 2, Kind.READ: 12, Kind.FORGET: 1, Kind.DROP_REPLY: 2, Kind.CLAIM: 14, Kind.RELEASE: 4, Kind.FINISH: 8,
-    Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.REPLY_COPIED: 8, Kind.CANCEL_REPLY: 1,
+    Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.REPLY_NOW: 3, Kind.REPLY_COPIED: 8, Kind.CANCEL_REPLY: 1,
     Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
     Kind.WORKER_JOINS: 1, Kind.WORKER_CLOSES: 0.06, Kind.WORKER_SEES_END: 1, Kind.WORKER_DIES: 0.06, Kind.RECEIVE: 12,
     Kind.LEAVE_MESSAGE: 10, Kind.MESSAGES_VIEW_DIES: 4, Kind.ANSWER: 6, Kind.BROADCAST: 4, Kind.SHARE: 4,
     Kind.CANCEL_CALL: 0.5, Kind.TURN: 20, Kind.TIMER: 0.5, Kind.FROM_WORKER: 10, Kind.WORKERS_BELL: 4,
     Kind.ENGINE_SEES_WORKERS_END: 1, Kind.WORKER_IS_DEAD: 0.5, Kind.DROP_WORKER: 0.06,
 }  # fmt: skip
+
+
+_INSIDE = 0.005  # then half of the calls that something can happen in have nothing there, about
 
 
 class Walk(msgspec.Struct):
@@ -77,6 +81,15 @@ def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walk
         seed: what everything is drawn from.
         progress: called after each episode with what was walked so far.
     """
+    try:
+        return in_child(lambda: _walked(steps, seed, progress), Walk)
+    except Crash as crash:
+        walked = Walk(seed, failure=shorten(Failure.of(crash)))
+        walked.steps = walked.failed_step = len(crash.trace)
+        return walked
+
+
+def _walked(steps: int, seed: int, progress: Callable[[Walk], object]) -> Walk:
     walked = Walk(seed)
     states: set[int] = set()
     started = time.perf_counter()
@@ -115,9 +128,13 @@ def _episode(walked: Walk, max_steps: int, states: set[int]) -> None:
 
 def choose(random: Random, actions: Sequence[Action]) -> Action:
     """Draws a kind by its weight, then one of its actions."""
-    by_kind: dict[Kind, list[Action]] = {}
+    by_kind: dict[tuple[Kind, ...], list[Action]] = {}
     for action in actions:
-        by_kind.setdefault(action.kind, []).append(action)
+        by_kind.setdefault(action.kinds, []).append(action)
     kinds = list(by_kind)
-    kind = random.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
-    return random.choice(by_kind[kind])
+    return random.choice(by_kind[random.choices(kinds, [_weight(*kinds) for kinds in kinds])[0]])
+
+
+def _weight(kind: Kind, inside: Kind | None = None) -> float:
+    """Of a kind, and of what happens inside: that is rare if either is."""
+    return WEIGHTS[kind] if inside is None else _INSIDE * WEIGHTS[kind] * WEIGHTS[inside]

@@ -128,6 +128,11 @@ class Wire:
         """Whether both ends are there."""
         return self.frontend_open and self.engine_open
 
+    @property
+    def holds_forged(self) -> bool:
+        """Whether a record that breaks the rules is under way."""
+        return self.forged is not None and any(record is self.forged for record in self.to_engine)
+
     def forge(self, record: bytes) -> None:
         """Sends a record that breaks the rules."""
         self.towards_engine.queue(record)

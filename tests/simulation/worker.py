@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import Refused
 from shmring.core.worker_end import MessageEnd, WorkerEnd
+from shmring.errors import LocalProtocolError
 from shmring.memory.tensors import make_decoder
 from shmring.worker.answers import failure_record, records_of
-from tests.simulation.payloads import DECODER, MAX_PAYLOAD_NBYTES, MAX_TENSORS, PACKER, require_intact
-from tests.simulation.scenario import Action, Kind, require
+from tests.simulation.midst import Midst
+from tests.simulation.payloads import DECODER, MAX_PAYLOAD_NBYTES, MAX_TENSORS, MAX_VALUES, PACKER, arrays_of, require_intact
+from tests.simulation.scenario import Action, Inside, Kind, Moment, require
 
 if TYPE_CHECKING:
     from tests.simulation.fan_out import EngineWorker, FanOut
@@ -58,8 +60,10 @@ class WorkerProcess:
         views: of messages that were left.
     """
 
-    def __init__(self, pid: int, rank: int, epoch: int, fan_out: FanOut) -> None:
+    def __init__(self, pid: int, rank: int, epoch: int, fan_out: FanOut, midst: Midst) -> None:
         self.pid, self.rank, self.epoch = pid, rank, epoch
+        self.midst = midst
+        self.in_code = fan_out.engine.scenario.in_code
         self.number = 0
         self.alive = self.receives = True
         self.is_closed = False
@@ -81,6 +85,7 @@ class WorkerProcess:
             PACKER,
             Message,
             max_tensors=MAX_TENSORS,
+            max_values=MAX_VALUES,
             max_payload_nbytes=MAX_PAYLOAD_NBYTES,
         )
         self._end.shell = self
@@ -128,8 +133,13 @@ class WorkerProcess:
         """Replies to a message that wants it."""
         message = self.in_hands[index]
         payload = message.payload
-        record = self._end.pack_answer([payload[0], self.rank], message.sequence)
-        require(message.mark_answered(), "a message that wants a reply wants none")
+        answer = [payload[0], self.rank, self.midst.code]
+        record = self._end.pack_answer(answer, message.sequence)
+        try:
+            require(message.mark_answered(), "a message that wants a reply wants none")
+        except LocalProtocolError:
+            require(message.left, "a message can't be answered")
+            return
         for part in records_of(record, self._link.largest_nbytes):
             self.wire.towards_engine.queue(part)
 
@@ -172,13 +182,19 @@ class WorkerProcess:
         for message in self.in_hands:
             payload = message.payload
             require_intact(payload, payload[0])
-            number = message.beside if message.is_shared else payload[0]
+            number = (message.beside if message.is_shared else payload)[0]
             require(self._calls[number].sequence == message.sequence, "a worker gets another message than was sent")
         for view in self.views:
             require_intact(view.payload, view.payload[0])
 
     def enabled(self, position: int) -> Iterator[Action]:
-        """Yields what it can do."""
+        """Yields what it can do, and what it can do in the midst of that."""
+        actions = [*self._enabled(position)]
+        yield from actions
+        does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in self.in_code]
+        yield from (action._replace(inside=inside) for action in actions if action.kind is Kind.ANSWER for inside in does)
+
+    def _enabled(self, position: int) -> Iterator[Action]:
         yield Action(Kind.WORKER_DIES, position)
         if self.receives:
             yield Action(Kind.WORKER_CLOSES, position)
@@ -188,7 +204,7 @@ class WorkerProcess:
             yield Action(Kind.WORKER_SEES_END, position)
         for index, message in enumerate(self.in_hands):
             yield Action(Kind.LEAVE_MESSAGE, position, index)
-            if len(message.payload) > 1:
+            if arrays_of(message.payload):
                 yield Action(Kind.LEAVE_MESSAGE, position, index, 1)
             if message.wants_reply and not message.answered and self.wire.towards_engine.can_write:
                 yield Action(Kind.ANSWER, position, index)

@@ -42,7 +42,7 @@ HELLO = Hello(PROTOCOL_VERSION, 65536, "tester")
 WELCOME = Welcome(
     version=PROTOCOL_VERSION, epoch=5, client_id=1, slab_nbytes=8192, block_nbytes=4096, leasable_nbytes=4096,
     max_inflight=1, max_calls=1, max_leases=1, message_ring_nbytes=1 << 16, max_record_nbytes=1 << 14, inline_nbytes=1,
-    max_payload_nbytes=1, max_tensors=1, base_lease=None,
+    max_payload_nbytes=1, max_tensors=1, max_values=1, base_lease=None,
 )  # fmt: skip
 
 
