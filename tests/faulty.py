@@ -38,9 +38,10 @@ _PACKAGES = ("shmring", "engine", "frontend", "bench", "tests")
 _IMPORTED = ("torch", "numpy", "hypothesis", "msgspec", "uvloop")
 _CYTHON = (".pyx", ".pxd")
 _C = (".c", ".h")
-_TEST_TIMEOUT_S = 60
-_TIMEOUT_S = 90  # of a check that hangs where no signal of pytest's reaches it: in C
-_ALL_TIMEOUT_S = 900
+_TIMEOUT_S = 60  # of a check, or so many times as long as it takes without a fault
+_TIMES = 5
+_IN_C_S = 30  # later a check is killed that no signal of pytest's reaches
+_ALL_TIMEOUT_S = 900  # of all without a fault
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +123,10 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
         check_place(fault)
     with tempfile.TemporaryDirectory() as directory:
         copies = _build_copies(faults, Path(directory))
-        _passes_without(chosen, copies)
+        took_s = _passes_without(chosen, copies)
         numbers = {fault: number for number, fault in enumerate(faults, 1)}
-        for job, outcome in _run([_Job(fault.test, _TIMEOUT_S, fault, numbers[fault]) for fault in chosen], copies):
+        jobs = [_Job(fault.test, _timeout_s(fault.test, took_s), fault, numbers[fault]) for fault in chosen]
+        for job, outcome in _run(jobs, copies):
             sweep()  # a test that has failed may leave a segment, which others would take for their own
             if job.fault is not None:
                 yield job.fault, outcome
@@ -186,17 +188,27 @@ class _Job:
     number: int = 0
 
 
-def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> None:
-    """Ends the program unless all checks pass without a fault."""
+def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> dict[str, float]:
+    """Ends the program unless all checks pass without a fault; returns how many seconds each test took."""
     begun_s = time.monotonic()
     tests = sorted({fault.test for fault in chosen})
     plain = [test for test in tests if " " not in test]
     parts = [" ".join(plain[place :: len(copies)]) for place in range(min(len(copies), len(plain)))]
     jobs = [_Job(test, _ALL_TIMEOUT_S) for test in (*parts, *(test for test in tests if " " in test))]
+    took_s: dict[str, float] = {}
     for job, outcome in _run(jobs, copies):
         if outcome.is_noticed:
             sys.exit(f"without a fault, {outcome.who or job.test} {outcome.how}:\n{outcome.output}")
+        took_s |= {
+            name: float(seconds) for seconds, name in re.findall(r"^([\d.]+)s call +(\S+)", outcome.output, re.MULTILINE)
+        }
     print(f"without a fault, all pass in {time.monotonic() - begun_s:.0f} s", flush=True)
+    return took_s
+
+
+def _timeout_s(test: str, took_s: Mapping[str, float]) -> float:
+    """After how long a check hangs."""
+    return max(_TIMEOUT_S, _TIMES * sum(seconds for name, seconds in took_s.items() if name.startswith(test.partition(" ")[0])))
 
 
 def _run(jobs: Sequence[_Job], copies: Sequence[Path]) -> Iterator[tuple[_Job, Outcome]]:
@@ -241,12 +253,12 @@ def _start(job: _Job, copy: Path) -> _Check:
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
-        _be_pytest(job.test, copy, environment, printed)
+        _be_pytest(job, copy, environment, printed)
     now_s = time.monotonic()
-    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + job.timeout_s)
+    return _Check(pid, os.pidfd_open(pid), printed, copy, now_s, now_s + job.timeout_s + _IN_C_S)
 
 
-def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: Path) -> None:
+def _be_pytest(job: _Job, copy: Path, environment: Mapping[str, str], printed: Path) -> None:
     code = 3
     try:
         os.setsid()
@@ -260,8 +272,8 @@ def _be_pytest(test: str, copy: Path, environment: Mapping[str, str], printed: P
         sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
             del sys.modules[name]
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}", "--hypothesis-profile=unshrunk"]
-        code = pytest.main([*arguments, *shlex.split(test)])
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={job.timeout_s}", "--hypothesis-profile=unshrunk"]
+        code = pytest.main([*arguments, "--durations=0", "--durations-min=1", *shlex.split(job.test)])
     except Exception:  # noqa: BLE001 - it ends here, and says so
         traceback.print_exc()
     finally:
