@@ -22,9 +22,10 @@ MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.timeout(900)  # each takes a minute of a core that nobody else uses
 @pytest.mark.parametrize(
     "name",
-    ["shared", "gathered", pytest.param("workers", marks=pytest.mark.slow), pytest.param("joining", marks=pytest.mark.slow)],
+    ["gathered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "workers", "joining"))],
 )
 def test_every_state_of_a_small_scenario_with_workers_is_sound(name: str) -> None:
     found = explore(name, max_states=20_000)
