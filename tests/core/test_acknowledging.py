@@ -46,6 +46,7 @@ class Ends:
             make_packer(16, 1 << 16),
             MessageEnd,
             max_tensors=16,
+            max_values=1000,
             max_payload_nbytes=1 << 16,
         )
         for fd in (page, slab):
