@@ -844,13 +844,6 @@ GUARDS = (
         "tests/test_slot.py::test_an_end_whose_session_has_ended_holds_no_slot",
     ),
     Guard(
-        "who has heard looks whether this end may still be used",
-        "shmring/core/client_end.pyx",
-        "        return self.is_usable()\n\n    cpdef PayloadDecoder decoder_of",
-        "        return True\n\n    cpdef PayloadDecoder decoder_of",
-        "tests/test_inside_calls.py::test_a_call_that_hears_of_the_end_says_so",
-    ),
-    Guard(
         "memory that is not mapped any more is not written",
         "shmring/core/mapping.pyx",
         "    if not mapped.nbytes:\n        raise",
@@ -1119,13 +1112,6 @@ GUARDS = (
         "parcel.regions, slots)\n        parcel.sequence, parcel.start = sequence, -1\n        parcel.regions,",
         "NULL, 0)\n        parcel.sequence, parcel.start = sequence, -1\n        if not mask: parcel.regions,",
         "tests/fuzz/test_targets.py::test_a_target_keeps_its_promise",
-    ),
-    Guard(
-        "memory is taken for a message that somebody gets",
-        "shmring/core/fan_out_end.pyx",
-        "        if not mask:\n            return True\n        if not self.take_memory(parcel):",
-        "        if not self.take_memory(parcel):",
-        "tests/test_workers.py::test_memory_that_was_taken_for_a_worker_that_breaks_the_rules_comes_back",
     ),
     Guard(
         "a worker that is gone is not named",

@@ -386,8 +386,6 @@ cdef class FanOutEnd:
         if not self._has_room(mask, parcel):
             return False
         mask = self._mask(parcel)  # without those who have broken the rules
-        if not mask:
-            return True
         if not self.take_memory(parcel):
             return False
         if parcel.start < 0:

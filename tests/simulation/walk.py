@@ -73,36 +73,39 @@ class Walk(msgspec.Struct):
         return self.steps / self.seconds if self.seconds else 0.0
 
 
-def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walked: None) -> Walk:
+def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walked: None, *, in_the_midst: bool = True) -> Walk:
     """Walks until so many steps are done or something does not hold.
 
     Args:
         steps: actions to apply.
         seed: what everything is drawn from.
         progress: called after each episode with what was walked so far.
+        in_the_midst: whether something may happen in the midst of calls. What is found without that comes down to fewer actions.
     """
     try:
-        return in_child(lambda: _walked(steps, seed, progress), Walk)
+        return in_child(lambda: _walked(steps, seed, progress, in_the_midst), Walk)
     except Crash as crash:
         walked = Walk(seed, failure=shorten(Failure.of(crash)))
         walked.steps = walked.failed_step = len(crash.trace)
         return walked
 
 
-def _walked(steps: int, seed: int, progress: Callable[[Walk], object]) -> Walk:
+def _walked(steps: int, seed: int, progress: Callable[[Walk], object], in_the_midst: bool) -> Walk:
     walked = Walk(seed)
     states: set[int] = set()
     started = time.perf_counter()
     while walked.steps < steps and walked.failure is None:
-        _episode(walked, steps - walked.steps, states)
+        _episode(walked, steps - walked.steps, states, in_the_midst)
         walked.states, walked.seconds = len(states), time.perf_counter() - started
         progress(walked)
     return walked
 
 
-def _episode(walked: Walk, max_steps: int, states: set[int]) -> None:
+def _episode(walked: Walk, max_steps: int, states: set[int], in_the_midst: bool) -> None:
     random = Random(f"{walked.seed}:{walked.episodes}")
     scenario = Scenario.draw(random)
+    if not in_the_midst:
+        scenario = msgspec.structs.replace(scenario, looks=False, in_code=frozenset())
     steps = min(random.choice(_EPISODE_STEPS), max_steps)
     trace: list[Action] = []
     settles = False
