@@ -80,7 +80,7 @@ def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walk
         steps: actions to apply.
         seed: what everything is drawn from.
         progress: called after each episode with what was walked so far.
-        in_the_midst: whether something may happen in the midst of calls. What is found without that comes down to fewer actions.
+        in_the_midst: whether something may happen in the midst of calls. Without that, what is found has fewer actions.
     """
     try:
         return in_child(lambda: _walked(steps, seed, progress, in_the_midst), Walk)
