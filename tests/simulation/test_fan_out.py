@@ -153,6 +153,7 @@ def replies_are_mixed_up(patch: Patch) -> None:
     patch.setattr(WorkerProcess, "reply", mutated)
 
 
+@pytest.mark.timeout(900)  # 60,000 steps take more than a minute
 @pytest.mark.slow  # seconds of computing each
 @pytest.mark.parametrize(
     "mutation",
