@@ -466,6 +466,8 @@ class Engine:
         """Yields what can happen in the engine and at its end of the connections, and what can in the midst of that."""
         actions = [*self._enabled()]
         yield from actions
+        if not self.midst.offers:
+            return
         if self.scenario.looks and not self.end.waiting_count:
             records = [len(client.wire.to_engine) for client in self.clients.values() if client.frontend.connected]
             for left in range(max(records, default=0)):

@@ -215,13 +215,13 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.ABORT}),
         without=_NEVER - {Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS - {Kind.ABORT},
     ),
-    # The same of one that lies in slots, which it leaves or sends; or a shape's.
+    # The same of one that lies in slots, which its code leaves, or sends another beside it.
     "code in slots": msgspec.structs.replace(
         _ALONE,
         max_requests=2,
         max_slots=2,
-        in_code=frozenset({Kind.TO_FRONTEND, Kind.HANG_UP, Kind.REQUEST_NOW, Kind.LEAVE}),
-        without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.ENGINE_HANGS_UP},
+        in_code=frozenset({Kind.REQUEST_NOW, Kind.LEAVE}),
+        without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | DISTURBANCES | {Kind.REQUEST, Kind.TENSOR, Kind.CLAIM},
     ),
     # Code of a shape, which leaves the slot, or has the session end.
     "code of shapes": msgspec.structs.replace(

@@ -76,7 +76,7 @@ def _violation(failure: Failure) -> Violation | None:
 def _violation_in(failure: Failure, simulation: Simulation) -> Violation | None:
     try:
         for action in failure.trace:
-            if action in simulation.enabled():
+            if simulation.can_happen(action):
                 simulation.happen(action)
         simulation.check()  # it fails at its end, or it would have failed before
         if failure.settles:

@@ -668,6 +668,8 @@ class Session:
         """Yields what its callers and its connection can do now, and what can happen in the midst of that."""
         actions = [*self._enabled(pid, now)]
         yield from actions
+        if not self.midst.offers:
+            return
         yield from self._enabled_as_it_looks(pid, actions)
         in_code = self.scenario.in_code
         does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in in_code]

@@ -26,11 +26,13 @@ class Midst:
         happen: does something that code does.
 
     Attributes:
+        offers: whether what can happen includes what has something inside.
         happened: how often what was to happen found its moment, by kind of the action and of what was inside.
     """
 
     def __init__(self, scenario: Scenario, happen: Callable[[Inside], None]) -> None:
         self.happened: Counter[tuple[Kind, Kind]] = Counter()
+        self.offers = bool(scenario.looks or scenario.in_code)
         self._happen = happen
         self._inside: Inside | None = None
         self._kind = Kind.CONNECT  # of the action
@@ -44,6 +46,15 @@ class Midst:
             yield
         finally:
             self._inside = None
+
+    @contextlib.contextmanager
+    def offering(self, offers: bool) -> Iterator[None]:
+        """Whether what can happen includes what has something inside: there is much of that, and some have no use for it."""
+        self.offers, before = offers, self.offers
+        try:
+            yield
+        finally:
+            self.offers = before
 
     @property
     def code(self) -> Code | None:

@@ -85,6 +85,11 @@ class Simulation:
             if action.kind not in without and (action.inside is None or action.inside.kind not in without)
         ]
 
+    def can_happen(self, action: Action) -> bool:
+        """Whether this can happen now."""
+        with self.midst.offering(action.inside is not None):
+            return action in self.enabled()
+
     def _enabled(self) -> list[Action]:
         actions: list[Action] = []
         if self.engine is None:
@@ -323,7 +328,8 @@ class Simulation:
 
     def _finish(self) -> None:
         for step in range(_MAX_SETTLING):
-            enabled = self._enabled()
+            with self.midst.offering(False):
+                enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
             if not finishing:
                 finishing = self._timers(enabled) or self._in_vain(enabled)
@@ -333,8 +339,6 @@ class Simulation:
         raise Violation("what was begun does not come to its end")
 
     def _finishes(self, action: Action) -> bool:
-        if action.inside is not None:
-            return False
         if action.kind is Kind.ENGINE_SEES_END:
             return not list(self._living().clients.values())[action.at].wire.to_engine  # a goodbye that is lost is none
         return action.kind in _FINISHING and not (action.kind in (Kind.LEAVE, Kind.LEAVE_MESSAGE, Kind.UNPIN) and action.detail)
@@ -349,7 +353,7 @@ class Simulation:
         clients = self.engine.book.clients.values() if self.engine is not None else ()
         if any(len(session.end.pending) for session in sessions) or any(client.replies for client in clients):
             kinds.update((Kind.FRONTEND_TIMER, Kind.TICK))
-        return [action for action in enabled if action.kind in kinds and action.inside is None]
+        return [action for action in enabled if action.kind in kinds]
 
     def _in_vain(self, enabled: list[Action]) -> list[Action]:
         """Callers whose code has left a slot that they send, and who may wait for the memory that they keep: they give up."""

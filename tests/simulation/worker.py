@@ -191,6 +191,8 @@ class WorkerProcess:
         """Yields what it can do, and what it can do in the midst of that."""
         actions = [*self._enabled(position)]
         yield from actions
+        if not self.midst.offers:
+            return
         does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in self.in_code]
         yield from (action._replace(inside=inside) for action in actions if action.kind is Kind.ANSWER for inside in does)
 
