@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -133,16 +134,20 @@ async def test_another_runtime_error_stays_what_it_is(ends: Ends) -> None:
         waiting.throw(RuntimeError("from outside"))
 
 
-def test_a_client_of_a_loop_that_has_ended_says_so(socket_dir: Path) -> None:
-    """What people meet: each ``asyncio.run`` has a loop of its own."""
+@pytest.mark.parametrize("has_news", [False, True])
+def test_a_client_of_a_loop_that_has_ended_says_so(socket_dir: Path, has_news: bool) -> None:
+    """What people meet: each ``asyncio.run`` has a loop of its own. The engine has confirmed an abort meanwhile, or not."""
     with shmring.threads.serve("test", socket_dir=str(socket_dir), slab_nbytes="8MiB"):
 
         async def connect() -> shmring.RingClient:
             return await shmring.connect("test", socket_dir=str(socket_dir), connect_timeout_s=50)
 
         client = asyncio.run(connect())
+        assert client._session is not None
         for payload in (SMALL, LARGE):
             with pytest.raises(shmring.LocalProtocolError, match=OURS):
                 asyncio.run(client.request(payload, timeout=10))
+            while has_news and payload is SMALL and not client._session.link.reader.has_more():
+                time.sleep(0.01)
         with pytest.raises(shmring.LocalProtocolError, match=OURS):
             asyncio.run(client.close())

@@ -38,6 +38,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+from shmring.transport.loops import check_loop
+
 __all__ = ["LINK_S", "RECORDS_IN_TURN", "Polled", "Poller", "Vigil"]
 
 RECORDS_IN_TURN = 64  # of a link: as many small requests take about a millisecond
@@ -129,9 +131,14 @@ class Poller:
             self._busy_until_s = time.perf_counter() + self._busy_poll_s
 
     def _arm(self) -> None:
-        if not self._armed:
-            self._armed = True
+        if self._armed:
+            return
+        try:
             self._loop.call_soon(self._turn)
+        except RuntimeError:  # it is closed: whoever hears what has come runs in another one
+            check_loop(self._loop, "this end of a ring")
+            raise
+        self._armed = True
 
     def _turn(self) -> None:
         self._armed = False
