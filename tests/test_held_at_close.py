@@ -145,7 +145,9 @@ async def test_the_end_of_a_socket_proves_nothing_if_the_goodbye_did_not_say_so(
         slot = await client.slot(50_000)
         with monkeypatch.context() as patch:
             if not says_so:
-                patch.setattr(shmring.client.session, "Goodbye", lambda *fields, lingers=False, **others: says(*fields, **others))
+                patch.setattr(
+                    shmring.client.session, "Goodbye", lambda *fields, lingers=False, **others: says(*fields, **others)
+                )
             await client.close()
         await eventually(lambda before=before: quarantined(ring) > before)
         held.append(quarantined(ring))

@@ -1,7 +1,7 @@
 """A simulation whose crash is a failure like any other: what is compiled may end the process by a signal.
 
 So simulations that look for failures run in a forked child, and each action is noted before it happens, in memory that the two
-share: see :func:`in_child`.
+share: see :func:`in_child`. An action that does not come to its end is ended by a signal, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = ["Crash", "begin", "in_child", "note"]
 _NOTES_NBYTES = 16 << 20  # an action takes some 30 bytes, and a walk and its settling some 13,000 actions
 _HEAD_NBYTES = 8
 _PR_SET_PDEATHSIG = 1
+_ENDLESS_S = 10.0  # of CPU, for an action and what is checked behind it: thousands of times what the longest one takes
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +39,8 @@ class Crash(Exception):
     """
 
     def __init__(self, number: int, scenario: Scenario, trace: tuple[Action, ...]) -> None:
-        super().__init__(f"it crashes: {signal.Signals(number).name}")
+        is_endless = number == signal.SIGVTALRM
+        super().__init__("an action does not end" if is_endless else f"it crashes: {signal.Signals(number).name}")
         self.scenario = scenario
         self.trace = trace
 
@@ -93,9 +95,10 @@ def begin(scenario: Scenario) -> None:
 
 
 def note(action: Action) -> None:
-    """Notes that an action is about to happen."""
+    """Notes that an action is about to happen, and has the process end unless another one follows in time."""
     if _notes is not None:
         _notes.put(action)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _ENDLESS_S)
 
 
 def in_child(run: Callable[[], _Result], result_type: type[_Result]) -> _Result:
@@ -144,6 +147,7 @@ def _end_as_child(run: Callable[[], object], writing: int, notes: _Notes) -> Non
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
         _notes = notes
         encoded = msgspec.msgpack.encode(run())
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         with open(writing, "wb") as pipe:
             pipe.write(encoded)
         status = 0
