@@ -295,9 +295,10 @@ class _Encoding:
     def _engine(self, engine: Engine) -> list[Any]:
         book, window = engine.book, engine.book.host._window
         tokens = {
-            process.session.client_id: process.session.book._token
+            session.client_id: session.book._token
             for process in self._world.processes.values()
-            if process.session is not None and process.session.epoch == engine.epoch
+            for session in (process.session, *process.former)
+            if session is not None and session.epoch == engine.epoch
         }
         places = {id(self._world.processes[pid]): place for place, pid in enumerate(self._pids)}
         clients = []
