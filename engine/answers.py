@@ -32,21 +32,20 @@ def checked(output: object, payload: EngineRequestPayload | None) -> StepOutput 
         case GenerateReply(text=str(), token_ids=list()) if not isinstance(payload, EncodeRequest):
             return output
         case EncodeReply() if not isinstance(payload, GenerateRequest):
-            return _checked_embeddings(output, output.reply, None if payload is None else len(payload.inputs))
+            return _checked_embeddings(output, output.reply)
         case GenerateReply() if not isinstance(payload, EncodeRequest):
             return TypeError("the executor replied without text or token_ids")
     return TypeError(f"the executor replied {type(output.reply).__name__} to {type(payload).__name__}")
 
 
-def _checked_embeddings(output: StepOutput, reply: EncodeReply, inputs: int | None) -> StepOutput | Exception:
-    """Embeddings as the protocol has them: float32 of shape (inputs, size), each of them a number."""
+def _checked_embeddings(output: StepOutput, reply: EncodeReply) -> StepOutput | Exception:
+    """Embeddings as the protocol has them: float32 of shape (inputs, size), each of them a number. A reply may be a part."""
     embeddings = reply.embeddings
     if not isinstance(embeddings, torch.Tensor) or not embeddings.is_floating_point():
         kind = embeddings.dtype if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
         return TypeError(f"the executor's embeddings are {kind}, where a floating point tensor is expected")
-    if embeddings.ndim != 2 or (inputs is not None and len(embeddings) != inputs):
-        expected = "(inputs, size)" if inputs is None else f"({inputs}, size)"
-        return RuntimeError(f"the executor's embeddings have shape {tuple(embeddings.shape)}, where {expected} is expected")
+    if embeddings.ndim != 2:
+        return RuntimeError(f"the executor's embeddings have shape {tuple(embeddings.shape)}, where (inputs, size) is expected")
     if not bool(torch.isfinite(embeddings).all()):
         return RuntimeError("the executor's embeddings are not all finite numbers")
     if not isinstance(reply.prompt_tokens, int) or reply.prompt_tokens < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -118,6 +119,8 @@ async def _run(settings: EngineSettings, executor: Executor, stop: asyncio.Event
             description.model,
             slab_nbytes,
         )
+        gc.collect()
+        gc.freeze()  # as in frontends
         if link is not None:
             link.say_ready()
         await _run_until(core, stop)

@@ -38,6 +38,7 @@ class EngineRequest:
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)
+        self._left_to_encode = len(payload.inputs) if isinstance(payload, EncodeRequest) else None
         self.expired = False
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
@@ -65,6 +66,11 @@ class EngineRequest:
             A task that sends what had to be kept, if one was started; its end is none of the caller's business, but whoever
             closes the ring cancels it first.
         """
+        if isinstance(reply, EncodeReply) and self._left_to_encode is not None:
+            self._left_to_encode -= len(reply.embeddings)
+        if finished and self._left_to_encode:
+            self.fail(RuntimeError(f"the executor's embeddings are {self._left_to_encode} fewer than the request's inputs"))
+            return None
         if reply is not None:
             self._keep(reply)
         self._complete = finished

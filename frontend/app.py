@@ -50,7 +50,7 @@ from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
 from frontend.openai.models import Version
 from frontend.openai.parsing import BodyParser
-from frontend.responses import JsonResponse, error_response
+from frontend.responses import JsonPieces, JsonResponse, error_response
 from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 from frontend.sse import EventStream
@@ -61,7 +61,7 @@ logger = logging.getLogger("frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
-_SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics
+_SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
 
 
 class Application:
@@ -157,10 +157,7 @@ class _Routes:
         request, notes = await _read(CHAT_PARSER, http_request)
         if request.stream:
             return await self._stream(request, http_request.scope, notes)
-        try:
-            completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
-        finally:
-            self._take_over_gauges()
+        completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         return JsonResponse(completed.response, headers=notes | _headers(completed))
 
     async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
@@ -177,11 +174,8 @@ class _Routes:
 
     async def embed(self, http_request: Request) -> Response:
         request, notes = await _read(EMBEDDING_PARSER, http_request)
-        try:
-            embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
-        finally:
-            self._take_over_gauges()
-        return JsonResponse(embedded.response, headers=notes | _headers(embedded))
+        embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
+        return JsonPieces(embedded.response, notes | _headers(embedded))
 
     async def list_models(self, _: Request) -> Response:
         return JsonResponse(await self._model.list())

@@ -11,6 +11,9 @@ for pictures. The bound is thus the limit, one more body, and for each connectio
 
 A body has a lowest rate and must not stand still. Time in which it waits for memory does not count, because that is not the
 caller's fault.
+
+A body that is refused in its midst is read to its end, and dropped: who asked for the connection to end after the answer, and
+still sends when it does, would see a reset instead of the reason.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from starlette.types import Receive, Scope
 
 from frontend.errors import ApiError, unavailable
 from frontend.settings import FrontendSettings
+from frontend.value_count import MAX_VALUES, ValueCount
 
 __all__ = ["BodyMemory", "BodyReader", "BodyShare", "HungUp"]
 
@@ -162,28 +166,39 @@ class BodyReader:
             share: grows with the body. Its owner releases it, also after an error.
 
         Raises:
-            ApiError: 413, it is too large; 408, it is too slow; 503, no memory came free in time.
+            ApiError: 413, it is too large, or has too many values; 408, it is too slow; 503, no memory came free in time.
             HungUp: the caller has gone.
         """
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
-        while True:
-            try:
-                async with asyncio.timeout_at(pace.deadline(share.overdraws)):
-                    message = await receive()
-            except TimeoutError:
-                # Only closing the connection stops a slow caller from sending more.
-                raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
-            if message["type"] != "http.request":
-                raise HungUp
-            chunk = message.get("body", b"")
-            nbytes = len(body) + len(chunk)
-            self._check_size(nbytes)
-            await self._grow(share, max(0, nbytes - _FREE_NBYTES - share.nbytes), pace)
+        values = ValueCount()
+        more = True
+        try:
+            while more:
+                chunk, more = await _receive(receive, pace, share)
+                nbytes = len(body) + len(chunk)
+                self._check_size(nbytes)
+                if not values.add(chunk):
+                    message = f"the request's body has more than the {MAX_VALUES} values that are accepted"
+                    raise ApiError(413, message, code="too_many_values")
+                await self._grow(share, max(0, nbytes - _FREE_NBYTES - share.nbytes), pace)
+                pace.advance(len(chunk), share.overdraws)
+                body += chunk
+        except ApiError as error:
+            if more and error.status == 413:
+                body.clear()
+                share.release()
+                await self._drop(receive, pace, share)
+            raise
+        return cast(bytes, body)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
+
+    async def _drop(self, receive: Receive, pace: _Pace, share: BodyShare) -> None:
+        """Reads what is left of a body, as much as a whole one may have."""
+        left, more = self._max_nbytes, True
+        while more and left > 0:
+            chunk, more = await _receive(receive, pace, share)
             pace.advance(len(chunk), share.overdraws)
-            body += chunk
-            if not message.get("more_body", False):
-                return cast(bytes, body)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
+            left -= len(chunk)
 
     async def _grow(self, share: BodyShare, nbytes: int, pace: _Pace) -> None:
         if not nbytes:
@@ -200,6 +215,19 @@ class BodyReader:
         if nbytes > self._max_nbytes:
             message = f"the request's body is larger than the {self._max_nbytes} bytes that are accepted"
             raise ApiError(413, message, code="body_too_large")
+
+
+async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
+    """Returns the next piece, and whether there is more."""
+    try:
+        async with asyncio.timeout_at(pace.deadline(share.overdraws)):
+            message = await receive()
+    except TimeoutError:
+        # Only closing the connection stops a slow caller from sending more.
+        raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
+    if message["type"] != "http.request":
+        raise HungUp
+    return message.get("body", b""), message.get("more_body", False)
 
 
 class _Pace:

@@ -17,10 +17,9 @@ from frontend.media.loader import MediaSource
 from frontend.multimodal import MediaIntake
 from frontend.openai.embeddings import (
     EmbeddingRequest,
-    EmbeddingResponse,
     check_dimensions,
     count_inputs,
-    embedding_response,
+    encode_response,
     take_inputs,
 )
 from frontend.served_model import ServedModel
@@ -34,14 +33,14 @@ class Embedded:
     """An answer, and its cost.
 
     Attributes:
-        response: for the caller.
+        response: for the caller: an :class:`~frontend.openai.embeddings.EmbeddingResponse` as JSON, in pieces.
         slab_nbytes: bytes of tensors that crossed through the slab.
         copies: tensors that this process copied for sending while the request was with the engine. Exact if it was
             alone, and otherwise an upper bound: the ring's client counts for all requests together.
         synthetic: whether it is made up.
     """
 
-    response: EmbeddingResponse
+    response: list[bytes]
     slab_nbytes: int
     copies: int
     synthetic: bool
@@ -64,6 +63,7 @@ class EmbeddingService:
         self._model = model
         self._intake = intake
         self._settings = settings
+        self._encoding = asyncio.Lock()
 
     async def embed(self, request: EmbeddingRequest, admitted: Admitted, request_id: str) -> Embedded:
         """Embeds the inputs of a request, which is left without them.
@@ -86,7 +86,7 @@ class EmbeddingService:
                 encode_request = EncodeRequest(filled, priority=request.priority or 0)
                 embeddings, prompt_tokens = await self._encode(encode_request, admitted, request_id)
                 copies = self._engine.copies - before
-        response = embedding_response(embeddings, request, prompt_tokens, counts)
+        response = await encode_response(embeddings, request, prompt_tokens, counts, self._encoding)
         return Embedded(response, slab_nbytes, copies, description.synthetic)
 
     @contextlib.asynccontextmanager

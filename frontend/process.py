@@ -8,6 +8,7 @@ the process leaves the engine, and ends without unloading its imports.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -79,6 +80,8 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
             shutdown_timeout_s=settings.shutdown_timeout_s,
             on_started=lambda: None if link is None else link.say_ready(),
         )
+        gc.collect()
+        gc.freeze()  # what was imported and made is no garbage: looking through it stops the loop for 0.1 s now and then
         sockets = [socket.socket(fileno=settings.listen_fd)] if settings.listen_fd is not None else None
         await server.serve(sockets)
 

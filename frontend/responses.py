@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from frontend.errors import ApiError
 
-__all__ = ["JsonResponse", "error_response"]
+__all__ = ["JsonPieces", "JsonResponse", "error_response"]
+
+_SENT_NBYTES = 256 << 10  # in a turn of the loop
 
 
 class JsonResponse(Response):
@@ -20,6 +25,34 @@ class JsonResponse(Response):
     def render(self, content: Any) -> bytes:
         """Returns the body."""
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
+
+
+class JsonPieces(Response):
+    """An answer that was encoded in pieces, and is sent so: a large one keeps no other waiting.
+
+    Args:
+        pieces: of one JSON document.
+        headers: beside those of every answer.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        self._pieces = pieces
+        super().__init__(headers=dict(headers) | {"content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pieces, self._pieces = self._pieces, ()
+        sent_nbytes = 0
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent_nbytes += len(piece)
+            if sent_nbytes > _SENT_NBYTES:
+                sent_nbytes = 0
+                await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def error_response(error: ApiError) -> Response:

@@ -93,7 +93,8 @@ class StepOutput:
     """What a step gave for one request.
 
     Attributes:
-        reply: what its caller is sent; None: nothing yet.
+        reply: what its caller is sent; None: nothing yet. Embeddings may come in parts, in the order of the inputs: all parts
+            together have one for each.
         finished: whether the request is complete.
         keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
     """
@@ -116,7 +117,8 @@ class Executor(Protocol):
         """Says what it does."""
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Executes one step for all requests in it.
+        """Executes one step for all requests in it, or a part of it: other requests wait for its end. A request that goes on
+        is part of the next step (:mod:`engine.executors.encoding` shares such steps out).
 
         Returns:
             For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is

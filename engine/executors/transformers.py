@@ -37,19 +37,21 @@ from engine.answers import without_frames
 from engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
 from engine.executors.detokenizer import Detokenizer
 from engine.executors.embedding import POOLINGS, Embedder
+from engine.executors.encoding import Encoded, EncodingLine
 from engine.executors.generation import Context, LanguageModel
 from engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from engine.executors.prompts import PromptBuilder
 from engine.executors.sampling import Sampler
 from engine.executors.stopping import StopTexts
 from engine.protocol import (
-    EncodeReply,
     EncodeRequest,
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Medium,
     ModelDescription,
     SamplingParams,
+    Text,
 )
 
 __all__ = ["TransformersExecutor", "TransformersOptions"]
@@ -58,6 +60,9 @@ logger = logging.getLogger("engine.executors.transformers")
 
 # Keys and values of this many contexts fit beside a model of some billions of parameters; the model's own option says better.
 _MAX_NUM_SEQS = 16
+
+# What an input to encode is taken to cost, in seconds: requests of one come first, whatever the model.
+_FORWARD_S = 0.003
 
 _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
 
@@ -153,19 +158,6 @@ class _Answer:
         return StepOutput(reply, finished=finish_reason is not None)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Encoding:
-    """What is known of a request to encode.
-
-    Attributes:
-        embeddings: of its first inputs, as many as were computed: each of shape (embedding size,), float32.
-        prompt_tokens: of those.
-    """
-
-    embeddings: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    prompt_tokens: int = 0
-
-
 class TransformersExecutor:
     """Answers conversations and embeds with a model of transformers.
 
@@ -192,7 +184,7 @@ class TransformersExecutor:
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
         self._answers: dict[int, _Answer] = {}
-        self._encodings: dict[int, _Encoding] = {}  # the next in turn is the first
+        self._line = EncodingLine(self._embed, lambda _: _FORWARD_S, _report, slice_s=0)  # a token of each answer beside it
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -208,7 +200,7 @@ class TransformersExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Executes a step: one token of each answer, and one input of one request to encode.
+        """Executes a step: one token of each answer, and one input to encode.
 
         Raises:
             ExecutorDeadError: the accelerator has failed.
@@ -220,7 +212,7 @@ class TransformersExecutor:
                 outputs[part.request_id] = self._begin(part.request_id, part.payload)
             elif isinstance(part.payload, EncodeRequest):
                 to_encode[part.request_id] = part.payload
-        outputs.update(self._encode(to_encode))
+        outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
@@ -229,12 +221,11 @@ class TransformersExecutor:
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
         self._answers.pop(request_id, None)
-        self._encodings.pop(request_id, None)
+        self._line.forget(request_id)
 
     def close(self) -> None:
         """Lets go of everything but the model, whose memory goes with this object."""
         self._answers.clear()
-        self._encodings.clear()
 
     # -- the first step ------------------------------------------------------------------------------------------------
 
@@ -293,31 +284,10 @@ class TransformersExecutor:
 
     # -- embeddings ----------------------------------------------------------------------------------------------------
 
-    def _encode(self, requests: Mapping[int, EncodeRequest]) -> dict[int, StepOutput | Exception]:
-        """Embeds an input of the request whose turn it is; the others come again."""
-        outputs: dict[int, StepOutput | Exception] = dict.fromkeys(requests, StepOutput(finished=False, keep_inputs=True))
-        for request_id in requests:
-            self._encodings.setdefault(request_id, _Encoding())
-        turn = next((request_id for request_id in self._encodings if request_id in requests), None)
-        if turn is not None:
-            encoding = self._encodings[turn] = self._encodings.pop(turn)  # to the end of the line
-            outputs[turn] = self._encode_next(encoding, requests[turn])
-        return outputs
-
-    def _encode_next(self, encoding: _Encoding, request: EncodeRequest) -> StepOutput | Exception:
+    def _embed(self, item: Text | Medium) -> Encoded:
         if self._embedder is None:
-            return ValueError(f"the model {self._checkpoint.name!r} answers conversations; it does not embed")
-        if not request.inputs:
-            return ValueError("a request to encode has at least one input")
-        try:
-            embedding, tokens = self._embedder.embed(request.inputs[len(encoding.embeddings)])
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-            return _report(error)
-        encoding.embeddings.append(embedding)
-        encoding.prompt_tokens += tokens
-        if len(encoding.embeddings) < len(request.inputs):
-            return StepOutput(finished=False, keep_inputs=True)
-        return StepOutput(EncodeReply(torch.stack(encoding.embeddings), encoding.prompt_tokens))
+            raise ValueError(f"the model {self._checkpoint.name!r} answers conversations; it does not embed")
+        return self._embedder.embed(item)
 
 
 def _advance(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:

@@ -12,7 +12,9 @@ refused and not ignored: an embedding that leaves out half of the input is a wro
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -36,7 +38,7 @@ __all__ = [
     "EmbeddingResponse",
     "check_dimensions",
     "count_inputs",
-    "embedding_response",
+    "encode_response",
     "take_inputs",
 ]
 
@@ -103,6 +105,9 @@ class EmbeddingResponse(msgspec.Struct):
     usage: EmbeddingUsage
     object: str = "list"
 
+
+_NO_DATA = b'"data":[]'
+_PIECE_VALUES = 8192  # in a piece of an answer: 16 embeddings of 512 numbers, which take 1.5 ms
 
 #: For bodies of requests.
 EMBEDDING_PARSER = BodyParser(EmbeddingRequest)
@@ -185,16 +190,23 @@ def count_inputs(inputs: Iterable[Text | MediaSource]) -> EmbeddingInputs:
     return EmbeddingInputs(**counts)
 
 
-def embedding_response(
-    embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int, inputs: EmbeddingInputs
-) -> EmbeddingResponse:
-    """Makes the answer.
+async def encode_response(
+    embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int, inputs: EmbeddingInputs, gate: asyncio.Lock
+) -> list[bytes]:
+    """Encodes the answer, an :class:`EmbeddingResponse`, in pieces.
+
+    Two thousand embeddings in numbers take a fifth of a second. So they are encoded some at a time, and of all answers of this
+    process one piece in a turn of the loop.
 
     Args:
         embeddings: (inputs, embedding size), float32.
         request: says in which form, and how many dimensions to keep.
         prompt_tokens: of all inputs.
         inputs: how many there were of each kind.
+        gate: of all large answers of this process; it is held for one piece.
+
+    Returns:
+        The pieces of the document.
 
     Raises:
         ApiError: it asks for more dimensions than there are.
@@ -202,12 +214,23 @@ def embedding_response(
     check_dimensions(request, embeddings.shape[1])
     if request.dimensions is not None:
         embeddings = torch.nn.functional.normalize(embeddings[:, : request.dimensions], dim=1)
-    data = [
-        Embedding(index, _base64(row) if request.encoding_format == "base64" else row.tolist())
-        for index, row in enumerate(embeddings)
-    ]
     usage = EmbeddingUsage(prompt_tokens, prompt_tokens, inputs)
-    return EmbeddingResponse(f"embd-{secrets.token_hex(12)}", int(time.time()), request.model, data, usage)
+    empty = EmbeddingResponse(f"embd-{secrets.token_hex(12)}", int(time.time()), request.model, [], usage)
+    before, _, after = msgspec.json.encode(empty).partition(_NO_DATA)
+    pieces = [before, _NO_DATA[:-1]]
+    per_piece = max(1, _PIECE_VALUES // max(1, embeddings.shape[1]))
+    for start in range(0, len(embeddings), per_piece):
+        if start:
+            pieces.append(b",")
+        async with contextlib.nullcontext() if len(embeddings) <= per_piece else gate:
+            rows = embeddings[start : start + per_piece]
+            values = map(_base64, rows) if request.encoding_format == "base64" else rows.tolist()
+            data = [Embedding(index, value) for index, value in enumerate(values, start)]
+            pieces.append(msgspec.json.encode(data)[1:-1])
+            if len(embeddings) > per_piece:
+                await asyncio.sleep(0)
+    pieces.append(_NO_DATA[-1:] + after)
+    return pieces
 
 
 def _base64(row: torch.Tensor) -> str:

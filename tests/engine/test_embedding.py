@@ -16,6 +16,7 @@ import torch
 
 from engine.client import EngineClient
 from engine.core import EngineCore
+from engine.executors import encoding
 from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from engine.protocol import (
     ChatMessage,
@@ -214,9 +215,11 @@ def test_without_a_chat_template_a_medium_is_its_place(architecture: str, tiny_m
 # -- steps ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("starves", "expected_order"), [(False, "deabc"), (True, "abcde")])
 def test_a_step_embeds_one_input_and_requests_take_turns(
-    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, starves: bool, expected_order: str
 ) -> None:
+    monkeypatch.setattr(encoding, "_STARVING_S", -1.0 if starves else 60.0)
     requests = {
         1: EncodeRequest([Text("a"), Text("b"), Text("c")]),
         2: EncodeRequest([Text("d")]),
@@ -244,9 +247,9 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
                 assert isinstance(output.reply, EncodeReply)
                 embeddings[number] = output.reply.embeddings
                 del running[number]
-    assert order == ["a", "d", "e", "b", "c"]
+    assert order == [*expected_order]
     assert all(torch.equal(embeddings[number], expected[number]) for number in requests)
-    assert executor._encodings == {}
+    assert executor._line._progress == {}
 
 
 def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: TransformersExecutor) -> None:
@@ -287,7 +290,7 @@ def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecuto
         raise outputs[2]
     assert torch.equal(outputs[1].reply.embeddings, encode(executor, Text("a")).embeddings)
     assert torch.equal(outputs[3].reply.embeddings, encode(executor, Text("c")).embeddings)
-    assert executor._encodings == {}
+    assert executor._line._progress == {}
 
 
 def test_a_picture_of_too_many_tokens_is_refused(load: Callable[..., TransformersExecutor]) -> None:
@@ -331,7 +334,7 @@ def test_pixels_are_let_go_after_each_step(architecture: str, load: Callable[...
     gc.collect()
     assert [view() for view in views] == [None, None], "the engine keeps the inputs, and not the executor"
     executor.forget(1)
-    assert executor._encodings == {}
+    assert executor._line._progress == {}
 
 
 def test_pixels_are_let_go_when_embedding_fails(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +469,7 @@ async def test_a_batch_that_is_given_up_leaves_between_two_inputs(executor: Tran
         while core.metrics.steps < 2:
             await asyncio.sleep(0)
         batch.cancel()
-        while core.ring.statistics().slots_in_use or executor._encodings:
+        while core.ring.statistics().slots_in_use or executor._line._progress:
             await asyncio.sleep(0)
         assert core.metrics.steps < 70
         assert core.metrics.finished_requests == 0

@@ -192,7 +192,15 @@ async def test_a_body_announced_too_large_is_refused_unread(run: Run) -> None:
 async def test_a_body_that_grows_too_large_is_refused_while_it_comes(run: Run) -> None:
     caller = Caller(*[b"x" * 4] * 10)
     error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
-    assert (error.status, caller.receives) == (413, 3)
+    assert (error.status, caller.receives) == (413, 3 + 3), "the rest is dropped, as much as a whole body may have"
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(run: Run) -> None:
+    caller = Caller(b"[", *[b"[]," * 10_000] * 5, b"0]")
+    admission, handler = Admission(FrontendSettings()), Handler()
+    error = await refusal(run(admission, caller, handler))
+    assert (error.status, error.code, caller.receives) == (413, "too_many_values", 7)
+    assert handler.bodies == []
 
 
 async def test_requests_in_flight_are_bounded(run: Run, eventually: Any) -> None:

@@ -13,10 +13,10 @@ import torch
 import shmring
 from engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
 from frontend.admission import Admission, Admitted
-from frontend.embedding_service import EmbeddingService
+from frontend.embedding_service import Embedded, EmbeddingService
 from frontend.errors import ApiError
 from frontend.multimodal import MediaIntake
-from frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest
+from frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest, EmbeddingResponse
 from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 
@@ -64,6 +64,10 @@ async def open_service() -> AsyncIterator[Any]:
         await intake.close()
 
 
+def response_of(embedded: Embedded) -> EmbeddingResponse:
+    return msgspec.json.decode(b"".join(embedded.response), type=EmbeddingResponse)
+
+
 async def test_pictures_are_sent_from_their_slots_and_none_is_copied(
     open_engine: Any, open_service: Any, request_of: Any, embedding_of: Any, eventually: Any, admitted: Admitted
 ) -> None:
@@ -71,7 +75,7 @@ async def test_pictures_are_sent_from_their_slots_and_none_is_copied(
     request = request_of(*PIXELS)
     embedded = await open_service(engine).embed(request, admitted, "the-id")
     np.testing.assert_allclose(
-        [item.embedding for item in embedded.response.data], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
+        [item.embedding for item in response_of(embedded).data], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
     )
     assert (embedded.slab_nbytes, embedded.copies, embedded.synthetic) == (PIXELS.nbytes, 0, False)
     assert request.messages is None
@@ -96,9 +100,9 @@ async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any
     request = msgspec.convert(msgspec.to_builtins(request), EmbeddingRequest)
     embedded = await service.embed(request, admitted, "x")
     assert received == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
-    assert embedded.response.usage.prompt_tokens == 5
-    assert embedded.response.usage.inputs == EmbeddingInputs(text=1, image=2)
-    assert [item.embedding for item in embedded.response.data] == [[1, 0], [0, 1], [1, 0]]
+    assert response_of(embedded).usage.prompt_tokens == 5
+    assert response_of(embedded).usage.inputs == EmbeddingInputs(text=1, image=2)
+    assert [item.embedding for item in response_of(embedded).data] == [[1, 0], [0, 1], [1, 0]]
 
 
 async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
@@ -107,7 +111,7 @@ async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted:
 
     engine = await open_engine(answer, BOTH)
     embedded = await open_service(engine).embed(EmbeddingRequest("shmring-fingerprints", ["a", "b"]), admitted, "x")
-    assert (embedded.slab_nbytes, len(embedded.response.data)) == (0, 2)
+    assert (embedded.slab_nbytes, len(response_of(embedded).data)) == (0, 2)
 
 
 async def test_what_the_model_does_not_do_is_refused(open_engine: Any, open_service: Any, admitted: Admitted) -> None:

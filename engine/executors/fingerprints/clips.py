@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from engine.executors.fingerprints.vectors import (
     tensor_from,
 )
 
-__all__ = ["FRAMES_LIMIT", "fingerprint_clip"]
+__all__ = ["FRAMES_LIMIT", "fingerprint_clip", "fingerprint_clip_in_steps"]
 
 FRAMES_LIMIT = 4096
 """Frames that a clip may have: more than anybody needs who asks what a clip looks like, two minutes of every single one."""
@@ -74,8 +74,21 @@ def fingerprint_clip(frames: torch.Tensor, timestamps_s: Sequence[float], durati
         Coskun, Sankur and Memon, "Spatio-Temporal Transform Based Video Hashing" (IEEE Transactions on Multimedia, 2006): the
         lowest cosine waves over time. Adding them up: see :func:`.vectors.place_in_space`.
     """
+    steps = fingerprint_clip_in_steps(frames, timestamps_s, duration_s)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stopped:
+            fingerprint: torch.Tensor = stopped.value
+            return fingerprint
+
+
+def fingerprint_clip_in_steps(
+    frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float
+) -> Generator[None, None, torch.Tensor]:
+    """As :func:`fingerprint_clip`, and yields behind each frame, which takes a few milliseconds."""
     _check_clip(frames, timestamps_s, duration_s)
-    moments = _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
+    moments = yield from _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
     waves = math.sqrt(2) * product(cosine_waves(_WAVES, _MOMENTS), moments)
     appearance, *changes = (place_in_space(f"clip, wave {number}", wave) for number, wave in enumerate(waves))
     change = normalise_above(_CHANGE_FLOOR, np.sum(changes, axis=0))
@@ -102,7 +115,7 @@ def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s:
         raise ValueError(f"expected a duration in seconds, finite and not negative; got {duration_s}")
 
 
-def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> Numbers:
+def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> Generator[None, None, Numbers]:
     """Returns what is seen at `_MOMENTS` even moments of a clip: shape (`_MOMENTS`, `FINGERPRINT_SIZE`)."""
     moments_s = (np.arange(_MOMENTS) + 0.5) * (duration_s / _MOMENTS)
     # Where between two frames each moment lies; before the first and after the last there are only these.
@@ -110,7 +123,11 @@ def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], durat
     before = np.floor(positions).astype(np.int64)
     after = np.minimum(before + 1, len(frames) - 1)
     needed, places = np.unique(np.concatenate([before, after]), return_inverse=True)
-    described = np.stack([fingerprint_picture(frames[index], [WHOLE]).numpy() for index in needed.tolist()]).astype(np.float64)
+    pictures = []
+    for index in needed.tolist():
+        pictures.append(fingerprint_picture(frames[index], [WHOLE]).numpy())
+        yield
+    described = np.stack(pictures).astype(np.float64)
     place_before, place_after = places.reshape(2, _MOMENTS)
     way = (positions - before)[:, None]
     moments: Numbers = described[place_before] * (1 - way) + described[place_after] * way

@@ -5,27 +5,25 @@ A fingerprint says what a thing looks or sounds like, or how it is worded; alter
 accelerator, and is useful by itself for finding near-duplicates. All fingerprints have one size, and each kind of thing has a
 space of its own, so that one index can hold them all; a picture of a dog is not near the word for it.
 
-Invariants: deterministic and stateless; a request fails alone, and its error holds no view of the slab.
+Invariants: deterministic; a request fails alone, and its error holds no view of the slab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip
+from engine.executors.encoding import Encoded, EncodingLine
+from engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip_in_steps
 from engine.executors.fingerprints.pictures import fingerprint_picture
 from engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
 from engine.executors.fingerprints.texts import count_words, fingerprint_text
 from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from engine.protocol import (
-    EncodeReply,
     EncodeRequest,
-    GenerateRequest,
     InputSpec,
+    Medium,
     ModelDescription,
     Picture,
     PictureSpec,
@@ -35,11 +33,13 @@ from engine.protocol import (
     Video,
     VideoSpec,
     Waveform,
+    tensor_of,
 )
 
 __all__ = ["FingerprintsExecutor"]
 
-_MAX_BATCH_SIZE = 32  # a step of a few milliseconds each; more would only delay the first answer
+_MAX_BATCH_SIZE = 1024  # a step takes some milliseconds however many there are, and who waits outside is not seen to be small
+_NOT_GENERATING = "the fingerprints executor does not generate: ask for embeddings, or choose another executor"
 
 # Fingerprints look at 96 lines a side: more pixels of a frame would only fill the slab.
 _FRAME_PIXELS = 512 * 512
@@ -49,7 +49,7 @@ _PIXELS_LIMIT = 1 << 40  # a million squared: no picture has more, so a larger n
 
 
 class FingerprintsExecutor:
-    """Describes things; deterministic, stateless.
+    """Describes things; deterministic.
 
     Args:
         options: of these it takes ``mm_processor_kwargs`` only: ``max_pixels``, to which pictures and frames are scaled down
@@ -65,6 +65,7 @@ class FingerprintsExecutor:
         if options.options:
             raise ValueError(f"the fingerprints executor has no options; remove {', '.join(sorted(options.options))}")
         self._input = _input_spec(options.mm_processor_kwargs)
+        self._line = EncodingLine(_describe, _expected_s)
 
     def describe(self) -> ModelDescription:
         return ModelDescription(
@@ -77,10 +78,14 @@ class FingerprintsExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        return [_execute(step.payload) for step in batch]
+        """Describes inputs for some milliseconds."""
+        requests = {step.request_id: step.payload for step in batch if isinstance(step.payload, EncodeRequest)}
+        outputs = self._line.execute(requests)
+        return [outputs.get(step.request_id) or ValueError(_NOT_GENERATING) for step in batch]
 
     def forget(self, request_id: int) -> None:
-        """Remembers none."""
+        """Lets go of a request's fingerprints so far."""
+        self._line.forget(request_id)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -107,30 +112,27 @@ def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
     )
 
 
-def _execute(payload: EncodeRequest | GenerateRequest | None) -> StepOutput | Exception:
-    assert payload is not None, "every request is finished by its first step"
-    if isinstance(payload, GenerateRequest):
-        return ValueError("the fingerprints executor does not generate: ask for embeddings, or choose another executor")
-    if not payload.inputs:
-        return ValueError("a request to encode holds at least one input")
-    try:
-        embeddings = torch.stack([_describe(item) for item in payload.inputs])
-    except ValueError as error:
-        # Without its traceback, whose frames would keep the slots of the inputs.
-        return ValueError(str(error))
-    words = sum(count_words(item.text) for item in payload.inputs if isinstance(item, Text))
-    return StepOutput(EncodeReply(embeddings, prompt_tokens=words))
-
-
-def _describe(item: Text | Picture | Waveform | Spectrogram | Video) -> torch.Tensor:
+def _describe(item: Text | Medium) -> Encoded | Generator[None, None, Encoded]:
+    """Returns a fingerprint, and how many words were read; a clip's in steps."""
     match item:
         case Text():
-            return fingerprint_text(item.text)
+            return fingerprint_text(item.text), count_words(item.text)
         case Picture():
-            return fingerprint_picture(item.pixels)
+            return fingerprint_picture(item.pixels), 0
         case Spectrogram():
-            return fingerprint_sound(item.log_mel)
+            return fingerprint_sound(item.log_mel), 0
         case Video():
-            return fingerprint_clip(item.frames, item.timestamps_s, item.duration_s)
+            return _describe_clip(item)
         case Waveform():
             raise ValueError("the fingerprints executor takes sounds as log-mel spectrograms; got a waveform")
+
+
+def _describe_clip(clip: Video) -> Generator[None, None, Encoded]:
+    return (yield from fingerprint_clip_in_steps(clip.frames, clip.timestamps_s, clip.duration_s)), 0
+
+
+def _expected_s(item: Text | Medium) -> float:
+    """About what describing takes: a fixed part, and one for each character or byte."""
+    if isinstance(item, Text):
+        return 0.0001 + len(item.text) * 0.2e-6
+    return 0.002 + tensor_of(item).nbytes * 1e-9

@@ -55,8 +55,18 @@ def clip(seed: int = 1) -> Video:
 
 
 def execute(*requests: EncodeRequest | GenerateRequest) -> list[StepOutput | Exception]:
-    batch = [StepInput(request_id, request) for request_id, request in enumerate(requests)]
-    return list(FingerprintsExecutor().execute(batch))
+    """Executes steps until all are answered, as the engine does."""
+    executor = FingerprintsExecutor()
+    outputs: dict[int, StepOutput | Exception] = {}
+    while len(outputs) < len(requests):
+        batch = [StepInput(number, request) for number, request in enumerate(requests) if number not in outputs]
+        for part, output in zip(batch, executor.execute(batch), strict=True):
+            if isinstance(output, Exception) or output.finished:
+                outputs[part.request_id] = output
+                executor.forget(part.request_id)
+            else:
+                assert output == StepOutput(None, finished=False, keep_inputs=True)
+    return [outputs[number] for number in range(len(requests))]
 
 
 def embeddings_of(output: StepOutput | Exception) -> torch.Tensor:
@@ -181,7 +191,7 @@ def test_it_says_what_it_takes() -> None:
             sound=SoundSpec(form="log_mel", sample_rate=16_000, mel_bands=80),
             video=VideoSpec(num_frames=16, max_pixels=512 * 512),
         ),
-        max_batch_size=32,
+        max_batch_size=1024,
         embedding_size=512,
     )
     executor.forget(1)

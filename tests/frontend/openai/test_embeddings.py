@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
@@ -18,8 +19,9 @@ from frontend.openai.embeddings import (
     EMBEDDING_PARSER,
     EmbeddingInputs,
     EmbeddingRequest,
+    EmbeddingResponse,
     check_dimensions,
-    embedding_response,
+    encode_response,
     take_inputs,
 )
 
@@ -117,8 +119,15 @@ def vectors() -> torch.Tensor:
     return torch.nn.functional.normalize(torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5, dim=1)
 
 
-def test_numbers_come_out_as_they_are() -> None:
-    response = embedding_response(vectors(), parse(), 7, EmbeddingInputs(text=1, video=2))
+async def embedding_response(
+    embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int, inputs: EmbeddingInputs
+) -> EmbeddingResponse:
+    pieces = await encode_response(embeddings, request, prompt_tokens, inputs, asyncio.Lock())
+    return msgspec.json.decode(b"".join(pieces), type=EmbeddingResponse)
+
+
+async def test_numbers_come_out_as_they_are() -> None:
+    response = await embedding_response(vectors(), parse(), 7, EmbeddingInputs(text=1, video=2))
     assert [item.index for item in response.data] == [0, 1, 2]
     assert [item.embedding for item in response.data] == vectors().tolist()
     assert (response.object, response.data[0].object, response.model) == ("list", "embedding", "m")
@@ -127,32 +136,59 @@ def test_numbers_come_out_as_they_are() -> None:
     assert response.id.startswith("embd-")
 
 
-def test_base64_is_little_endian_float32() -> None:
-    response = embedding_response(vectors(), parse(encoding_format="base64"), 0, EmbeddingInputs(text=3))
+async def test_base64_is_little_endian_float32() -> None:
+    response = await embedding_response(vectors(), parse(encoding_format="base64"), 0, EmbeddingInputs(text=3))
     for item, vector in zip(response.data, vectors(), strict=True):
         assert isinstance(item.embedding, str)
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(item.embedding), "<f4"), vector.numpy())
 
 
 @pytest.mark.parametrize("dimensions", [1, 3, 4])
-def test_fewer_dimensions_are_made_length_one_again(dimensions: int) -> None:
-    [first, *_] = embedding_response(vectors(), parse(dimensions=dimensions), 0, EmbeddingInputs(text=3)).data
+async def test_fewer_dimensions_are_made_length_one_again(dimensions: int) -> None:
+    [first, *_] = (await embedding_response(vectors(), parse(dimensions=dimensions), 0, EmbeddingInputs(text=3))).data
     expected = vectors()[0, :dimensions] / vectors()[0, :dimensions].norm()
     np.testing.assert_allclose(first.embedding, expected, rtol=1e-6)
 
 
-def test_a_vector_that_is_cut_to_nothing_stays_finite() -> None:
-    [item] = embedding_response(torch.tensor([[0.0, 1.0]]), parse(dimensions=1), 0, EmbeddingInputs(text=1)).data
+async def test_a_vector_that_is_cut_to_nothing_stays_finite() -> None:
+    [item] = (await embedding_response(torch.tensor([[0.0, 1.0]]), parse(dimensions=1), 0, EmbeddingInputs(text=1))).data
     assert item.embedding == [0.0]
 
 
-def test_more_dimensions_than_there_are_is_refused() -> None:
+async def test_more_dimensions_than_there_are_is_refused() -> None:
     request = parse(dimensions=5)
     check_dimensions(request, None)
-    for check in (
-        lambda: embedding_response(vectors(), request, 0, EmbeddingInputs(text=3)),
-        lambda: check_dimensions(request, 4),
-    ):
-        with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4") as raised:
-            check()
-        assert (raised.value.status, raised.value.param) == (400, "dimensions")
+    with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4") as raised:
+        check_dimensions(request, 4)
+    assert (raised.value.status, raised.value.param) == (400, "dimensions")
+    with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4"):
+        await embedding_response(vectors(), request, 0, EmbeddingInputs(text=3))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 100])
+async def test_a_large_answer_is_encoded_in_pieces_and_lets_others_through(count: int) -> None:
+    vectors = torch.nn.functional.normalize(torch.randn(count, 512, generator=torch.Generator().manual_seed(1)), dim=1)
+    turns: list[None] = []
+    gate, loop = asyncio.Lock(), asyncio.get_running_loop()
+
+    def turn() -> None:
+        turns.append(None)
+        loop.call_soon(turn)
+
+    loop.call_soon(turn)
+    pieces = await encode_response(vectors, parse(), 0, EmbeddingInputs(), gate)
+    assert len(turns) >= (count // 16 if count > 16 else 0)
+    response = msgspec.json.decode(b"".join(pieces), type=EmbeddingResponse)
+    assert [item.index for item in response.data] == list(range(count))
+    assert [item.embedding for item in response.data] == vectors.tolist()
+
+
+async def test_of_two_large_answers_one_piece_is_encoded_at_a_time() -> None:
+    gate = asyncio.Lock()
+    await gate.acquire()
+    tasks = [asyncio.ensure_future(encode_response(torch.ones(40, 512), parse(), 0, EmbeddingInputs(), gate)) for _ in range(2)]
+    small = await encode_response(torch.ones(16, 512), parse(), 0, EmbeddingInputs(), gate)
+    assert not any(task.done() for task in tasks)
+    gate.release()
+    first, second = await asyncio.gather(*tasks)
+    assert len(first) == len(second) > len(small)
