@@ -14,6 +14,7 @@ from bench.command_line import DIRECTORY, ROOT, SETTINGS, console
 from bench.cost import cost_command
 from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
+from bench.isolation.command import isolation_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.transport import quick_command, transport_command
@@ -30,6 +31,7 @@ for command in (
     cost_command,
     request_command,
     serve_command,
+    isolation_command,
     fan_out_command,
     allocator_command,
     gpu_command,

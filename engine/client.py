@@ -434,16 +434,24 @@ class EngineClient:
     async def encode(
         self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
     ) -> AsyncGenerator[EncodeOutput, None]:
-        """Yields the embeddings of a request. Arguments and errors are those of :meth:`generate`."""
+        """Yields the embeddings of a request, many of them in parts. Arguments and errors are those of :meth:`generate`."""
         self._check_running()
-        reply: EncodeReply = await self.ring.request(
+        inputs = len(request.inputs)  # now: the list is its caller's, who may empty it once it is sent
+        replies = self.ring.stream(
             _with_deadline(request, timeout),
             timeout=timeout,
             reply_type=EncodeReply,
             request_id=request_id,
             **self._again,
         )
-        yield EncodeOutput(request_id, reply.embeddings.clone(), reply.prompt_tokens, finished=True)
+        async with aclosing(replies):
+            async for reply in replies:
+                inputs -= len(reply.embeddings)
+                embeddings, prompt_tokens = reply.embeddings.clone(), reply.prompt_tokens
+                del reply  # its slot
+                yield EncodeOutput(request_id, embeddings, prompt_tokens, finished=not inputs)
+        if inputs:
+            raise shmring.RemoteError("NoReply", f"the engine ended the request without {inputs} of its embeddings")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Gives requests up; whoever waits for them gets :class:`shmring.AbortedError`. Unknown ones are ignored."""

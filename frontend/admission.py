@@ -74,12 +74,14 @@ class Admitted:
     Attributes:
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
+        long_texts: of its body, by what stands there in their place; whoever takes one takes it out.
         has_turn: whether its media may be decoded although their files are large.
     """
 
     def __init__(self, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
         self.deadline = float("inf")
         self.body_share = body_share
+        self.long_texts: dict[str, bytearray] = {}
         self.has_turn = False
         self._line = line
         self._turns = turns
@@ -155,7 +157,9 @@ class Admission:
         scope.setdefault("state", {})["admitted"] = admitted
         try:
             with contextlib.suppress(HungUp):
-                body = [await self._bodies.read(receive, admitted.body_share)]  # whoever takes it out can let go of it
+                read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share)
+                body = [read]  # whoever takes it out can let go of it
+                del read
                 async with self._place():
                     admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
                     responding = _Responding(send)

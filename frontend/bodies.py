@@ -22,15 +22,15 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 from starlette.types import Receive, Scope
 
+from frontend.body_scan import BodyScan
 from frontend.errors import ApiError, unavailable
 from frontend.settings import FrontendSettings
-from frontend.value_count import MAX_VALUES, ValueCount
 
-__all__ = ["BodyMemory", "BodyReader", "BodyShare", "HungUp"]
+__all__ = ["Body", "BodyMemory", "BodyReader", "BodyShare", "HungUp"]
 
 _FREE_NBYTES = 64 << 10  # of each body; what uvicorn reads ahead of a handler
 
@@ -45,6 +45,18 @@ _OVERDRAWING_BYTES_PER_S = 256 << 10
 
 class HungUp(Exception):
     """The caller has gone; nobody is there to be answered."""
+
+
+class Body(NamedTuple):
+    """A body that was read.
+
+    Attributes:
+        json: what is to be decoded.
+        long_texts: what was cut out of it, by what stands there instead (:mod:`frontend.body_scan`).
+    """
+
+    json: bytes
+    long_texts: dict[str, bytearray]
 
 
 class BodyShare:
@@ -158,7 +170,7 @@ class BodyReader:
             message = "the request's body must not be compressed: send it without Content-Encoding"
             raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
 
-    async def read(self, receive: Receive, share: BodyShare) -> bytes:
+    async def read(self, receive: Receive, share: BodyShare) -> Body:
         """Reads a body.
 
         Args:
@@ -166,31 +178,30 @@ class BodyReader:
             share: grows with the body. Its owner releases it, also after an error.
 
         Raises:
-            ApiError: 413, it is too large, or has too many values; 408, it is too slow; 503, no memory came free in time.
+            ApiError: 413, it is too large, has too many values, or a text that is too long; 408, it is too slow; 503, no memory came free in time.
             HungUp: the caller has gone.
         """
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
-        values = ValueCount()
-        more = True
+        scan = BodyScan()
+        nbytes, more = 0, True
         try:
             while more:
                 chunk, more = await _receive(receive, pace, share)
-                nbytes = len(body) + len(chunk)
+                nbytes += len(chunk)
                 self._check_size(nbytes)
-                if not values.add(chunk):
-                    message = f"the request's body has more than the {MAX_VALUES} values that are accepted"
-                    raise ApiError(413, message, code="too_many_values")
                 await self._grow(share, max(0, nbytes - _FREE_NBYTES - share.nbytes), pace)
                 pace.advance(len(chunk), share.overdraws)
-                body += chunk
+                body += scan.add(chunk)
+            body += scan.finish()
         except ApiError as error:
             if more and error.status == 413:
                 body.clear()
+                scan.long_texts.clear()
                 share.release()
                 await self._drop(receive, pace, share)
             raise
-        return cast(bytes, body)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
+        return Body(cast(bytes, body), scan.long_texts)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
 
     async def _drop(self, receive: Receive, pace: _Pace, share: BodyShare) -> None:
         """Reads what is left of a body, as much as a whole one may have."""

@@ -1,0 +1,1 @@
+"""``bench isolation``: how long one caller waits while another asks for much."""

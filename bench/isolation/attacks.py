@@ -1,0 +1,98 @@
+"""What a heavy caller sends, again and again, on so many connections.
+
+Each is a request that a server may be sent by mistake or on purpose, by one caller who costs the others something. Sizes are
+those that were seen to hurt: what a body costs to decode depends on how many values it has, what it costs to answer on how many
+inputs, and what its media cost on how many they are, and how large.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.serving.media import picture, video
+
+__all__ = ["ATTACKS", "MODEL", "Attack", "small_request"]
+
+MODEL = "shmring-fingerprints"
+
+_MB = 1 << 20
+
+
+class Attack(NamedTuple):
+    """A heavy caller.
+
+    Attributes:
+        title: what it sends.
+        connections: at a time.
+        body: makes what each of them posts to ``/v1/embeddings``.
+    """
+
+    title: str
+    connections: int
+    body: Callable[[], bytes]
+
+
+def small_request() -> bytes:
+    """Returns the body of the caller who waits: a short text."""
+    return _encoded(input="hello")
+
+
+def _encoded(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL} | fields).encode()
+
+
+def _parts(parts: list[dict[str, object]]) -> bytes:
+    return _encoded(messages=[{"role": "user", "content": parts}])
+
+
+def _texts(count: int, text: str = "abc") -> bytes:
+    return _parts([{"type": "text", "text": text}] * count)
+
+
+def _url(kind: str, file: bytes) -> dict[str, object]:
+    name = "image_url" if kind.startswith("image") else "video_url"
+    return {"type": name, name: {"url": f"data:{kind};base64,{base64.b64encode(file).decode()}"}}
+
+
+def _picture(width: int, height: int, seed: int = 0) -> dict[str, object]:
+    return _url("image/jpeg", picture((width, height), np.random.default_rng(seed)))
+
+
+def _clip() -> bytes:
+    return _parts([_url("video/mp4", video((1280, 720), 30, np.random.default_rng(1)))])
+
+
+def _filled(before: str, item: str, after: str, nbytes: int) -> bytes:
+    """Returns a body of about so many bytes, most of which is one thing again and again."""
+    return (before + ",".join([item] * (nbytes // (len(item) + 1))) + after).encode()
+
+
+def _lists(nbytes: int) -> bytes:
+    return _filled(f'{{"model":"{MODEL}","input":[', "[]", "]}", nbytes)
+
+
+def _every() -> Iterator[Attack]:
+    yield Attack("2000 texts as parts", 4, lambda: _texts(2000))
+    yield Attack("2000 texts as parts", 40, lambda: _texts(2000))
+    yield Attack("2048 texts of 6 KB", 1, lambda: _texts(2048, "ab cd " * 1000))
+    yield Attack("64 pictures of 64 x 64", 4, lambda: _parts([_picture(64, 64)] * 64))
+    yield Attack("64 different pictures of 64 x 64", 4, lambda: _parts([_picture(64, 64, seed) for seed in range(64)]))
+    yield Attack("64 pictures of 64 x 64", 40, lambda: _parts([_picture(64, 64)] * 64))
+    yield Attack("empty lists, 1 MB", 4, lambda: _lists(1 * _MB))
+    yield Attack("empty lists, 16 MB", 1, lambda: _lists(16 * _MB))
+    yield Attack("empty messages, 16 MB", 1, lambda: _filled(
+        f'{{"model":"{MODEL}","messages":[', '{"role":"user","content":[]}', "]}", 16 * _MB
+    ))  # fmt: skip
+    yield Attack("numbers, 40 MB", 1, lambda: _filled(f'{{"model":"{MODEL}","input":[', "1", "]}", 40 * _MB))
+    yield Attack("a text of 15 MB", 1, lambda: _texts(1, "ab cd " * (15 * _MB // 6)))
+    yield Attack("a picture of 56 megapixels", 4, lambda: _parts([_picture(8640, 6480)]))
+    yield Attack("a clip of 720p", 4, _clip)
+
+
+#: All of them, by what they are called in tables.
+ATTACKS = {f"{attack.title}, {attack.connections} at a time": attack for attack in _every()}

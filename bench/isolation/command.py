@@ -1,0 +1,223 @@
+"""How long a caller of small requests waits while another one is heavy, beside how long it waits while nobody is.
+
+A server with one frontend and the fingerprints executor runs all the time. One caller sends small texts, one after the other,
+on one connection. Beside it either two processes compute, which are no part of the server (*neutral*), or another caller is
+*heavy* (:mod:`bench.isolation.attacks`); in turn, again and again. So the machine is as busy in both, and what is compared is
+what the heavy caller's requests do to others, and not that they take a core.
+
+The 99th percentile of the waits of all repetitions together counts. It may be twice the neutral one, or 30 ms if that is more;
+where bodies are larger than 1 MB, 50 ms. No wait may be longer than 150 ms, or than the longest neutral one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import http.client
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+
+from bench import targets
+from bench.children import BenchError
+from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
+from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
+from bench.machine import Machine
+from bench.results import Findings, Repetitions, Table, Verdict, format_nbytes
+from bench.serving.plan import Load, ServerOptions
+from bench.serving.run import serving
+
+__all__ = ["isolation_command"]
+
+_NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
+_BURNERS = 2
+_LEAD_S = 0.5  # until the other side is under way
+_LARGE_NBYTES = 1 << 20
+_LEAST_MS, _LEAST_LARGE_MS, _LONGEST_MS = 30.0, 50.0, 150.0
+_TIMES = 2.0
+_TIMEOUT_S = 60.0
+
+
+class _Waits(NamedTuple):
+    """Seconds of each small request, and the statuses that the heavy caller got."""
+
+    waits_s: list[float]
+    answers: dict[str, int]
+
+
+class Isolation(msgspec.Struct, frozen=True):
+    """What one heavy caller does to another one.
+
+    Attributes:
+        neutral_ms, heavy_ms: the 50th and 99th percentile of the waits, and the longest, beside each.
+        requests: small ones, beside each.
+        answers: that the heavy caller got, by status.
+    """
+
+    attack: str
+    body_nbytes: int
+    neutral_ms: tuple[float, float, float]
+    heavy_ms: tuple[float, float, float]
+    requests: tuple[int, int]
+    answers: dict[str, int]
+
+    @property
+    def allowed_ms(self) -> float:
+        least = _LEAST_MS if self.body_nbytes <= _LARGE_NBYTES else _LEAST_LARGE_MS
+        return max(_TIMES * self.neutral_ms[1], least)
+
+
+def _figures(waits_s: Sequence[float]) -> tuple[float, float, float]:
+    in_order = sorted(waits_s)
+    at = [in_order[math.ceil(len(in_order) * share) - 1] * 1e3 for share in (0.5, 0.99, 1.0)]
+    return at[0], at[1], at[2]
+
+
+class _Server(NamedTuple):
+    host: str
+    port: int
+
+    def ask(self, seconds: float) -> list[float]:
+        """Sends small requests one after the other; returns how long each took."""
+        body, waits_s = small_request(), []
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
+        with contextlib.closing(connection):
+            end = time.perf_counter() + seconds
+            while (started := time.perf_counter()) < end:
+                connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                answer = response.read()
+                waits_s.append(time.perf_counter() - started)
+                if response.status != 200:
+                    raise BenchError(f"a small request was answered {response.status}: {answer[:200].decode()}")
+        return waits_s
+
+
+@contextlib.contextmanager
+def _burning() -> Iterator[None]:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(_BURNERS)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def _beside_neutral(server: _Server, seconds: float) -> _Waits:
+    with _burning():
+        time.sleep(_LEAD_S)
+        return _Waits(server.ask(seconds), {})
+
+
+def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -> _Waits:
+    arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
+    with body.open("rb") as file, subprocess.Popen(arguments, stdin=file, stdout=subprocess.PIPE) as heavy:
+        try:
+            time.sleep(_LEAD_S)
+            waits_s = server.ask(seconds)
+            heavy.terminate()
+            said, _ = heavy.communicate(timeout=_TIMEOUT_S)
+        finally:
+            heavy.kill()
+    answers = json.loads(said)
+    return _Waits(waits_s, answers)
+
+
+def _measured(
+    server: _Server, cases: Sequence[str], repetitions: int, seconds: float, progress: Callable[[str], None]
+) -> Findings:
+    runs = Repetitions[str, _Waits](dict.fromkeys(cases, (_NEUTRAL, _HEAVY)), repetitions, str)
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        paths = {}
+        for number, case in enumerate(cases):
+            paths[case] = Path(directory, str(number))
+            paths[case].write_bytes(ATTACKS[case].body())
+        server.ask(1.0)
+
+        def once(case: str, subject: str) -> _Waits:
+            if subject == _NEUTRAL:
+                return _beside_neutral(server, seconds)
+            return _beside_heavy(server, ATTACKS[case], paths[case], seconds)
+
+        runs.measure(cases, once, progress)
+        sizes = {case: path.stat().st_size for case, path in paths.items()}
+    results = []
+    for case, measured in runs.measured.items():
+        if len(measured) < 2:
+            continue
+        neutral, heavy = (list(itertools.chain(*(run.waits_s for run in measured[subject]))) for subject in (_NEUTRAL, _HEAVY))
+        answers = sum((collections.Counter(run.answers) for run in measured[_HEAVY]), collections.Counter[str]())
+        figures = _figures(neutral), _figures(heavy)
+        results.append(Isolation(case, sizes[case], *figures, (len(neutral), len(heavy)), dict(answers)))
+    return Findings(
+        mode="isolation",
+        machine=Machine.here(),
+        tables=[_table(results)],
+        notes=[
+            f"{repetitions} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
+            "The neutral load are two processes that compute, which are no part of the server."
+        ],
+        targets=list(_verdicts(results)),
+        results=list(results),
+        coverage=runs.coverage(),
+    )
+
+
+def _table(results: Sequence[Isolation]) -> Table:
+    rows = []
+    for result in results:
+        neutral, heavy = (" / ".join(f"{number:.1f}" for number in numbers) for numbers in (result.neutral_ms, result.heavy_ms))
+        answers = ", ".join(f"{count} x {status}" for status, count in sorted(result.answers.items())) or "none yet"
+        times = f"{result.heavy_ms[1] / result.neutral_ms[1]:.1f}"
+        rows.append([result.attack, format_nbytes(result.body_nbytes), neutral, heavy, times, answers])
+    header = ["heavy caller", "body", "neutral p50 / p99 / longest, ms", "beside it", "p99, times", "it was answered"]
+    return Table("isolation: how long a small request takes", header, rows)
+
+
+def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
+    for result in results:
+        what = f"p99 of small requests beside: {result.attack}"
+        numbers = [("", result.heavy_ms[1])]
+        yield targets.judge(what, "one frontend", result.allowed_ms, "ms", numbers, at_least=False)
+    if results:
+        longest = [(result.attack, result.heavy_ms[2]) for result in results]
+        allowed = max(_LONGEST_MS, *(result.neutral_ms[2] for result in results))
+        yield targets.judge("longest wait of a small request", "beside all of them", allowed, "ms", longest, at_least=False)
+
+
+@click.command("isolation", context_settings=SETTINGS)
+@click.option("--case", "cases", multiple=True, type=click.Choice(list(ATTACKS)), help="Repeatable.  [default: all]")
+@repetitions_option("Of each case, interleaved.  [default: 2]")
+@seconds_option("1.5")
+@json_option
+def isolation_command(cases: tuple[str, ...], repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
+    """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes.
+
+    Ends with 1 if that is more than a target, with 3 if something could not be measured.
+    """
+    chosen_cases = list(cases or ATTACKS)
+    repetitions = repetitions or 2
+    options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
+
+    async def run(progress: Callable[[str], None]) -> Findings:
+        async with serving(options, Load(requests=1, endpoint="embeddings")) as running:
+            url = urlsplit(running.url)
+            server = _Server(str(url.hostname), int(url.port or 80))
+            return await asyncio.to_thread(_measured, server, chosen_cases, repetitions, seconds or 1.5, progress)
+
+    with shown_progress(2 * repetitions * len(chosen_cases)) as progress:
+        findings = asyncio.run(run(progress))
+    finish(findings, json_path)
