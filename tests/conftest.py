@@ -179,9 +179,12 @@ class _Complaints(logging.Handler):
         self.messages.append(self.format(record))
 
 
+_SERVING = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that map slabs
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_lost() -> Iterator[None]:
-    """No task or future ends with an exception that nobody looks at, and no callback raises."""
+def nothing_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No task or future ends with an exception that nobody looks at, no callback raises, and no slab stays mapped."""
     complaints = _Complaints()
     logger = logging.getLogger("asyncio")
     logger.addHandler(complaints)
@@ -192,6 +195,8 @@ def nothing_is_lost() -> Iterator[None]:
     finally:
         logger.removeHandler(complaints)
     assert complaints.messages == []
+    if not _SERVING.isdisjoint(request.fixturenames):
+        assert Path("/proc/self/maps").read_text().count("/dev/shm/shmring-") == 0, "the tests after this would find it"
 
 
 # -- waiting ------------------------------------------------------------------------------------------------------------
