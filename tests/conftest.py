@@ -179,12 +179,9 @@ class _Complaints(logging.Handler):
         self.messages.append(self.format(record))
 
 
-_SERVING = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that map slabs
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No task or future ends with an exception that nobody looks at, no callback raises, and no slab stays mapped."""
+def nothing_is_lost() -> Iterator[None]:
+    """No task or future ends with an exception that nobody looks at, and no callback raises."""
     complaints = _Complaints()
     logger = logging.getLogger("asyncio")
     logger.addHandler(complaints)
@@ -195,8 +192,20 @@ def nothing_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
     finally:
         logger.removeHandler(complaints)
     assert complaints.messages == []
-    if not _SERVING.isdisjoint(request.fixturenames):
-        assert Path("/proc/self/maps").read_text().count("/dev/shm/shmring-") == 0, "the tests after this would find it"
+
+
+_MAPS_SLABS = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that do
+_mapped_by: str | None = None  # the last of them
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_mapped(request: pytest.FixtureRequest) -> None:
+    """The last test that mapped a slab has left none: another one would count it. What fixtures held has gone only now."""
+    global _mapped_by
+    if _mapped_by is not None:
+        left = Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+        assert not left, f"{_mapped_by} has left {left} slabs mapped"
+    _mapped_by = None if _MAPS_SLABS.isdisjoint(request.fixturenames) else request.node.nodeid
 
 
 # -- waiting ------------------------------------------------------------------------------------------------------------
