@@ -194,6 +194,20 @@ def nothing_is_lost() -> Iterator[None]:
     assert complaints.messages == []
 
 
+_MAPS_SLABS = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that do
+_mapped_by: str | None = None  # the last of them
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_mapped(request: pytest.FixtureRequest) -> None:
+    """The last test that mapped a slab has left none: another one would count it. What fixtures held has gone only now."""
+    global _mapped_by
+    if _mapped_by is not None:
+        left = Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+        assert not left, f"{_mapped_by} has left {left} slabs mapped"
+    _mapped_by = None if _MAPS_SLABS.isdisjoint(request.fixturenames) else request.node.nodeid
+
+
 # -- waiting ------------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from shmring.config import ClientConfig, RingConfig
 from shmring.core.messages import LeaseRequest, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, SlabError, WouldBlock
 from shmring.gpu import device as device_module
+from shmring.gpu import device_slots as device_slots_module
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from tests.records import submit_of, tensor_extension
@@ -798,6 +799,7 @@ async def test_a_frontend_keeps_such_a_slot_too(
     await ring.close()
     [(_, handle)] = ends.memory.opened  # until this process ends
     device_module._mappings.pop(handle)
+    device_slots_module._MAPPED_WITH.clear()
     ends.memory.opened.clear()
     assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
