@@ -67,7 +67,7 @@ _ERRORS = {
     413: "The body or its media are too large, or can never fit the slab.",
     415: "The body is not said to be JSON (Content-Type), or is compressed.",
     500: "The engine failed with this request, or the server has a bug.",
-    503: "Too many requests, no space in the slab, or no engine at the moment.",
+    503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
     504: "The request took longer than the server allows.",
 }
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503, 504)

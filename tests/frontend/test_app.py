@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
 from frontend import embedding_service
+from frontend.media.decoder_pool import DecoderDiedError, DecoderPool
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -165,6 +166,24 @@ async def test_a_full_slab_is_waited_for_and_then_reported(open_engine: Any, ope
         assert error_of(response, 503)["code"] == "slab_full"
         assert int(response.headers["retry-after"]) >= 1
     assert (await patient.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))).status_code == 200
+
+
+async def test_decoders_that_die_are_not_the_callers_fault(
+    open_engine: Any, open_app: OpenApp, body_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead: list[str] = []
+
+    async def die(*_: Any, **__: Any) -> Any:
+        dead.append("x")
+        raise DecoderDiedError("killed")
+
+    http = await open_app(await open_engine())
+    monkeypatch.setattr(DecoderPool, "_run_once", die)
+    response = await http.post("/v1/embeddings", json=body_of(PIXELS[0]))
+    assert error_of(response, 503)["code"] == "decoder_lost"
+    assert int(response.headers["retry-after"]) >= 1
+    assert len(dead) == 2
+    assert "bug" not in caplog.text
 
 
 @pytest.mark.parametrize(
