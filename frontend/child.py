@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.supervision import READY, FrontendState
+from frontend.import_path import without_working_directory
 from frontend.keys import KEYS_VARIABLE
 
 __all__ = ["Child", "end_children"]
@@ -69,7 +70,7 @@ class Child:
             environment: what its environment has besides ours. Keys are not in it: nobody there needs them.
         """
         ours, theirs = socket.socketpair()
-        inherited = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
+        inherited = {name: value for name, value in without_working_directory(os.environ).items() if name != KEYS_VARIABLE}
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:

@@ -35,6 +35,7 @@ from concurrent.futures import Executor
 
 import msgspec
 
+from frontend.import_path import without_working_directory
 from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
@@ -306,7 +307,11 @@ class _Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # a process with threads can't fork
+                env={
+                    **without_working_directory(os.environ),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },  # a process with threads can't fork
             )
 
 

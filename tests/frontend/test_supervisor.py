@@ -466,9 +466,11 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
 async def test_children_import_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "platform.py").write_text("raise SystemExit('the trap')")
-    child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
-    assert await child.process.wait() == 0
-    child.close()
+    for path in ("", ":/does/not/exist", "/does/not/exist:", "/does/not/exist::/nor/this"):
+        monkeypatch.setenv("PYTHONPATH", path)
+        child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
+        assert await child.process.wait() == 0, path
+        child.close()
 
 
 # -- signs of life ------------------------------------------------------------------------------------------------------
