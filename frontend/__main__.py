@@ -1,4 +1,6 @@
-"""``python -m frontend``, ``shmring frontend``: one frontend process. It ends on SIGTERM and SIGINT, and with its supervisor.
+"""``python -m frontend``, ``shmring frontend``: one frontend process.
+
+It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
 Options are checked before anything large is imported. Alone, it listens on a host and port. Under the supervisor its settings
 come through a socket instead, and it shares a listening socket with its siblings.

@@ -1,4 +1,4 @@
-"""The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM and SIGINT and with its supervisor.
+"""The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor.
 
 When it ends, it stops listening at once. Requests may go on for ``shutdown_timeout_s``. Then those that still run are
 cancelled, and have a moment to tell their callers (503, or a last event of a stream). A second signal ends the waiting. Last,

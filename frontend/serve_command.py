@@ -50,8 +50,8 @@ _OWN = (
         ["--shutdown-timeout", "shutdown_timeout_s"],
         default=2.0,
         type=FiniteRange(min=0),
-        help="Seconds that running requests may go on after SIGTERM or SIGINT; then, or with 0 at once, they are aborted. "
-        "Stopping takes up to 3 s more. A second signal kills.",
+        help="Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once, they are "
+        "aborted. Stopping takes up to 3 s more. A second signal kills.",
     ),
     click.Option(
         ["--heartbeat-timeout", "heartbeat_timeout_s"],
@@ -93,8 +93,8 @@ def serve(**values: Any) -> None:
 
     MODEL is a local path or a hub's name. Without one, fingerprints of media and texts are served.
 
-    Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again, and so is one of
-    several engines.
+    Stops on Ctrl-C, SIGTERM or SIGHUP. Ends with an error if the engine ends; a frontend that ends is started again, and so is
+    one of several engines.
     """
     options = _options_of(values)
     configure_logging(values["log_level"], "supervisor")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from engine.supervision import stop_signals
 from frontend.app import Application
 from frontend.http_protocol import BoundedHttpProtocol
 
@@ -74,9 +74,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ends the server on SIGTERM and SIGINT, and leaves it at that."""
+        """Ends the server on SIGTERM, SIGINT and SIGHUP, and leaves it at that."""
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = stop_signals()
         for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:

@@ -21,8 +21,8 @@ What happens when a process dies:
 Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
 settings as JSON through that socket: command lines and environments can be read by others.
 
-A stop (SIGTERM, SIGINT) closes the port, lets frontends finish what is in flight for as long as they are allowed to, then
-ends the engine. It takes at most three seconds more than that: a process that still runs then is killed. A second signal
+A stop (SIGTERM, SIGINT, SIGHUP) closes the port, lets frontends finish what is in flight for as long as they are allowed to,
+then ends the engine. It takes at most three seconds more than that: a process that still runs then is killed. A second signal
 kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which ends them
 in that order.
 """
@@ -38,7 +38,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from engine.settings import EngineSettings
-from engine.supervision import FrontendState, Orders
+from engine.supervision import FrontendState, Orders, stop_signals
 from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
 from frontend.settings import ProcessSettings
@@ -225,7 +224,7 @@ class _Supervisor:
         Raises:
             ServeError: as :func:`serve`.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)

@@ -70,6 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP means what it usually does, also where we were started with ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Escapes lone surrogates in captured logs: a report with them can't be sent to the process that prints it."""

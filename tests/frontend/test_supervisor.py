@@ -244,7 +244,7 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
         await asyncio.wait([running])
         listening.close()
         assert not [pid for pid in server.pids() if Path("/proc", str(pid)).exists()]
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
@@ -426,12 +426,26 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
     assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
 
 
-async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any) -> None:
+@pytest.mark.usefixtures("hangups")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any, number: signal.Signals) -> None:
     server, running = supervise(frontend=SLEEP)
     await eventually(lambda: len(server.pids()) == 2, 30)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     await asyncio.wait_for(running, 30)
     assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-15, -15]
+
+
+@pytest.mark.usefixtures("hangups")
+async def test_a_hangup_that_is_ignored_stays_so(supervise: Any, eventually: Any, turns: Any) -> None:
+    """As ``nohup`` has it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    server, running = supervise()
+    await eventually(lambda: server._ready[0].is_set(), 30)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await turns()
+    assert not server._stop.is_set()
+    assert not running.done()
 
 
 # -- settings and states for children -----------------------------------------------------------------------------------
