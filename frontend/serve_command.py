@@ -51,7 +51,7 @@ _OWN = (
         default=2.0,
         type=FiniteRange(min=0),
         help="Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once, they are "
-        "aborted. Stopping takes up to 3 s more. A second signal kills.",
+        "aborted. Stopping takes up to 6 s more, and 0.5 s for each GiB of slab. A second signal kills.",
     ),
     click.Option(
         ["--heartbeat-timeout", "heartbeat_timeout_s"],

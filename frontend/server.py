@@ -24,7 +24,7 @@ __all__ = ["Server"]
 logger = logging.getLogger("frontend")
 
 _SAME_SIGNAL_S = 0.5
-_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
+_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills seconds later
 _POLL_S = 0.01
 
 

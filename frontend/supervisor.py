@@ -22,9 +22,9 @@ Children are started so that nothing is imported from the working directory, wha
 settings as JSON through that socket: command lines and environments can be read by others.
 
 A stop (SIGTERM, SIGINT, SIGHUP) closes the port, lets frontends finish what is in flight for as long as they are allowed to,
-then ends the engine. It takes at most three seconds more than that: a process that still runs then is killed. A second signal
-kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which ends them
-in that order.
+then ends the engine. Each of both has some seconds more than it needs: a process that still runs then hangs, and is killed. A
+second signal kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which
+ends them in that order.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from engine.supervision import FrontendState, Orders, stop_signals
 from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
 from frontend.settings import ProcessSettings
+from shmring.config import parse_nbytes
 from shmring.transport.endpoint import socket_path
 
 __all__ = ["ServeError", "ServeOptions", "serve"]
@@ -59,12 +60,14 @@ __all__ = ["ServeError", "ServeOptions", "serve"]
 logger = logging.getLogger("frontend.supervisor")
 
 _BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
-# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
-# engine; on two overloaded cores that was measured to take 0.3 s, and the engine's end 0.3 s. Of the 3 s that a stop may take,
-# the rest is for reaping what had to be killed: a second on such a machine.
 _SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
-_FRONTENDS_GRACE_S = 1.2
-_GRACE_S = 2.0
+# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
+# engine: 0.2 s, and 1 s where others compute twice as much as there are cores. Three times that is for busier machines.
+_FRONTENDS_GRACE_S = 3.0
+# An engine's end takes as long, and then the kernel frees its slab: 0.17 s for each GiB, on a core that has nothing else to do.
+# Killing it would not make that faster. What the frontends took is not taken from this.
+_ENGINES_GRACE_S = 3.0
+_FREEING_S_PER_GIB = 0.5
 _FRONTEND_START_TIMEOUT_S = (
     60.0  # of one that replaces another: the engine is there; importing torch on a busy machine takes 10
 )
@@ -281,9 +284,10 @@ class _Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        deadline = asyncio.get_running_loop().time() + self._options.frontend.shutdown_timeout_s
-        await end_children(self._frontends.values(), deadline + _FRONTENDS_GRACE_S, self._hurry)
-        await end_children(self._engines.values(), deadline + _GRACE_S, self._hurry)
+        frontends_s = self._options.frontend.shutdown_timeout_s + _FRONTENDS_GRACE_S
+        await end_children(self._frontends.values(), frontends_s, self._hurry)
+        slabs_gib = sum(parse_nbytes(engine.ring.slab_nbytes) for engine in self._options.engines) / 2**30
+        await end_children(self._engines.values(), _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB, self._hurry)
 
     async def _watch_start(self) -> None:
         """Prints the progress of the start, and that the server is ready; fails if the start takes too long."""

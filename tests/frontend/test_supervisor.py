@@ -168,7 +168,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Child]]]:
 
 async def test_children_end_at_a_signal(start: Any) -> None:
     child = await start(OBEDIENT)
-    await end_children([child], asyncio.get_running_loop().time() + 30, asyncio.Event())
+    await end_children([child], 30, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) was killed by signal 15 (Terminated)"
 
 
@@ -176,16 +176,15 @@ async def test_children_that_do_not_end_are_killed_in_time(start: Any) -> None:
     loop = asyncio.get_running_loop()
     children = [await start(STUBBORN), await start(OBEDIENT)]
     started = loop.time()
-    await end_children(children, started + 0.2, asyncio.Event())
+    await end_children(children, 0.2, asyncio.Event())
     assert loop.time() - started < 5
     assert [child.process.returncode for child in children] == [-9, -15]
 
 
 async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> None:
-    loop = asyncio.get_running_loop()
     child = await start(STUBBORN)
     hurry = asyncio.Event()
-    ending = asyncio.create_task(end_children([child], loop.time() + 600, hurry))
+    ending = asyncio.create_task(end_children([child], 600, hurry))
     hurry.set()
     await asyncio.wait_for(ending, 10)
     assert child.process.returncode == -9
@@ -194,7 +193,7 @@ async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> 
 async def test_children_that_have_ended_need_nothing(start: Any) -> None:
     child = await start("print('ready', flush=True); raise SystemExit(3)")
     await child.process.wait()
-    await end_children([child], asyncio.get_running_loop().time(), asyncio.Event())
+    await end_children([child], 0, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) ended with exit code 3"
 
 
@@ -412,9 +411,9 @@ async def test_a_second_signal_kills(
 async def test_who_does_not_end_is_killed_when_the_time_is_up(
     supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert supervisor._FRONTENDS_GRACE_S < supervisor._GRACE_S < 3
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.4)
+    monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 0.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
     server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(0.0))
@@ -424,6 +423,27 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
     await asyncio.wait_for(running, 30)
     assert 0.4 <= asyncio.get_running_loop().time() - started < 10
     assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
+
+
+async def test_an_engine_has_its_own_time_and_more_for_a_large_slab(
+    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 20.0)
+    ready = tmp_path / "ready"
+    slow = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7))); "
+        f"open({str(ready)!r}, 'x'); "
+    )
+    engines = [EngineSettings(name="test", ring=RingConfig(slab_nbytes="3GiB"))]
+    server, running = supervise(
+        engine=slow + SLEEP, frontend=IGNORE_SIGTERM + GET_READY, engines=engines, settings=with_shutdown_timeout(0.0)
+    )
+    await eventually(lambda: server._ready[0].is_set() and ready.exists(), 30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 60)
+    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, 7]
 
 
 @pytest.mark.usefixtures("hangups")
