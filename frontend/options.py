@@ -17,7 +17,7 @@ from engine.settings import MAX_ENGINES
 from frontend.keys import KEYS_VARIABLE, read_keys
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.settings import FrontendSettings, MediaCounts
+from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, parse_list
 
 __all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "settings_of"]
 
@@ -52,6 +52,18 @@ def _parse_networks(text: str) -> tuple[str, ...]:
     return FetchSettings(allowed_media_networks=_split(text)).allowed_media_networks
 
 
+def _parse_origins(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_origins=parse_list(text)).allowed_origins
+
+
+def _parse_methods(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_methods=parse_list(text)).allowed_methods
+
+
+def _parse_headers(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_headers=parse_list(text)).allowed_headers
+
+
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -81,7 +93,7 @@ class _Setting:
         kind: its type.
         default: a tuple: it may be given several times.
         text: its help.
-        group: ``media_limits`` or ``fetch``.
+        group: ``media_limits``, ``fetch`` or ``cors``.
     """
 
     names: tuple[str, ...]
@@ -244,6 +256,38 @@ _SETTINGS = (
         "fetch",
     ),
     _Setting(
+        ("--allowed-origins",),
+        "allowed_origins",
+        _Parsed("json", _parse_origins),
+        "[]",
+        """Other sites whose pages may call this server (CORS): '["https://chat.example.org"]', or '["*"]' for all.""",
+        "cors",
+    ),
+    _Setting(
+        ("--allow-credentials",),
+        "allow_credentials",
+        bool,
+        False,
+        "Browsers may send cookies and certificates along from such pages.",
+        "cors",
+    ),
+    _Setting(
+        ("--allowed-methods",),
+        "allowed_methods",
+        _Parsed("json", _parse_methods),
+        '["*"]',
+        "HTTP methods that such pages may use, as a JSON list.",
+        "cors",
+    ),
+    _Setting(
+        ("--allowed-headers",),
+        "allowed_headers",
+        _Parsed("json", _parse_headers),
+        '["*"]',
+        "Headers that such pages may send, as a JSON list.",
+        "cors",
+    ),
+    _Setting(
         ("--max-pixels",), "max_image_pixels", COUNT, _MEDIA.max_image_pixels, "Most pixels of a picture.", "media_limits"
     ),
     _Setting(
@@ -337,7 +381,7 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
     Raises:
         click.UsageError: the keys are none, or their file can't be read, or can be read by everybody.
     """
-    groups: dict[str | None, dict[str, Any]] = {None: {}, "media_limits": {}, "fetch": {}}
+    groups: dict[str | None, dict[str, Any]] = {None: {}, "media_limits": {}, "fetch": {}, "cors": {}}
     for setting in _SETTINGS:
         groups[setting.group][setting.destination] = values[setting.destination]
     own, fetch = groups[None], groups["fetch"]
@@ -348,4 +392,5 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     limits = MediaLimits(**groups["media_limits"])
-    return FrontendSettings(api_keys=keys, media_limits=limits, fetch=FetchSettings(**fetch), **own)
+    cors = CorsSettings(**groups["cors"])
+    return FrontendSettings(api_keys=keys, media_limits=limits, fetch=FetchSettings(**fetch), cors=cors, **own)
