@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ import click
 from engine.option_types import COUNT, NBYTES, SECONDS, FiniteRange
 from engine.settings import MAX_ENGINES
 from frontend.keys import KEYS_VARIABLE, read_keys
+from frontend.listening import check_tls
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, parse_list
+from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings, TlsSettings, parse_list
 
-__all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "settings_of"]
+__all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "LISTENING_OPTIONS", "listening_of", "settings_of"]
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -68,6 +70,15 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def _check_root_path(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise click.BadParameter(f"{path[:64]!r} is no path such as /llm, without a slash at its end")
+    return path
+
+
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
+_FILE = click.Path(exists=True, dir_okay=False)
+
 DATA_PARALLEL_SIZE = click.Option(
     ["--data-parallel-size"],
     default=1,
@@ -75,9 +86,44 @@ DATA_PARALLEL_SIZE = click.Option(
     help="Engines, each with a slab of its own, between which requests are divided; several are called NAME-0, NAME-1, ...",
 )
 
+_DEFAULT_PROCESS = ProcessSettings()
+
+#: Where a server listens, and how; for :func:`listening_of`.
+LISTENING_OPTIONS = (
+    click.Option(["--host"], default=_DEFAULT_PROCESS.host, help="Where to listen. 0.0.0.0 is everywhere."),
+    click.Option(
+        ["--port"],
+        default=_DEFAULT_PROCESS.port,
+        type=click.IntRange(0, 65535),
+        help="Where to listen; 0 is any free port.",
+    ),
+    click.Option(["--uds"], help="A path: listen at a Unix socket there, and not at a port."),
+    click.Option(["--ssl-certfile"], type=_FILE, help="The certificate to speak TLS with, in PEM, and those above it."),
+    click.Option(["--ssl-keyfile"], type=_FILE, help="Its key, in PEM.  [default: in the file of the certificate]"),
+    click.Option(["--ssl-ca-certs"], type=_FILE, help="The authorities whose certificates callers may have, in PEM."),
+    click.Option(
+        ["--ssl-cert-reqs"],
+        default=0,
+        type=click.IntRange(0, 2),
+        help="Whether callers must have a certificate: 0 no, 1 if they have one it must be valid, 2 yes.",
+    ),
+    click.Option(
+        ["--root-path"],
+        default="",
+        callback=_check_root_path,
+        show_default=False,
+        help="A path that a proxy in front strips, such as /llm: links on /docs have it.  [default: none]",
+    ),
+    click.Option(
+        ["--timeout-keep-alive", "timeout_keep_alive_s"],
+        default=_DEFAULT_PROCESS.timeout_keep_alive_s,
+        type=SECONDS,
+        help="Seconds that a connection stays open between two requests. Behind a load balancer, longer than it keeps them.",
+    ),
+)
+
 _RATIO = FiniteRange(min=1)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
-_FILE = click.Path(exists=True, dir_okay=False)
 _DEFAULT = FrontendSettings()
 _MEDIA = MediaLimits()
 _FETCH = FetchSettings()
@@ -373,6 +419,32 @@ FRONTEND_OPTIONS = (
     ),
     click.Option(["--api-key-file"], type=_FILE, help="A file of such keys, one in a line, which only its owner can read."),
 )
+
+
+def listening_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of :class:`ProcessSettings` that :data:`LISTENING_OPTIONS` ask for.
+
+    Raises:
+        click.UsageError: a certificate or its key can't be used.
+    """
+    certfile, others = values["ssl_certfile"], ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+    given = [f"--{name.replace('_', '-')}" for name in others if values[name]]
+    if certfile is None and given:
+        raise click.UsageError(f"{given[0]} needs --ssl-certfile")
+    tls = None
+    if certfile is not None:
+        tls = TlsSettings(
+            certfile=certfile,
+            keyfile=values["ssl_keyfile"],
+            ca_certs=values["ssl_ca_certs"],
+            cert_reqs=values["ssl_cert_reqs"],
+        )
+        try:
+            check_tls(tls)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+    names = ("host", "port", "uds", "root_path", "timeout_keep_alive_s")
+    return {"tls": tls, **{name: values[name] for name in names}}
 
 
 def settings_of(values: dict[str, Any]) -> FrontendSettings:

@@ -10,7 +10,7 @@ from typing import Any
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
-__all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings", "parse_list"]
+__all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings", "TlsSettings", "parse_list"]
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@]+|null")  # RFC 6454, as browsers send it
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110
@@ -188,6 +188,23 @@ class FrontendSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """With what a server speaks TLS; files in PEM.
+
+    Attributes:
+        certfile: its certificate, and those between it and the authority's.
+        keyfile: the key of its certificate; None: that is in ``certfile``.
+        ca_certs: the authorities whose certificates callers may have.
+        cert_reqs: whether callers must have one: ``ssl.CERT_NONE`` (0), ``CERT_OPTIONAL`` (1) or ``CERT_REQUIRED`` (2).
+    """
+
+    certfile: str
+    keyfile: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
     """One frontend process.
 
@@ -196,6 +213,11 @@ class ProcessSettings:
         data_parallel_size: how many engines there are: with several, they are called NAME-0, NAME-1 and so on.
         socket_dir: where the engine's socket lies; None: the default.
         host, port: where to listen; port 0 is any free one.
+        uds: the path of a Unix socket to listen at, instead.
+        tls: what it speaks TLS with; None: it does not.
+        root_path: what a proxy in front strips from paths, for links to this server; empty: nothing.
+        timeout_keep_alive_s: how long a connection stays open between two requests. A proxy that keeps connections must give
+            them up sooner, or it sends requests to some that have just been closed.
         listen_fd: an inherited socket that listens, instead.
         connect_timeout_s: how long to wait for the engine. It imports torch and fills its slab, about 1 s for each 4 GiB;
             loading a model takes longer.
@@ -209,6 +231,10 @@ class ProcessSettings:
     socket_dir: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    tls: TlsSettings | None = None
+    root_path: str = ""
+    timeout_keep_alive_s: float = 5.0
     listen_fd: int | None = None
     connect_timeout_s: float = 30.0
     shutdown_timeout_s: float = 2.0

@@ -51,6 +51,7 @@ from engine.settings import EngineSettings
 from engine.supervision import FrontendState, Orders, stop_signals
 from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
+from frontend.listening import listen, place_of, url_of
 from frontend.settings import ProcessSettings
 from shmring.config import parse_nbytes
 from shmring.transport.endpoint import socket_path
@@ -59,7 +60,6 @@ __all__ = ["ServeError", "ServeOptions", "serve"]
 
 logger = logging.getLogger("frontend.supervisor")
 
-_BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
 _SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
 # Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
 # engine: 0.2 s, and 1 s where others compute twice as much as there are cores. Three times that is for busier machines.
@@ -128,22 +128,16 @@ def serve(options: ServeOptions) -> None:
             raise ServeError(str(error)) from None
         if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
             raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
-    with _listen(options.frontend.host, options.frontend.port) as listening, _metrics_directory() as metrics_dir:
+    with _listen(options.frontend) as listening, _metrics_directory() as metrics_dir:
         _say_what_starts(options, listening)
         asyncio.run(_Supervisor(options, listening, metrics_dir).run())
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _listen(frontend: ProcessSettings) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+        return listen(frontend)
     except OSError as error:
-        raise ServeError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        raise ServeError(f"can't listen on {place_of(frontend)}: {error.strerror or error}") from None
 
 
 def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
@@ -154,7 +148,7 @@ def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
     model = "" if engine.model is None else f", model {engine.model}"
     engines = "an engine" if len(options.engines) == 1 else f"{len(options.engines)} engines"
     count = "a frontend" if options.frontends == 1 else f"{options.frontends} frontends"
-    _say(f"starting {engines} (executor {engine.executor}{model}) and {count} for {_url(listening)}")
+    _say(f"starting {engines} (executor {engine.executor}{model}) and {count} for {url_of(listening, options.frontend.tls)}")
 
 
 def _say(line: str) -> None:
@@ -210,6 +204,7 @@ class _Supervisor:
     def __init__(self, options: ServeOptions, listening: socket.socket, metrics_dir: str) -> None:
         self._options = options
         self._listening = listening
+        self._url = url_of(listening, options.frontend.tls)
         self._metrics_dir = metrics_dir
         self._gpus = count_gpus()
         self._engines: dict[int, Child] = {}
@@ -304,7 +299,7 @@ class _Supervisor:
             progress.cancel()
         engines = f"engine{'s' if len(self._engines) > 1 else ''} pid{'s' if len(self._engines) > 1 else ''}"
         pids = f"{engines} {_pids(self._engines)}, frontends pids {_pids(self._frontends)}"
-        click.echo(f"shmring: serving on {_url(self._listening)} ({pids})")
+        click.echo(f"shmring: serving on {self._url} ({pids})")
         await self._stop.wait()
 
     async def _say_progress(self) -> None:

@@ -86,7 +86,7 @@ async def test_a_name_that_a_living_engine_has_is_one_clear_message(serve: Any, 
 
 
 def test_the_listening_socket_can_be_taken_over_at_once() -> None:
-    with supervisor._listen("127.0.0.1", 0) as listening:
+    with supervisor._listen(SETTINGS) as listening:
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         assert not os.get_inheritable(listening.fileno())  # only who is handed it has it
 
@@ -230,7 +230,7 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
     def run(
         engine: str = SLEEP, frontend: str = GET_READY, settings: ProcessSettings = SETTINGS, **changes: Any
     ) -> tuple[Supervised, asyncio.Task[None]]:
-        listening = supervisor._listen("127.0.0.1", 0)
+        listening = supervisor._listen(SETTINGS)
         server = Supervised(options(frontend=settings, **changes), listening, str(tmp_path))
         server.engine_program, server.frontend_program = engine, frontend
         running = asyncio.create_task(server.run())
