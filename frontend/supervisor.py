@@ -38,6 +38,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from engine.supervision import FrontendState, Orders, stop_signals
 from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
 from frontend.listening import listen, place_of, url_of
+from frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
 from frontend.settings import ProcessSettings
 from shmring.config import parse_nbytes
 from shmring.transport.endpoint import socket_path
@@ -128,9 +130,29 @@ def serve(options: ServeOptions) -> None:
             raise ServeError(str(error)) from None
         if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
             raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
+    _check_memory(_slabs_nbytes(options))
     with _listen(options.frontend) as listening, _metrics_directory() as metrics_dir:
         _say_what_starts(options, listening)
         asyncio.run(_Supervisor(options, listening, metrics_dir).run())
+
+
+def _slabs_nbytes(options: ServeOptions) -> int:
+    return sum(parse_nbytes(engine.ring.slab_nbytes) for engine in options.engines)
+
+
+def _check_memory(slabs_nbytes: int) -> None:
+    """Says what ``shmring doctor`` says of the memory for the slabs, if that is not enough.
+
+    Raises:
+        ServeError: the container may not have as much, so the kernel would kill a process. (The machine's memory is looked at
+            by the engine, which knows where the slab is to lie.)
+    """
+    for check in memory_checks(slabs_nbytes):
+        text = f"{check.name}: {check.finding}; {check.advice}"
+        if check.status == "problem" and check.name == CGROUP_CHECK:
+            raise ServeError(text)
+        if check.status != "ok":
+            _say(text)
 
 
 def _listen(frontend: ProcessSettings) -> socket.socket:
@@ -207,6 +229,7 @@ class _Supervisor:
         self._url = url_of(listening, options.frontend.tls)
         self._metrics_dir = metrics_dir
         self._gpus = count_gpus()
+        self._oom_kills = oom_kills()
         self._engines: dict[int, Child] = {}
         self._engines_ready = [asyncio.Event() for _ in options.engines]
         self._frontends: dict[int, Child] = {}
@@ -281,7 +304,7 @@ class _Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         frontends_s = self._options.frontend.shutdown_timeout_s + _FRONTENDS_GRACE_S
         await end_children(self._frontends.values(), frontends_s, self._hurry)
-        slabs_gib = sum(parse_nbytes(engine.ring.slab_nbytes) for engine in self._options.engines) / 2**30
+        slabs_gib = _slabs_nbytes(self._options) / 2**30
         await end_children(self._engines.values(), _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB, self._hurry)
 
     async def _watch_start(self) -> None:
@@ -331,10 +354,26 @@ class _Supervisor:
             is_single = len(self._engines) == 1
             if is_single or not self._engines_ready[rank].is_set():
                 started = is_single and all(ready.is_set() for ready in self._ready)
-                hint = "" if started else " before the server was ready; its own message is above"
-                raise ServeError(f"{child.describe_end()}{hint}")
+                raise ServeError(self._describe_end(child, "" if started else " before the server was ready"))
             await pause.before_another(child)
             child = await self._start_engine(rank)
+
+    def _describe_end(self, child: Child, when: str) -> str:
+        """Says how a process ended and, as far as that can be known, why.
+
+        Args:
+            child: the process.
+            when: of its life, if it was early: then it may have said something itself.
+        """
+        code = child.process.returncode
+        how = f"{child.describe_end()}{when}"
+        if child.killed_because:
+            return how
+        if code == -signal.SIGKILL and (when or oom_kills() > self._oom_kills):
+            return f"{how}; {describe_kill(self._oom_kills)}"
+        if code == -signal.SIGBUS:
+            return f"{how}; memory that it had mapped could not be had: /dev/shm, or the memory of the container, is full"
+        return f"{how}; its own message is above" if when and code is not None and code > 0 else how
 
     async def _await_end_of(self, rank: int, child: Child) -> None:
         """Returns when an engine has ended; kills one that takes too long to be ready again. At the start, that is for all."""
@@ -400,7 +439,7 @@ class _Supervisor:
             await child.process.wait()
             child.close()
             if not self._ready[index].is_set():
-                raise ServeError(f"{child.describe_end()} before it was ready; its own message is above")
+                raise ServeError(self._describe_end(child, " before it was ready"))
             self._inform_frontends()
             # Its gauges of the moment would otherwise be added to those of the living for ever.
             await asyncio.to_thread(mark_process_dead, child.pid, self._metrics_dir)

@@ -25,6 +25,7 @@ from engine.settings import EngineSettings
 from engine.supervision import FrontendState, Orders
 from frontend import supervisor
 from frontend.child import Child, end_children
+from frontend.memory_checks import Check
 from frontend.settings import FrontendSettings, ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions, serve
 from shmring.config import RingConfig
@@ -89,6 +90,27 @@ def test_the_listening_socket_can_be_taken_over_at_once() -> None:
     with supervisor._listen(SETTINGS) as listening:
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         assert not os.get_inheritable(listening.fileno())  # only who is handed it has it
+
+
+def test_a_slab_that_the_container_may_not_have_is_refused_before_a_process_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        Check("memory", "problem", "1 GiB of 2 GiB are available", "take more"),
+        Check("cgroup memory", "problem", "limited to 512 MiB by /x/memory.max", "raise it"),
+    ]
+    asked: list[int] = []
+
+    def checks(slabs_nbytes: int) -> list[Check]:
+        asked.append(slabs_nbytes)
+        return found
+
+    monkeypatch.setattr(supervisor, "memory_checks", checks)
+    engines = [EngineSettings(name=f"test-{rank}", ring=RingConfig(slab_nbytes="3GiB")) for rank in range(2)]
+    with pytest.raises(ServeError, match=r"^cgroup memory: limited to 512 MiB by /x/memory.max; raise it$"):
+        serve(options(engines=engines))
+    assert asked == [6 << 30]
+    assert capsys.readouterr().err == "shmring: memory: 1 GiB of 2 GiB are available; take more\n"
 
 
 # -- the disk -----------------------------------------------------------------------------------------------------------
@@ -278,6 +300,26 @@ def test_a_socket_that_a_killed_engine_left_is_no_engine(tmp_path: Path) -> None
 async def test_a_frontend_that_can_not_start_ends_the_server(supervise: Any) -> None:
     _, running = supervise(frontend="raise SystemExit(7)")
     with pytest.raises(ServeError, match=r"frontend 0 \(pid \d+\) ended with exit code 7 before it was ready"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_who_is_killed_at_the_start_has_left_no_message(supervise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, running = supervise(frontend="import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(
+        ServeError, match=r"was killed by signal 9 \(Killed\) before it was ready; nobody here did that: "
+    ) as caught:
+        await asyncio.wait_for(running, 30)
+    assert "above" not in str(caught.value)
+    kills = iter(range(100))
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(supervisor, "describe_kill", lambda before: f"the kernel, since {before}")
+    _, running = supervise(engine="import os; os.kill(os.getpid(), 9)", frontend=SLEEP)
+    with pytest.raises(ServeError, match=r"\(Killed\) before the server was ready; the kernel, since 0$"):
+        await asyncio.wait_for(running, 30)
+    _, running = supervise(engine="import os; os.kill(os.getpid(), 7)", frontend=SLEEP)
+    with pytest.raises(
+        ServeError, match=r"\(Bus error\) before the server was ready; memory .*: /dev/shm, or the memory of the"
+    ):
         await asyncio.wait_for(running, 30)
 
 
