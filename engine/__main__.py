@@ -1,4 +1,4 @@
-"""``python -m engine``, ``shmring engine``: one engine process. It ends on SIGTERM and SIGINT, and with its supervisor.
+"""``python -m engine``, ``shmring engine``: one engine process. It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
 Options are checked before torch is imported. Under the supervisor its settings come through a socket instead.
 """

@@ -1,4 +1,4 @@
-"""The engine as a process: loads the executor, serves frontends, ends on SIGTERM and SIGINT and with its supervisor."""
+"""The engine as a process: loads the executor, serves frontends, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 from typing import NoReturn
 
@@ -20,7 +19,7 @@ from engine.executors import create_executor
 from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
 from engine.scheduler import SchedulerConfig
 from engine.settings import EngineSettings
-from engine.supervision import SupervisorLink
+from engine.supervision import SupervisorLink, stop_signals
 
 __all__ = ["run"]
 
@@ -70,7 +69,7 @@ def _leave() -> NoReturn:
 async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     async with link.held(stop.set) if link is not None else contextlib.nullcontext():
         executor = await _load(settings, stop)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "SupervisorLink"]
+__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "SupervisorLink", "stop_signals"]
 
 READY = b"r"
 ALIVE = b"."
@@ -26,6 +27,15 @@ ALIVE = b"."
 _Settings = TypeVar("_Settings")
 
 _LINE_LIMIT_NBYTES = 1 << 20  # of a list of frontends: each takes 80 bytes
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that tell a process to end in good order.
+
+    SIGHUP (the terminal was closed) is one of them, unless it is ignored: ``nohup`` does that, and means it.
+    """
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 class Orders(msgspec.Struct, Generic[_Settings], frozen=True):

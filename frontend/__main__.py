@@ -1,4 +1,6 @@
-"""``python -m frontend``, ``shmring frontend``: one frontend process. It ends on SIGTERM and SIGINT, and with its supervisor.
+"""``python -m frontend``, ``shmring frontend``: one frontend process.
+
+It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
 Options are checked before anything large is imported. Alone, it listens on a host and port. Under the supervisor its settings
 come through a socket instead, and it shares a listening socket with its siblings.
@@ -14,7 +16,7 @@ import click
 from engine.logs import configure_logging
 from engine.option_types import LOG_LEVELS, FiniteRange
 from engine.supervision import SupervisorLink
-from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, settings_of
+from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
 from frontend.settings import ProcessSettings
 
 __all__ = ["main"]
@@ -27,8 +29,7 @@ _OWN = (
     click.Option(["--name"], default=_DEFAULT.name, help="The engine's name."),
     DATA_PARALLEL_SIZE,
     click.Option(["--socket-dir"], help="Where the engine's socket lies.  [default: the user's runtime directory]"),
-    click.Option(["--host"], default=_DEFAULT.host, help="Where to listen. 0.0.0.0 is everywhere."),
-    click.Option(["--port"], default=_DEFAULT.port, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."),
+    *LISTENING_OPTIONS,
     click.Option(["--listen-fd"], type=int, help="A listening socket to inherit instead."),
     click.Option(
         ["--connect-timeout", "connect_timeout_s"],
@@ -49,8 +50,6 @@ _OWN_NAMES = (
     "name",
     "data_parallel_size",
     "socket_dir",
-    "host",
-    "port",
     "listen_fd",
     "connect_timeout_s",
     "shutdown_timeout_s",
@@ -66,7 +65,8 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     """Runs one frontend process: it serves HTTP, and decodes media for a running engine."""
     link: SupervisorLink | None = None
     if supervisor_fd is None:
-        settings = ProcessSettings(http=settings_of(values), **{name: values[name] for name in _OWN_NAMES})
+        own = {name: values[name] for name in _OWN_NAMES}
+        settings = ProcessSettings(http=settings_of(values), **listening_of(values), **own)
     else:
         try:
             link, settings = SupervisorLink.open(supervisor_fd, ProcessSettings)

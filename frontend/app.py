@@ -28,6 +28,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,7 +53,7 @@ from frontend.openai.models import Version
 from frontend.openai.parsing import BodyParser
 from frontend.responses import JsonPieces, JsonResponse, error_response
 from frontend.served_model import ServedModel
-from frontend.settings import FrontendSettings
+from frontend.settings import CorsSettings, FrontendSettings
 from frontend.sse import EventStream
 
 __all__ = ["Application", "create_app"]
@@ -60,6 +61,14 @@ __all__ = ["Application", "create_app"]
 logger = logging.getLogger("frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
+
+# What pages of other sites may read of an answer's head.
+_EXPOSED_HEADERS = (
+    *("X-Request-Id", "Retry-After"),
+    *("X-Shmring-Slab-Bytes", "X-Shmring-Copies", "X-Shmring-Synthetic", "X-Shmring-Ignored-Fields"),
+)
+
+_MAX_PATH_CHARACTERS = 200  # of what an error repeats
 
 _SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
 
@@ -107,12 +116,28 @@ def create_app(
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
         # Starlette's own handler of `Exception` answers and then raises it once more, for the server to log it.
-        middleware=[Middleware(ExceptionMiddleware, {Exception: _answer_error})],
+        middleware=[*_cross_origin(settings.cors), Middleware(ExceptionMiddleware, {Exception: _answer_error})],
         exception_handlers={HTTPException: _answer_error},
         lifespan=lambda _: routes.running(),
     )
     app.router.redirect_slashes = False  # a redirect of a POST has no body in some clients
     return Application(Observation(app, routes.metrics), routes)
+
+
+def _cross_origin(cors: CorsSettings) -> list[Middleware]:
+    """Which other sites' pages may call: errors are for them as well, so this is around what answers those."""
+    if not cors.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=cors.allowed_origins,
+            allow_credentials=cors.allow_credentials,
+            allow_methods=cors.allowed_methods,
+            allow_headers=cors.allowed_headers,
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    ]
 
 
 class _Routes:
@@ -227,4 +252,16 @@ async def _read(parser: BodyParser[_Request], http_request: Request) -> tuple[_R
 
 
 async def _answer_error(http_request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router: it says no more than "Not Found"
+        error = _of_the_router(error, http_request.method, http_request.scope["path"])
     return error_response(report(error, request_id_of(http_request.scope)))
+
+
+def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:
+    """Returns what is wrong with a request that no route takes."""
+    path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
+    if error.status_code == 404:
+        return ApiError(404, f"there is nothing at {path}; {DOCS_PATH} describes what there is", code="not_found")
+    allowed = ", ".join(value for name, value in (error.headers or {}).items() if name.lower() == "allow")
+    message = f"{path} does not take the method {method}; it takes {allowed}"
+    return ApiError(error.status_code, message, code="method_not_allowed", headers=error.headers)

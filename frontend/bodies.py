@@ -150,7 +150,7 @@ class BodyReader:
 
         A body must say that it is ``application/json``. A browser lets any web page post a body of another type, or of none,
         to a server on the user's own machine. Before it posts ``application/json``, it asks that server, and this server does
-        not agree.
+        not agree, unless the page is of a site in ``--allowed-origins``.
 
         Raises:
             ApiError: 413, it is too large; 415, it is something else.

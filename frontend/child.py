@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.supervision import READY, FrontendState
+from frontend.import_path import without_working_directory
 from frontend.keys import KEYS_VARIABLE
 
 __all__ = ["Child", "end_children"]
@@ -69,7 +70,7 @@ class Child:
             environment: what its environment has besides ours. Keys are not in it: nobody there needs them.
         """
         ours, theirs = socket.socketpair()
-        inherited = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
+        inherited = {name: value for name, value in without_working_directory(os.environ).items() if name != KEYS_VARIABLE}
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
@@ -161,8 +162,8 @@ class Child:
         return f"{self.title} (pid {self.pid}) {how}"
 
 
-async def end_children(children: Iterable[Child], deadline: float, hurry: asyncio.Event) -> None:
-    """Tells children to end. Kills those that still live at a time of the loop's clock, or when there is a hurry."""
+async def end_children(children: Iterable[Child], timeout_s: float, hurry: asyncio.Event) -> None:
+    """Tells children to end. Kills those that still live some time later, or when there is a hurry."""
     living = [child for child in children if child.lives]
     if not living:
         return
@@ -170,12 +171,12 @@ async def end_children(children: Iterable[Child], deadline: float, hurry: asynci
     hurrying: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
     for child in living:
         child.send(signal.SIGTERM)
-    time_left_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    await asyncio.wait([waiting, hurrying], timeout=time_left_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([waiting, hurrying], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()
     for child in living:
         if child.lives:
-            logger.warning("%s (pid %d) did not end in time and is killed", child.title, child.pid)
+            told = "there is a hurry" if hurry.is_set() else f"it did not end within {timeout_s:g} s after it was told to"
+            logger.warning("%s (pid %d) is killed: %s", child.title, child.pid, told)
             child.send(signal.SIGKILL)
     await waiting
     for child in living:

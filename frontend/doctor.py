@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import dataclasses
 import fcntl
 import os
 import platform
@@ -22,10 +21,8 @@ import stat
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import torch
 import uvloop
@@ -34,13 +31,12 @@ from rich.table import Table
 from rich.text import Text
 
 import shmring
+from frontend.memory_checks import Check, memory_checks, size_of, text_of
 from shmring.memory import huge_pages
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
 from shmring.transport.endpoint import socket_path, sweep_names
 
-__all__ = ["Check", "Status", "has_problem", "remove_leftovers", "run_checks", "show"]
-
-Status = Literal["ok", "warning", "problem"]
+__all__ = ["Check", "has_problem", "remove_leftovers", "run_checks", "show"]
 
 _OLDEST_KERNEL = (5, 3)  # pidfd_open
 _POPULATING_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
@@ -48,7 +44,6 @@ _SO_PEERPIDFD = 77  # Linux 6.5, from the kernel's asm-generic/socket.h
 _SEGMENT_INODES = 16  # a slab is one file; the others are for other programs
 _FEW_FILES = 1024  # 2 for each of 256 frontends (RingConfig.max_clients) or one for each HTTP connection, and some to spare
 _TOO_FEW_FILES = 128  # an engine with two frontends, and torch's own
-_PRIVATE_NBYTES = 1 << 30  # what the processes take beside the slab: some 250 MB each for an engine and three frontends
 _TEST_NBYTES = 1 << 20
 _TEST_SLAB_NBYTES = 8 << 20
 _TEST_REPETITIONS = 20
@@ -62,23 +57,6 @@ _PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av"
 _FOR_MEDIA = frozenset({"av", "pillow"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Check:
-    """A row of the report.
-
-    Attributes:
-        name: what was looked at.
-        status: ``"ok"``, ``"warning"`` or ``"problem"``.
-        finding: what the check found.
-        advice: what to do; empty if there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    finding: str
-    advice: str = ""
-
-
 def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1) -> list[Check]:
     """Looks at this machine.
 
@@ -88,7 +66,7 @@ def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1
         engines: how many are to run here.
     """
     filesystem = os.statvfs(SHM_DIRECTORY) if SHM_DIRECTORY.is_dir() else None
-    mounts = _text_of(Path("/proc/self/mounts")) or ""
+    mounts = text_of(Path("/proc/self/mounts")) or ""
     cuda = torch.cuda.is_available()
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     slabs_nbytes = engines * slab_nbytes
@@ -98,8 +76,7 @@ def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1
         check_shm_mount(mounts, SHM_DIRECTORY),
         check_shm_space(filesystem, slabs_nbytes),
         check_shm_inodes(filesystem),
-        check_memory(_text_of(Path("/proc/meminfo")) or "", slabs_nbytes),
-        check_cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), slabs_nbytes),
+        *memory_checks(slabs_nbytes),
         check_huge_pages(huge_pages.can_be_had()),
         check_memlock(soft_memlock, slab_nbytes, cuda=cuda),
         check_open_files(soft_files),
@@ -129,22 +106,6 @@ def show(checks: list[Check], console: Console) -> None:
         # As text: a finding may hold brackets, which rich would take for markup.
         table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.finding), Text(check.advice))
     console.print(table, highlight=False)
-
-
-def _text_of(path: Path) -> str | None:
-    """Returns a file's text, or None if the kernel has no such file or does not show it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return None
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
 
 
 # -- the kernel and its memory ------------------------------------------------------------------------------------------
@@ -186,7 +147,7 @@ def check_shm_space(filesystem: os.statvfs_result | None, slabs_nbytes: int) -> 
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     if not size:  # mounted without a limit; the machine's memory is one, and has a check of its own
         return Check(name, "ok", "not limited")
-    finding = f"{_size(free)} of {_size(size)} are free; slabs take {_size(slabs_nbytes)}"
+    finding = f"{size_of(free)} of {size_of(size)} are free; slabs take {size_of(slabs_nbytes)}"
     if slabs_nbytes <= free:
         return Check(name, "ok", finding)
     larger = "docker run --shm-size=, in Kubernetes an emptyDir with medium: Memory, else mount -o remount,size="
@@ -206,59 +167,6 @@ def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
         advice = f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes="
         return Check(name, "warning", f"{finding}; {_IN_A_MEMFD}", advice)
     return Check(name, "ok", finding)
-
-
-def check_memory(meminfo: str, slabs_nbytes: int) -> Check:
-    """Compares the machine's memory with the slabs; ``meminfo`` is the text of ``/proc/meminfo``."""
-    sizes_kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
-    if "MemAvailable" not in sizes_kib:
-        return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
-    available, total = int(sizes_kib["MemAvailable"]) << 10, int(sizes_kib.get("MemTotal", 0)) << 10
-    text = f"{_size(available)} of {_size(total)} are available"
-    return Check("memory", *_compare(text, available, slabs_nbytes, "lower --slab-nbytes, or take a machine with more"))
-
-
-def _compare(finding: str, available_nbytes: int, slabs_nbytes: int, advice: str) -> tuple[Status, str, str]:
-    """Returns status, finding and advice about memory that must hold the slabs and the processes."""
-    if available_nbytes < slabs_nbytes:
-        return "problem", f"{finding}; slabs take {_size(slabs_nbytes)}", advice
-    if available_nbytes < slabs_nbytes + _PRIVATE_NBYTES:
-        more = f"beside slabs of {_size(slabs_nbytes)}, {_size(available_nbytes - slabs_nbytes)} are left for the processes"
-        return "warning", f"{finding}; {more}", advice
-    return "ok", finding, ""
-
-
-def check_cgroup(membership: Path, root: Path, slabs_nbytes: int) -> Check:
-    """Compares a container's memory limit with the slabs. The process that touches it first is charged for it: the engine.
-
-    Args:
-        membership: ``/proc/self/cgroup``.
-        root: where the control groups are mounted.
-        slabs_nbytes: size of all slabs.
-    """
-    limits = list(_cgroup_limits(_text_of(membership) or "", root))
-    if not limits:
-        return Check("cgroup memory", "ok", "not limited")
-    limit = min(limits)
-    advice = "raise the container's memory limit (docker run --memory=, resources.limits.memory), or lower --slab-nbytes"
-    return Check("cgroup memory", *_compare(f"limited to {_size(limit)}", limit, slabs_nbytes, advice))
-
-
-def _cgroup_limits(membership: str, root: Path) -> Iterator[int]:
-    """Yields the limits of our group and of all above it. Version 2 has one tree, version 1 one for each controller."""
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top, file = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
-        group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            if place == top.parent:
-                break
-            text = _text_of(place / file)
-            # "max" is no limit; version 1 says the largest multiple of a page instead.
-            if text is not None and text.strip().isdigit() and int(text) < 1 << 62:
-                yield int(text)
 
 
 def check_huge_pages(can_be_had: bool) -> Check:
@@ -281,7 +189,7 @@ def check_memlock(limit_nbytes: int, slab_nbytes: int, *, cuda: bool) -> Check:
     name = "locked memory"
     if limit_nbytes == resource.RLIM_INFINITY:
         return Check(name, "ok", "not limited")
-    finding = f"limited to {_size(limit_nbytes)}"
+    finding = f"limited to {size_of(limit_nbytes)}"
     if not cuda:
         return Check(name, "ok", f"{finding}; nothing is pinned without a GPU")
     if limit_nbytes >= slab_nbytes:
@@ -392,7 +300,7 @@ def check_leftovers(directory: Path) -> Check:
     if not left:
         return Check(name, "ok", "none")
     names = ", ".join(sorted(path.name for path in left))
-    return Check(name, "warning", f"{_size(sum(left.values()))} in {names}", _SWEEP_ADVICE)
+    return Check(name, "warning", f"{size_of(sum(left.values()))} in {names}", _SWEEP_ADVICE)
 
 
 def check_left_names(directory: Path) -> Check:
@@ -461,7 +369,7 @@ def check_exchange() -> Check:
         return Check(name, "problem", f"no answer within {_TEST_TIMEOUT_S:g} s", "is the machine overloaded?")
     except (shmring.ShmringError, OSError, ValueError) as error:
         return Check(name, "problem", str(error), "see the problems above")
-    return Check(name, "ok", f"a tensor of {_size(_TEST_NBYTES)} and its answer take {seconds * 1e6:.0f} us (median)")
+    return Check(name, "ok", f"a tensor of {size_of(_TEST_NBYTES)} and its answer take {seconds * 1e6:.0f} us (median)")
 
 
 async def _exchange(socket_dir: str) -> float:

@@ -67,7 +67,7 @@ _ERRORS = {
     413: "The body or its media are too large, or can never fit the slab.",
     415: "The body is not said to be JSON (Content-Type), or is compressed.",
     500: "The engine failed with this request, or the server has a bug.",
-    503: "Too many requests, no space in the slab, or no engine at the moment.",
+    503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
     504: "The request took longer than the server allows.",
 }
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503, 504)
@@ -101,14 +101,14 @@ class Documentation:
         self._keys_needed = keys_needed
         self._model = model
 
-    async def document(self, _: Request) -> Response:
+    async def document(self, http_request: Request) -> Response:
         """Answers ``GET /openapi.json``, with or without an engine."""
         try:
             [served] = (await self._model.list()).data
             name = served.id
         except (shmring.ShmringError, TimeoutError):
             name = "MODEL"
-        return JsonResponse(_encoded(self._keys_needed, name))
+        return JsonResponse(_encoded(self._keys_needed, name, http_request.scope.get("root_path", "")))
 
     async def page(self, _: Request) -> Response:
         """Answers ``GET /docs``."""
@@ -124,17 +124,19 @@ def _page() -> str:
 
 
 @functools.lru_cache(maxsize=4)  # one, as a rule: another when the next engine serves another model
-def _encoded(keys_needed: bool, model: str) -> bytes:
-    return msgspec.json.encode(openapi_document(keys_needed, model))
+def _encoded(keys_needed: bool, model: str, root_path: str) -> bytes:
+    return msgspec.json.encode(openapi_document(keys_needed, model, root_path))
 
 
-def openapi_document(keys_needed: bool, model: str = "MODEL") -> dict[str, Any]:
+def openapi_document(keys_needed: bool, model: str = "MODEL", root_path: str = "") -> dict[str, Any]:
     """Returns the document.
 
     Args:
         keys_needed: whether callers of ``/v1`` need a key.
         model: for the examples.
+        root_path: what a proxy in front strips from paths.
     """
+    servers: dict[str, Any] = {"servers": [{"url": root_path}]} if root_path else {}
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     components: dict[str, Any] = {"schemas": schemas}
     if keys_needed:
@@ -143,6 +145,7 @@ def openapi_document(keys_needed: bool, model: str = "MODEL") -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
+        **servers,
         "components": components,
         "paths": {
             "/v1/chat/completions": {"post": _chat(model) | security},

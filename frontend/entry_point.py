@@ -1,5 +1,7 @@
 """The command ``shmring`` as it is installed. Where the extra that it needs is not, it says so in one line.
 
+It starts itself again where Python would import from the working directory (:mod:`frontend.import_path`).
+
 ``pip install shmring`` installs the transport, and this package beside it, but none of what a server and a command line are
 made of.
 """
@@ -7,6 +9,8 @@ made of.
 from __future__ import annotations
 
 import sys
+
+from frontend.import_path import restart_without_working_directory
 
 __all__ = ["EXTRAS", "main"]
 
@@ -24,6 +28,7 @@ EXTRAS = {
 
 def main() -> None:
     """Runs the command; exit code 1 if the extra for it is missing."""
+    restart_without_working_directory()
     try:
         from frontend.cli import main as run
 

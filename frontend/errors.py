@@ -23,6 +23,7 @@ any other failure of the executor; a bug               500     engine_error, int
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)
 engine gone or going; request aborted there            503     engine_unavailable (``Retry-After``)
+a decoder died, and the one that was next as well      503     decoder_lost (``Retry-After``)
 the engine was paused and gave the request up          503     paused (``Retry-After``)
 a step has been running for too long (``/health``)     503     engine_unhealthy (``Retry-After``)
 the server shuts down, and its grace is over           503     shutting_down (``Retry-After``)

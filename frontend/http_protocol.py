@@ -12,7 +12,18 @@ The protocol also refuses requests that RFC 9112 tells servers to refuse but the
 read them differently: a request of HTTP/1.1 without a ``Host`` or with two, and transfer codings other than ``chunked``.
 Upgrades (WebSocket, h2c) are ignored: the request is answered without the upgrade, and the connection ends.
 
+Of requests that are sent ahead, so many are taken as may wait. The last of these is answered with ``connection: close``, and
+what comes behind it is dropped, as HTTP allows.
+
+A caller may close its half of the connection when its request is complete, and wait for the answer. A caller that has gone
+looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: to bytes for a socket
+that is closed, the kernel at the other end answers with a reset. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak it, and
+close at once) and with TLS, the end of one half is the end of both.
+
+An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
+
 The bytes that the parser gets are counted from the last progress: a complete head, a part of a body, or the end of a message.
+The bytes of a head and of trailers are also counted as they were parsed.
 """
 
 from __future__ import annotations
@@ -21,6 +32,8 @@ import asyncio
 import http
 import logging
 import re
+import secrets
+import select
 from typing import Any
 
 import httptools
@@ -39,6 +52,9 @@ _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients t
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
 _STALL_TIMEOUT_S = 30.0  # without a byte of an answer being taken, though more than the kernel keeps is there to be taken
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a host and a port are made of; it may be empty
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # until a look whether who has closed one half is still there: each time twice that
+_FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space, the end of the line
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LINGER_S = 5.0  # for the last of an answer to be taken after the connection was given up
 
 
@@ -47,6 +63,10 @@ class _RefusedHead(ApiError):
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(status, message, code=code)
+
+
+def _too_large() -> _RefusedHead:
+    return _RefusedHead(431, f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes", "head_too_large")
 
 
 def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
@@ -69,16 +89,47 @@ def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
         raise _RefusedHead(400, "chunked must be the only Transfer-Encoding, once, of HTTP/1.1", "invalid_transfer_coding")
 
 
+class _TooManyAhead(Exception):
+    """No further request is taken from this connection."""
+
+
+class _Unchunked:
+    """A ``send`` whose answer, if it does not say how long it is, ends with the connection.
+
+    Args:
+        send: uvicorn's.
+    """
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._cycle: RequestResponseCycle = send.__self__
+        self._is_open = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._is_open:
+                self._cycle.chunked_encoding = False  # uvicorn sends a body as it is, and checks its length
+        if self._is_open and message["type"] == "http.response.body":
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection; see the head of this file."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._overhead_nbytes = 0
+        self._head_nbytes = 0
+        self._is_full = False  # nothing more is read
+        self._half_closed = False
         self._lost = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
+        self._application = self.app
+        self.app = self._answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         """Begins to wait for the first head."""
@@ -88,6 +139,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells all requests that the connection ended, and drops unanswered ones, which only the collector would find."""
         self._lost = True
+        self.app = self._application  # it refers to this object
         self._head_came()
         self.resume_writing()
         running, self._running = self._running, None
@@ -99,7 +151,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, unless the peer has sent too much without progress."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_full:
             return
         self._overhead_nbytes += len(data)
         self._unset_keepalive_if_required()
@@ -110,6 +162,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # what follows may be another protocol
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__  # a refusal of ours, or a URL that can't be taken apart
+            if isinstance(cause, _TooManyAhead):
+                self._is_full = True
+                self.pipeline[0][0].keep_alive = False  # the newest; it ends the connection
+                return
             refusal = _RefusedHead(400, f"the request can't be read: {cause!r}", "invalid_http")
             self._refuse(cause if isinstance(cause, _RefusedHead) else refusal)
         except httptools.HttpParserError as error:
@@ -117,18 +173,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
-            message = f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes"
-            self._refuse(_RefusedHead(431, message, "head_too_large"))
-        elif len(self.pipeline) > _MAX_PIPELINED:
-            self._end()
+            self._refuse(_too_large())
         elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()  # uvicorn stops its keep-alive timer, whatever bytes came
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise _TooManyAhead
         super().on_message_begin()
+        self._head_nbytes = 0
         self._head_came()
         self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        """A part of its URL."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its headers, or of its trailers."""
+        self._count(len(name) + len(value) + _FIELD_NBYTES)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Its head is complete."""
@@ -155,6 +221,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request was answered; the next one's turn has come."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        if self._half_closed and self._running is None:
+            self._end()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # as its base has it
+        """The peer sends nothing more. Returns whether it may still wait for answers."""
+        waits = self._running is not None and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
+        if not waits or self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            if not self.cycle.response_started:
+                self.cycle.keep_alive = False
+            self._look_for_the_peer(_FIRST_LOOK_S)
+        return True
+
+    def _look_for_the_peer(self, next_s: float) -> None:
+        """Ends a half-closed connection once its other half is closed as well."""
+        running = self._running
+        if self._lost or self.transport.is_closing() or running is None:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # POLLHUP and POLLERR are always reported
+        if poll.poll(0):
+            self._abort()
+            return
+        if not running.response_started:
+            self.transport.write(_CONTINUE)
+        self.loop.call_later(next_s, self._look_for_the_peer, min(2 * next_s, _LONGEST_LOOK_S))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """Has the application answer; to a caller of HTTP/1.0, without chunks, which that version does not have."""
+        is_old = scope["http_version"] == "1.0"
+        await self._application(scope, receive, _Unchunked(send) if is_old else send)
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came for a while after an answer."""
@@ -172,6 +271,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         super().resume_writing()
+
+    def _count(self, nbytes: int) -> None:
+        self._head_nbytes += nbytes
+        if self._head_nbytes > _MAX_OVERHEAD_NBYTES:
+            raise _too_large()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._end)
@@ -216,6 +320,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
+            f"x-request-id: {secrets.token_hex(16)}",
             "connection: close",
         )
         self.transport.write("\r\n".join((*lines, "", "")).encode("ascii") + body)

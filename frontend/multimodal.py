@@ -33,7 +33,7 @@ from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
 from frontend.decoded_memory import DecodedMemory
 from frontend.errors import ApiError, unavailable
-from frontend.media.decoder_pool import DecoderStatistics
+from frontend.media.decoder_pool import DecoderDiedError, DecoderStatistics
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
 from frontend.media.flights import Flights
@@ -463,5 +463,7 @@ def _raise_first(results: Sequence[object], media: Sequence[MediaSource | Prepar
         if isinstance(result, MediaError):
             param = medium.param if isinstance(medium, MediaSource) else medium.source_param
             raise ApiError(400, str(result), code=f"invalid_{medium.kind}", param=param)
+        if isinstance(result, DecoderDiedError):
+            raise unavailable(str(result), "decoder_lost")
         if isinstance(result, BaseException):
             raise result

@@ -50,7 +50,8 @@ class Observation:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+                others = [header for header in message["headers"] if header[0] != b"x-request-id"]
+                message["headers"] = [*others, (b"x-request-id", request_id.encode("ascii"))]
             else:
                 complete = not message.get("more_body", False)
             await send(message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ import click
 from engine.option_types import COUNT, NBYTES, SECONDS, FiniteRange
 from engine.settings import MAX_ENGINES
 from frontend.keys import KEYS_VARIABLE, read_keys
+from frontend.listening import check_tls
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.settings import FrontendSettings, MediaCounts
+from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings, TlsSettings, parse_list
 
-__all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "settings_of"]
+__all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "LISTENING_OPTIONS", "listening_of", "settings_of"]
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -52,9 +54,30 @@ def _parse_networks(text: str) -> tuple[str, ...]:
     return FetchSettings(allowed_media_networks=_split(text)).allowed_media_networks
 
 
+def _parse_origins(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_origins=parse_list(text)).allowed_origins
+
+
+def _parse_methods(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_methods=parse_list(text)).allowed_methods
+
+
+def _parse_headers(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_headers=parse_list(text)).allowed_headers
+
+
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
+
+def _check_root_path(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise click.BadParameter(f"{path[:64]!r} is no path such as /llm, without a slash at its end")
+    return path
+
+
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
+_FILE = click.Path(exists=True, dir_okay=False)
 
 DATA_PARALLEL_SIZE = click.Option(
     ["--data-parallel-size"],
@@ -63,9 +86,44 @@ DATA_PARALLEL_SIZE = click.Option(
     help="Engines, each with a slab of its own, between which requests are divided; several are called NAME-0, NAME-1, ...",
 )
 
+_DEFAULT_PROCESS = ProcessSettings()
+
+#: Where a server listens, and how; for :func:`listening_of`.
+LISTENING_OPTIONS = (
+    click.Option(["--host"], default=_DEFAULT_PROCESS.host, help="Where to listen. 0.0.0.0 is everywhere."),
+    click.Option(
+        ["--port"],
+        default=_DEFAULT_PROCESS.port,
+        type=click.IntRange(0, 65535),
+        help="Where to listen; 0 is any free port.",
+    ),
+    click.Option(["--uds"], help="A path: listen at a Unix socket there, and not at a port."),
+    click.Option(["--ssl-certfile"], type=_FILE, help="The certificate to speak TLS with, in PEM, and those above it."),
+    click.Option(["--ssl-keyfile"], type=_FILE, help="Its key, in PEM.  [default: in the file of the certificate]"),
+    click.Option(["--ssl-ca-certs"], type=_FILE, help="The authorities whose certificates callers may have, in PEM."),
+    click.Option(
+        ["--ssl-cert-reqs"],
+        default=0,
+        type=click.IntRange(0, 2),
+        help="Whether callers must have a certificate: 0 no, 1 if they have one it must be valid, 2 yes.",
+    ),
+    click.Option(
+        ["--root-path"],
+        default="",
+        callback=_check_root_path,
+        show_default=False,
+        help="A path that a proxy in front strips, such as /llm: links on /docs have it.  [default: none]",
+    ),
+    click.Option(
+        ["--timeout-keep-alive", "timeout_keep_alive_s"],
+        default=_DEFAULT_PROCESS.timeout_keep_alive_s,
+        type=SECONDS,
+        help="Seconds that a connection stays open between two requests. Behind a load balancer, longer than it keeps them.",
+    ),
+)
+
 _RATIO = FiniteRange(min=1)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
-_FILE = click.Path(exists=True, dir_okay=False)
 _DEFAULT = FrontendSettings()
 _MEDIA = MediaLimits()
 _FETCH = FetchSettings()
@@ -81,7 +139,7 @@ class _Setting:
         kind: its type.
         default: a tuple: it may be given several times.
         text: its help.
-        group: ``media_limits`` or ``fetch``.
+        group: ``media_limits``, ``fetch`` or ``cors``.
     """
 
     names: tuple[str, ...]
@@ -244,6 +302,38 @@ _SETTINGS = (
         "fetch",
     ),
     _Setting(
+        ("--allowed-origins",),
+        "allowed_origins",
+        _Parsed("json", _parse_origins),
+        "[]",
+        """Other sites whose pages may call this server (CORS): '["https://chat.example.org"]', or '["*"]' for all.""",
+        "cors",
+    ),
+    _Setting(
+        ("--allow-credentials",),
+        "allow_credentials",
+        bool,
+        False,
+        "Browsers may send cookies and certificates along from such pages.",
+        "cors",
+    ),
+    _Setting(
+        ("--allowed-methods",),
+        "allowed_methods",
+        _Parsed("json", _parse_methods),
+        '["*"]',
+        "HTTP methods that such pages may use, as a JSON list.",
+        "cors",
+    ),
+    _Setting(
+        ("--allowed-headers",),
+        "allowed_headers",
+        _Parsed("json", _parse_headers),
+        '["*"]',
+        "Headers that such pages may send, as a JSON list.",
+        "cors",
+    ),
+    _Setting(
         ("--max-pixels",), "max_image_pixels", COUNT, _MEDIA.max_image_pixels, "Most pixels of a picture.", "media_limits"
     ),
     _Setting(
@@ -331,13 +421,39 @@ FRONTEND_OPTIONS = (
 )
 
 
+def listening_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of :class:`ProcessSettings` that :data:`LISTENING_OPTIONS` ask for.
+
+    Raises:
+        click.UsageError: a certificate or its key can't be used.
+    """
+    certfile, others = values["ssl_certfile"], ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+    given = [f"--{name.replace('_', '-')}" for name in others if values[name]]
+    if certfile is None and given:
+        raise click.UsageError(f"{given[0]} needs --ssl-certfile")
+    tls = None
+    if certfile is not None:
+        tls = TlsSettings(
+            certfile=certfile,
+            keyfile=values["ssl_keyfile"],
+            ca_certs=values["ssl_ca_certs"],
+            cert_reqs=values["ssl_cert_reqs"],
+        )
+        try:
+            check_tls(tls)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+    names = ("host", "port", "uds", "root_path", "timeout_keep_alive_s")
+    return {"tls": tls, **{name: values[name] for name in names}}
+
+
 def settings_of(values: dict[str, Any]) -> FrontendSettings:
     """Returns the settings that the options and the variable of keys ask for.
 
     Raises:
         click.UsageError: the keys are none, or their file can't be read, or can be read by everybody.
     """
-    groups: dict[str | None, dict[str, Any]] = {None: {}, "media_limits": {}, "fetch": {}}
+    groups: dict[str | None, dict[str, Any]] = {None: {}, "media_limits": {}, "fetch": {}, "cors": {}}
     for setting in _SETTINGS:
         groups[setting.group][setting.destination] = values[setting.destination]
     own, fetch = groups[None], groups["fetch"]
@@ -348,4 +464,5 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     limits = MediaLimits(**groups["media_limits"])
-    return FrontendSettings(api_keys=keys, media_limits=limits, fetch=FetchSettings(**fetch), **own)
+    cors = CorsSettings(**groups["cors"])
+    return FrontendSettings(api_keys=keys, media_limits=limits, fetch=FetchSettings(**fetch), cors=cors, **own)

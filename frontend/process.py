@@ -1,4 +1,4 @@
-"""The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM and SIGINT and with its supervisor.
+"""The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor.
 
 When it ends, it stops listening at once. Requests may go on for ``shutdown_timeout_s``. Then those that still run are
 cancelled, and have a moment to tell their callers (503, or a last event of a stream). A second signal ends the waiting. Last,
@@ -24,6 +24,7 @@ from engine.client import EngineClient
 from engine.settings import engine_names
 from engine.supervision import SupervisorLink
 from frontend.app import create_app
+from frontend.listening import listen, place_of
 from frontend.malloc import make_malloc_return_memory
 from frontend.server import Server
 from frontend.settings import ProcessSettings
@@ -76,14 +77,27 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
             create_app(engine, settings.http, frontends=lambda: () if link is None else link.frontends),
             host=settings.host,
             port=settings.port,
+            tls=settings.tls,
+            root_path=settings.root_path,
+            timeout_keep_alive_s=settings.timeout_keep_alive_s,
             log_level=settings.log_level,
             shutdown_timeout_s=settings.shutdown_timeout_s,
             on_started=lambda: None if link is None else link.say_ready(),
         )
         gc.collect()
         gc.freeze()  # what was imported and made is no garbage: looking through it stops the loop for 0.1 s now and then
-        sockets = [socket.socket(fileno=settings.listen_fd)] if settings.listen_fd is not None else None
-        await server.serve(sockets)
+        if settings.listen_fd is not None:
+            await server.serve([socket.socket(fileno=settings.listen_fd)])
+        else:
+            with _listening(settings) as listening:
+                await server.serve([listening])
+
+
+def _listening(settings: ProcessSettings) -> socket.socket:
+    try:
+        return listen(settings)
+    except OSError as error:
+        raise SystemExit(f"shmring frontend: can't listen on {place_of(settings)}: {error.strerror or error}") from None
 
 
 def _orphaned() -> None:

@@ -15,7 +15,7 @@ from engine.logs import configure_logging
 from engine.option_types import COUNT, LOG_LEVELS, SECONDS, FiniteRange
 from engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from engine.settings import engine_names
-from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, settings_of
+from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
 from frontend.settings import ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions
 from frontend.supervisor import serve as run_server
@@ -34,8 +34,7 @@ def _check_heartbeat_timeout(context: click.Context, parameter: click.Parameter,
 
 
 _OWN = (
-    click.Option(["--host"], default="127.0.0.1", help="Where to listen. 0.0.0.0 is everywhere."),
-    click.Option(["--port"], default=8000, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."),
+    *LISTENING_OPTIONS,
     click.Option(["--api-server-count", "frontends"], default=2, type=COUNT, help="Frontend processes that share the port."),
     DATA_PARALLEL_SIZE,
     click.Option(["--name"], default="shmring", help="The engine's name. Two servers of a user need two."),
@@ -50,8 +49,8 @@ _OWN = (
         ["--shutdown-timeout", "shutdown_timeout_s"],
         default=2.0,
         type=FiniteRange(min=0),
-        help="Seconds that running requests may go on after SIGTERM or SIGINT; then, or with 0 at once, they are aborted. "
-        "Stopping takes up to 3 s more. A second signal kills.",
+        help="Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once, they are "
+        "aborted. Stopping takes up to 6 s more, and 0.5 s for each GiB of slab. A second signal kills.",
     ),
     click.Option(
         ["--heartbeat-timeout", "heartbeat_timeout_s"],
@@ -93,8 +92,8 @@ def serve(**values: Any) -> None:
 
     MODEL is a local path or a hub's name. Without one, fingerprints of media and texts are served.
 
-    Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again, and so is one of
-    several engines.
+    Stops on Ctrl-C, SIGTERM or SIGHUP. Ends with an error if the engine ends; a frontend that ends is started again, and so is
+    one of several engines.
     """
     options = _options_of(values)
     configure_logging(values["log_level"], "supervisor")
@@ -122,8 +121,7 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         name=engine.name,
         data_parallel_size=values["data_parallel_size"],
         socket_dir=engine.ring.socket_dir,
-        host=values["host"],
-        port=values["port"],
+        **listening_of(values),
         connect_timeout_s=values["start_timeout_s"],
         shutdown_timeout_s=values["shutdown_timeout_s"],
         log_level=values["log_level"],

@@ -9,23 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
+from engine.supervision import stop_signals
 from frontend.app import Application
 from frontend.http_protocol import BoundedHttpProtocol
+from frontend.settings import TlsSettings
 
 __all__ = ["Server"]
 
 logger = logging.getLogger("frontend")
 
 _SAME_SIGNAL_S = 0.5
-_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
+_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills seconds later
 _POLL_S = 0.01
+
+
+def _options_of(tls: TlsSettings) -> dict[str, Any]:
+    """Returns uvicorn's options for TLS."""
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": tls.ca_certs,
+        "ssl_cert_reqs": tls.cert_reqs,
+    }
 
 
 class Server(uvicorn.Server):
@@ -38,6 +50,9 @@ class Server(uvicorn.Server):
     Args:
         app: what answers.
         host, port: where to listen, unless :meth:`serve` is given sockets.
+        tls: what it speaks TLS with; None: it does not.
+        root_path: what a proxy in front strips from paths.
+        timeout_keep_alive_s: how long a connection stays open between two requests.
         log_level: of uvicorn.
         shutdown_timeout_s: how long requests may go on after :meth:`stop`.
         on_started: called once requests are accepted.
@@ -52,6 +67,9 @@ class Server(uvicorn.Server):
         log_level: str,
         shutdown_timeout_s: float,
         on_started: Callable[[], None],
+        tls: TlsSettings | None = None,
+        root_path: str = "",
+        timeout_keep_alive_s: float = 5.0,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -65,6 +83,9 @@ class Server(uvicorn.Server):
                 log_level="warning" if log_level == "info" else log_level,
                 access_log=False,
                 server_header=False,
+                root_path=root_path,
+                timeout_keep_alive=timeout_keep_alive_s,  # type: ignore[arg-type]  # it goes to the loop's call_later
+                **({} if tls is None else _options_of(tls)),
             )
         )
         self._app = app
@@ -74,9 +95,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ends the server on SIGTERM and SIGINT, and leaves it at that."""
+        """Ends the server on SIGTERM, SIGINT and SIGHUP, and leaves it at that."""
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = stop_signals()
         for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
-__all__ = ["FrontendSettings", "MediaCounts", "ProcessSettings"]
+__all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings", "TlsSettings", "parse_list"]
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@]+|null")  # RFC 6454, as browsers send it
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,54 @@ def _listed_counts(text: str) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CorsSettings:
+    """Which pages of other sites a browser lets call this server (CORS).
+
+    Attributes:
+        allowed_origins: of such pages, ``https://chat.example.org``; ``*``: all. None: no such page may call.
+        allow_credentials: whether a browser sends its cookies and certificates along.
+        allowed_methods: that such pages may use; ``*``: all.
+        allowed_headers: that such pages may send; ``*``: all.
+
+    Raises:
+        ValueError: something is no origin, no method or no name of a header.
+    """
+
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed-origins: {origin[:64]!r} is no origin: write https://chat.example.org, without a path"
+                )
+        for name, texts in (("allowed-methods", self.allowed_methods), ("allowed-headers", self.allowed_headers)):
+            for text in texts:
+                if not _TOKEN.fullmatch(text):
+                    raise ValueError(f"{name}: {text[:64]!r} is none")
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Reads vLLM's lists of texts: ``["a", "b"]``. Also takes ``a,b``.
+
+    Raises:
+        ValueError: the text has neither form.
+    """
+    if not text.lstrip().startswith("["):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        texts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not a JSON list: {error}") from None
+    if not all(isinstance(part, str) for part in texts):
+        raise ValueError("this is not a list of texts")
+    return tuple(texts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
     """Limits of one frontend process, and what it calls its model.
 
@@ -108,6 +160,7 @@ class FrontendSettings:
         media_limits: what media may be.
         media_io_kwargs: how they are prepared, where that is not the executor's choice.
         fetch: where they may come from.
+        cors: which pages of other sites may call.
     """
 
     served_model_name: str | None = None
@@ -131,6 +184,24 @@ class FrontendSettings:
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
     media_io_kwargs: MediaIoKwargs = dataclasses.field(default_factory=MediaIoKwargs)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
+    cors: CorsSettings = dataclasses.field(default_factory=CorsSettings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """With what a server speaks TLS; files in PEM.
+
+    Attributes:
+        certfile: its certificate, and those between it and the authority's.
+        keyfile: the key of its certificate; None: that is in ``certfile``.
+        ca_certs: the authorities whose certificates callers may have.
+        cert_reqs: whether callers must have one: ``ssl.CERT_NONE`` (0), ``CERT_OPTIONAL`` (1) or ``CERT_REQUIRED`` (2).
+    """
+
+    certfile: str
+    keyfile: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +213,11 @@ class ProcessSettings:
         data_parallel_size: how many engines there are: with several, they are called NAME-0, NAME-1 and so on.
         socket_dir: where the engine's socket lies; None: the default.
         host, port: where to listen; port 0 is any free one.
+        uds: the path of a Unix socket to listen at, instead.
+        tls: what it speaks TLS with; None: it does not.
+        root_path: what a proxy in front strips from paths, for links to this server; empty: nothing.
+        timeout_keep_alive_s: how long a connection stays open between two requests. A proxy that keeps connections must give
+            them up sooner, or it sends requests to some that have just been closed.
         listen_fd: an inherited socket that listens, instead.
         connect_timeout_s: how long to wait for the engine. It imports torch and fills its slab, about 1 s for each 4 GiB;
             loading a model takes longer.
@@ -155,6 +231,10 @@ class ProcessSettings:
     socket_dir: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    tls: TlsSettings | None = None
+    root_path: str = ""
+    timeout_keep_alive_s: float = 5.0
     listen_fd: int | None = None
     connect_timeout_s: float = 30.0
     shutdown_timeout_s: float = 2.0

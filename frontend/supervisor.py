@@ -21,10 +21,10 @@ What happens when a process dies:
 Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
 settings as JSON through that socket: command lines and environments can be read by others.
 
-A stop (SIGTERM, SIGINT) closes the port, lets frontends finish what is in flight for as long as they are allowed to, then
-ends the engine. It takes at most three seconds more than that: a process that still runs then is killed. A second signal
-kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which ends them
-in that order.
+A stop (SIGTERM, SIGINT, SIGHUP) closes the port, lets frontends finish what is in flight for as long as they are allowed to,
+then ends the engine. Each of both has some seconds more than it needs: a process that still runs then hangs, and is killed. A
+second signal kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which
+ends them in that order.
 """
 
 from __future__ import annotations
@@ -49,23 +49,27 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from engine.settings import EngineSettings
-from engine.supervision import FrontendState, Orders
+from engine.supervision import FrontendState, Orders, stop_signals
 from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
+from frontend.listening import listen, place_of, url_of
+from frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
 from frontend.settings import ProcessSettings
+from shmring.config import parse_nbytes
 from shmring.transport.endpoint import socket_path
 
 __all__ = ["ServeError", "ServeOptions", "serve"]
 
 logger = logging.getLogger("frontend.supervisor")
 
-_BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
-# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
-# engine; on two overloaded cores that was measured to take 0.3 s, and the engine's end 0.3 s. Of the 3 s that a stop may take,
-# the rest is for reaping what had to be killed: a second on such a machine.
 _SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
-_FRONTENDS_GRACE_S = 1.2
-_GRACE_S = 2.0
+# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
+# engine: 0.2 s, and 1 s where others compute twice as much as there are cores. Three times that is for busier machines.
+_FRONTENDS_GRACE_S = 3.0
+# An engine's end takes as long, and then the kernel frees its slab: 0.17 s for each GiB, on a core that has nothing else to do.
+# Killing it would not make that faster. What the frontends took is not taken from this.
+_ENGINES_GRACE_S = 3.0
+_FREEING_S_PER_GIB = 0.5
 _FRONTEND_START_TIMEOUT_S = (
     60.0  # of one that replaces another: the engine is there; importing torch on a busy machine takes 10
 )
@@ -126,22 +130,36 @@ def serve(options: ServeOptions) -> None:
             raise ServeError(str(error)) from None
         if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
             raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
-    with _listen(options.frontend.host, options.frontend.port) as listening, _metrics_directory() as metrics_dir:
+    _check_memory(_slabs_nbytes(options))
+    with _listen(options.frontend) as listening, _metrics_directory() as metrics_dir:
         _say_what_starts(options, listening)
         asyncio.run(_Supervisor(options, listening, metrics_dir).run())
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _slabs_nbytes(options: ServeOptions) -> int:
+    return sum(parse_nbytes(engine.ring.slab_nbytes) for engine in options.engines)
+
+
+def _check_memory(slabs_nbytes: int) -> None:
+    """Says what ``shmring doctor`` says of the memory for the slabs, if that is not enough.
+
+    Raises:
+        ServeError: the container may not have as much, so the kernel would kill a process. (The machine's memory is looked at
+            by the engine, which knows where the slab is to lie.)
+    """
+    for check in memory_checks(slabs_nbytes):
+        text = f"{check.name}: {check.finding}; {check.advice}"
+        if check.status == "problem" and check.name == CGROUP_CHECK:
+            raise ServeError(text)
+        if check.status != "ok":
+            _say(text)
+
+
+def _listen(frontend: ProcessSettings) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+        return listen(frontend)
     except OSError as error:
-        raise ServeError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        raise ServeError(f"can't listen on {place_of(frontend)}: {error.strerror or error}") from None
 
 
 def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
@@ -152,7 +170,7 @@ def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
     model = "" if engine.model is None else f", model {engine.model}"
     engines = "an engine" if len(options.engines) == 1 else f"{len(options.engines)} engines"
     count = "a frontend" if options.frontends == 1 else f"{options.frontends} frontends"
-    _say(f"starting {engines} (executor {engine.executor}{model}) and {count} for {_url(listening)}")
+    _say(f"starting {engines} (executor {engine.executor}{model}) and {count} for {url_of(listening, options.frontend.tls)}")
 
 
 def _say(line: str) -> None:
@@ -208,8 +226,10 @@ class _Supervisor:
     def __init__(self, options: ServeOptions, listening: socket.socket, metrics_dir: str) -> None:
         self._options = options
         self._listening = listening
+        self._url = url_of(listening, options.frontend.tls)
         self._metrics_dir = metrics_dir
         self._gpus = count_gpus()
+        self._oom_kills = oom_kills()
         self._engines: dict[int, Child] = {}
         self._engines_ready = [asyncio.Event() for _ in options.engines]
         self._frontends: dict[int, Child] = {}
@@ -225,7 +245,7 @@ class _Supervisor:
         Raises:
             ServeError: as :func:`serve`.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)
@@ -282,9 +302,10 @@ class _Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        deadline = asyncio.get_running_loop().time() + self._options.frontend.shutdown_timeout_s
-        await end_children(self._frontends.values(), deadline + _FRONTENDS_GRACE_S, self._hurry)
-        await end_children(self._engines.values(), deadline + _GRACE_S, self._hurry)
+        frontends_s = self._options.frontend.shutdown_timeout_s + _FRONTENDS_GRACE_S
+        await end_children(self._frontends.values(), frontends_s, self._hurry)
+        slabs_gib = _slabs_nbytes(self._options) / 2**30
+        await end_children(self._engines.values(), _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB, self._hurry)
 
     async def _watch_start(self) -> None:
         """Prints the progress of the start, and that the server is ready; fails if the start takes too long."""
@@ -301,7 +322,7 @@ class _Supervisor:
             progress.cancel()
         engines = f"engine{'s' if len(self._engines) > 1 else ''} pid{'s' if len(self._engines) > 1 else ''}"
         pids = f"{engines} {_pids(self._engines)}, frontends pids {_pids(self._frontends)}"
-        click.echo(f"shmring: serving on {_url(self._listening)} ({pids})")
+        click.echo(f"shmring: serving on {self._url} ({pids})")
         await self._stop.wait()
 
     async def _say_progress(self) -> None:
@@ -333,10 +354,26 @@ class _Supervisor:
             is_single = len(self._engines) == 1
             if is_single or not self._engines_ready[rank].is_set():
                 started = is_single and all(ready.is_set() for ready in self._ready)
-                hint = "" if started else " before the server was ready; its own message is above"
-                raise ServeError(f"{child.describe_end()}{hint}")
+                raise ServeError(self._describe_end(child, "" if started else " before the server was ready"))
             await pause.before_another(child)
             child = await self._start_engine(rank)
+
+    def _describe_end(self, child: Child, when: str) -> str:
+        """Says how a process ended and, as far as that can be known, why.
+
+        Args:
+            child: the process.
+            when: of its life, if it was early: then it may have said something itself.
+        """
+        code = child.process.returncode
+        how = f"{child.describe_end()}{when}"
+        if child.killed_because:
+            return how
+        if code == -signal.SIGKILL and (when or oom_kills() > self._oom_kills):
+            return f"{how}; {describe_kill(self._oom_kills)}"
+        if code == -signal.SIGBUS:
+            return f"{how}; memory that it had mapped could not be had: /dev/shm, or the memory of the container, is full"
+        return f"{how}; its own message is above" if when and code is not None and code > 0 else how
 
     async def _await_end_of(self, rank: int, child: Child) -> None:
         """Returns when an engine has ended; kills one that takes too long to be ready again. At the start, that is for all."""
@@ -402,7 +439,7 @@ class _Supervisor:
             await child.process.wait()
             child.close()
             if not self._ready[index].is_set():
-                raise ServeError(f"{child.describe_end()} before it was ready; its own message is above")
+                raise ServeError(self._describe_end(child, " before it was ready"))
             self._inform_frontends()
             # Its gauges of the moment would otherwise be added to those of the living for ever.
             await asyncio.to_thread(mark_process_dead, child.pid, self._metrics_dir)

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -68,6 +69,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    directory = tmp_path_factory.mktemp("certificate")
+    names = directory / "certificate.pem", directory / "key.pem"
+    command = (program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1")
+    files = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-out", str(names[0]), "-keyout", str(names[1]))
+    subprocess.run((*command, *files), check=True, capture_output=True)
+    return names
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP means what it usually does, also where we were started with ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.hookimpl(wrapper=True)

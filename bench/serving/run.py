@@ -49,7 +49,7 @@ logger = logging.getLogger("bench.serving")
 _PROGRAM = ("-P", "-m", "frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
 _READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engine>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
 _PARTS = ("engine", "frontends")
-_STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
+_STOP_TIMEOUT_S = 30.0  # `shmring serve` kills sooner what does not end; a busy machine reaps slowly
 _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
 _LOOK_S = 0.02  # between two looks whether processes have gone
 

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from frontend.import_path import without_working_directory
+
 __all__ = ["DemoServer", "left_behind", "serving"]
 
 _START_TIMEOUT_S = 60.0
@@ -37,7 +39,8 @@ def serving(arguments: list[str]) -> Iterator[DemoServer]:
     """
     # -P: nothing of the working directory is imported.
     command = [sys.executable, "-P", "-m", "frontend.cli", "serve", "--stop-with-stdin", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    environment = without_working_directory(os.environ)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield _wait_until_ready(process)
         finally:

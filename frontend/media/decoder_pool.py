@@ -5,6 +5,9 @@ job at a time and is used again. A job has a budget of processor time: the kerne
 that some times a second, and a decoder whose budget is spent is killed. So is one whose caller has gone. Both work whatever a
 decoder is doing. The next job gets a new one, which is a fork of a process that has everything imported.
 
+A decoder that dies by itself, or whose parent was killed, is not the fault of who waits for it: the job is done once more, by a
+new decoder. A medium that kills its decoder kills two of them, and no more. What it had used with the first one counts.
+
 Who waits for whom. There are so many *places*, one for each process. One of them is kept for small pictures and recordings, so
 that they don't wait for films. They have a small budget there; what needs more was not small, and starts again in line with
 the large ones. A place is free again when its process is idle or dead, not as soon as it is killed.
@@ -19,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import logging
 import os
 import select
 import signal
@@ -31,6 +35,7 @@ from concurrent.futures import Executor
 
 import msgspec
 
+from frontend.import_path import without_working_directory
 from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
@@ -40,6 +45,8 @@ _SMALL_S = 0.5  # of a core; such a picture takes 0.05
 _POLL_S = 0.05  # how often the time is looked at that a decoder has used
 _OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
 
+_LOG = logging.getLogger(__name__)
+
 _REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
 
 
@@ -48,7 +55,15 @@ class BudgetSpentError(Exception):
 
 
 class DecoderDiedError(Exception):
-    """A decoder ended by itself: its library crashed, or the kernel ran out of memory."""
+    """A decoder ended by itself: its library crashed, somebody killed it, or the kernel ran out of memory.
+
+    Attributes:
+        cpu_s: processor time that it had used for the job, as far as it was seen.
+    """
+
+    def __init__(self, message: str, cpu_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.cpu_s = cpu_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,14 +123,14 @@ class DecoderPool:
 
         Raises:
             BudgetSpentError: it took more.
-            DecoderDiedError: it killed its decoder.
+            DecoderDiedError: two decoders died of it, or could not be started.
         """
-        spent_s = 0.0
-        if job.kind != "video" and len(data) <= _SMALL_NBYTES:  # the work of a clip has little to do with its size
-            spent_s = min(_SMALL_S, budget_s)
-            with contextlib.suppress(BudgetSpentError):
-                return await self._run_once(job, data, result_nbytes, spent_s, is_small=True)
-        outcome = await self._run_once(job, data, result_nbytes, budget_s - spent_s, is_small=False)
+        try:
+            return await self._run_in_line(job, data, result_nbytes, budget_s)
+        except DecoderDiedError as death:
+            _LOG.warning("a decoder died, and its medium goes to another one: %s", death)
+            spent_s = death.cpu_s
+        outcome = await self._run_in_line(job, data, result_nbytes, budget_s - spent_s, by_a_new_one=True)
         outcome.cpu_s += spent_s
         return outcome
 
@@ -129,14 +144,44 @@ class DecoderPool:
         while self._idle:
             self._idle.pop().close()
 
+    async def _run_in_line(
+        self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, *, by_a_new_one: bool = False
+    ) -> Outcome:
+        """Has a job done among the small ones, if it may be one, and else among the large ones."""
+        spent_s = 0.0
+        if job.kind != "video" and len(data) <= _SMALL_NBYTES:  # the work of a clip has little to do with its size
+            spent_s = min(_SMALL_S, budget_s)
+            with contextlib.suppress(BudgetSpentError):
+                return await self._run_once(job, data, result_nbytes, spent_s, is_small=True, by_a_new_one=by_a_new_one)
+        try:
+            outcome = await self._run_once(
+                job, data, result_nbytes, budget_s - spent_s, is_small=False, by_a_new_one=by_a_new_one
+            )
+        except DecoderDiedError as death:
+            death.cpu_s += spent_s
+            raise
+        outcome.cpu_s += spent_s
+        return outcome
+
     async def _run_once(
-        self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, *, is_small: bool
+        self,
+        job: Probe | Decode,
+        data: bytes,
+        result_nbytes: int,
+        budget_s: float,
+        *,
+        is_small: bool,
+        by_a_new_one: bool,
     ) -> Outcome:
         await self._places.take(is_small)
         give_back = functools.partial(self._places.give_back, is_small)
         decoder: _Decoder | None = None
         try:
-            decoder = self._idle_decoder() or await _Decoder.start()
+            if by_a_new_one and self._idle:
+                self._idle.pop().close()  # it may be about to die as well, and there are not to be more than there are places
+            decoder = None if by_a_new_one else self._idle_decoder()
+            if decoder is None:
+                decoder = await _Decoder.start()
             outcome = await decoder.run(job, data, result_nbytes, budget_s, self._threads)
         except BaseException:
             if decoder is None:
@@ -230,15 +275,30 @@ class _Nursery:
         self._control: socket.socket | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Has a decoder started that talks on this socket. It says when it is ready."""
-        if self._process is None or self._process.poll() is not None:
+        """Has a decoder started that talks on this socket. It says when it is ready.
+
+        Raises:
+            ConnectionError: this process has just ended.
+        """
+        if not self._lives():
             self._start()
         assert self._control is not None
         socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
+    def _lives(self) -> bool:
+        """Whether the other end of its socket is open. A process that is killed closes that before it can be waited for."""
+        if self._control is None:
+            return False
+        poll = select.poll()
+        poll.register(self._control, 0)  # POLLHUP and POLLERR are always reported
+        return not poll.poll(0)
+
     def _start(self) -> None:
         if self._control is not None:
             self._control.close()
+        if self._process is not None:
+            self._process.kill()  # it has closed its socket, and is ending
+            self._process.wait()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -247,7 +307,8 @@ class _Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # a process with threads can't fork
+                # a process with threads can't fork
+                env=without_working_directory(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
 
 
@@ -267,7 +328,11 @@ class _Decoder:
 
     @classmethod
     async def start(cls) -> _Decoder:
-        """Starts a process, and waits until it is ready."""
+        """Starts a process, and waits until it is ready.
+
+        Raises:
+            DecoderDiedError: it ended before that, or what starts it did.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -275,9 +340,12 @@ class _Decoder:
             ours.setblocking(False)
             ready = await _receive(ours)
             if ready is None:
-                raise RuntimeError("no decoder could be started; what was written to stderr says why")
+                raise DecoderDiedError("no decoder could be started; if something was written to stderr, it says why")
             assert isinstance(ready, Ready), ready
             return cls(ours, ready.pid, os.pidfd_open(ready.pid))
+        except (ConnectionError, ProcessLookupError):
+            ours.close()
+            raise DecoderDiedError("a decoder, or the process that starts them, ended at once") from None
         except BaseException:
             ours.close()  # the process sees that and ends
             raise
@@ -296,9 +364,12 @@ class _Decoder:
             DecoderDiedError: it ended.
         """
         began_s = self._cpu_s()
+        spent_s = 0.0
 
         def check_budget() -> None:
-            if self._cpu_s() - began_s > budget_s:
+            nonlocal spent_s
+            spent_s = max(spent_s, self._cpu_s() - began_s)
+            if spent_s > budget_s:
                 raise BudgetSpentError
 
         result = _memory_file(result_nbytes) if result_nbytes else None
@@ -309,10 +380,12 @@ class _Decoder:
                 socket.send_fds(self._connection, [msgspec.msgpack.encode(job)], [file.fileno() for file in files])
             reply = await _receive(self._connection, check_budget)
             if reply is None:
-                raise DecoderDiedError
-        except BaseException:
+                raise DecoderDiedError("it crashed or was killed, or the machine is short of memory", spent_s)
+        except BaseException as error:
             if result is not None:
                 result.close()
+            if isinstance(error, ConnectionError):  # it had died before it got the job
+                raise DecoderDiedError("it had died before it got the medium") from None
             raise
         assert not isinstance(reply, Ready), reply
         return Outcome(reply, self._cpu_s() - began_s, result)

@@ -66,6 +66,7 @@ def main() -> None:
     # Whoever ends the frontend's process group does not mean us: we end with the frontend.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so the kernel keeps no zombies
     warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)

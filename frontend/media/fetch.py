@@ -190,7 +190,7 @@ def decode_base64(text: str, max_nbytes: int) -> bytes:
     """Returns the bytes of a medium that comes as base64 and not as a URL. Takes a while: call it on a thread.
 
     Args:
-        text: base64 with padding, and nothing else but ends of lines.
+        text: base64, and nothing else but ends of lines. It may be that of URLs ("-" and "_"), and without padding.
         max_nbytes: refused above, before anything is decoded.
 
     Raises:
@@ -207,10 +207,11 @@ def _decode_base64(text: str, start: int, max_nbytes: int, name: str) -> bytes:
     _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
     pieces = []
     for offset in range(start, len(text), _PIECE_CHARACTERS):
+        characters = text[offset : offset + _PIECE_CHARACTERS].replace("-", "+").replace("_", "/")
         try:
-            piece = pybase64.b64decode(text[offset : offset + _PIECE_CHARACTERS], validate=True)
+            piece = pybase64.b64decode(characters + "=" * (-len(characters) % 4), validate=True)
         except ValueError:  # binascii.Error is one
-            raise MediaError(f"{name} is not valid base64: other characters than its 64, or not padded with '='") from None
+            raise MediaError(f"{name} is not valid base64: other characters than its 64, or cut off") from None
         if offset + _PIECE_CHARACTERS < len(text) and len(piece) < _PIECE_CHARACTERS // 4 * 3:
             raise MediaError(f"{name} is not valid base64: padding before its end")
         pieces.append(piece)

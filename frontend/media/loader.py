@@ -170,6 +170,7 @@ class MediaLoader:
 
         Raises:
             MediaError: it can't be taken.
+            DecoderDiedError: its decoder died twice.
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
         job = Probe(source.kind, spec, self._limits, self._io_kwargs)
@@ -190,6 +191,7 @@ class MediaLoader:
 
         Raises:
             MediaError: it is damaged, or takes too long.
+            DecoderDiedError: its decoder died twice.
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
         job = Decode(prepared.kind, prepared.header, self._io_kwargs)
@@ -254,9 +256,10 @@ class MediaLoader:
                 f"decoding the {noun} takes more than the {self._limits.max_decode_s:g} s of processor time that are accepted "
                 "(max_decode_s); send a smaller one, or one that is encoded more simply"
             ) from None
-        except DecoderDiedError:
-            _LOG.warning("a decoder ended while it had a %s: it crashed, or the machine is short of memory", noun)
-            raise MediaError(f"the {noun} could not be decoded: its decoder ended unexpectedly") from None
+        except DecoderDiedError as death:
+            _LOG.warning("two decoders died while they had a %s: %s", noun, death)
+            message = f"the {noun} could not be decoded now: its decoder died, and so did another one"
+            raise DecoderDiedError(message) from None
         reply = outcome.reply
         if not isinstance(reply, Failed):
             return outcome

@@ -39,11 +39,18 @@ _StopText = Annotated[str, Meta(min_length=1)]
 _NotBuilt = Annotated[Any, Meta(description="Not supported: leave it out.")]
 
 
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """What an assistant has said instead of an answer: a text like others."""
+
+    refusal: str
+
+
 class ChatMessageParam(msgspec.Struct):
-    """A message of the conversation. Messages of tools and functions are not supported."""
+    """A message of the conversation. Messages of tools and functions are not supported. A text alone can be a part."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart | RefusalPart | str], Meta(max_length=MAX_PARTS)] | None = None
+    refusal: Annotated[str | None, Meta(description="What an assistant has said instead of content.")] = None
     tool_calls: _NotBuilt = None
     function_call: _NotBuilt = None
 
@@ -261,14 +268,21 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
     for field in ("tool_calls", "function_call"):
         if getattr(message, field) not in (None, []):
             raise ApiError(400, f"{field} is not supported by this server", code="unsupported_value", param=f"{param}.{field}")
-    if message.content is None:
+    content = message.content
+    if content is None and message.role == "assistant":
+        content = message.refusal or ""  # what clients send back of an answer without content
+    if content is None:
         raise ApiError(400, "a message must have content", code="invalid_value", param=f"{param}.content")
-    if isinstance(message.content, str):
-        return ChatMessage(message.role, [EngineTextPart(message.content)])
+    if isinstance(content, str):
+        return ChatMessage(message.role, [EngineTextPart(content)])
     parts: list[EngineTextPart | MediumPart] = []
-    for index, part in enumerate(message.content):
-        if isinstance(part, TextPart):
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            parts.append(EngineTextPart(part))
+        elif isinstance(part, TextPart):
             parts.append(EngineTextPart(part.text))
+        elif isinstance(part, RefusalPart):
+            parts.append(EngineTextPart(part.refusal))
         else:
             parts.append(MediumPart(len(sources)))
             sources.append(source_of(part, f"{param}.content[{index}]"))

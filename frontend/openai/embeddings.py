@@ -49,7 +49,7 @@ _TOKENS_REFUSED = "token numbers are not accepted as input; send the text"
 class EmbeddingMessage(msgspec.Struct):
     """A message: one role's parts, each of which gets an embedding."""
 
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[ContentPart | str], Meta(max_length=MAX_PARTS)]
     role: str = "user"
 
 
@@ -169,7 +169,10 @@ def _of_messages(messages: list[EmbeddingMessage]) -> list[Text | MediaSource]:
             continue
         for index, part in enumerate(message.content):
             place = f"{param}[{index}]"
-            inputs.append(_of_text(part.text, f"{place}.text") if isinstance(part, TextPart) else source_of(part, place))
+            if isinstance(part, str):
+                inputs.append(_of_text(part, place))
+            else:
+                inputs.append(_of_text(part.text, f"{place}.text") if isinstance(part, TextPart) else source_of(part, place))
     return inputs
 
 

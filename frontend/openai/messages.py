@@ -17,6 +17,7 @@ from frontend.settings import MediaCounts
 
 __all__ = [
     "INT64",
+    "MEANS_NOTHING",
     "MAX_MESSAGES",
     "MAX_PARTS",
     "ContentPart",
@@ -39,10 +40,18 @@ MAX_PARTS = 4096  # of a message, and of all messages together
 _URL = "A data: URL, or what the server is allowed to fetch."
 
 
+#: Of a field that means nothing here: the values that ask for nothing. Others are named to the caller, as unknown fields are.
+MEANS_NOTHING = "means_nothing"
+
+
 class MediaUrl(msgspec.Struct):
     """Where a medium is. `detail` and other fields of the API mean nothing here."""
 
     url: Annotated[str, Meta(description=_URL)]
+    detail: Annotated[str | None, Meta(description="Means nothing here.", extra={MEANS_NOTHING: ("auto",)})] = None
+
+
+_Place = Annotated[MediaUrl | str, Meta(description="Where it is; its URL alone will do.")]
 
 
 class InputAudio(msgspec.Struct):
@@ -61,7 +70,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     """A picture in a message."""
 
-    image_url: MediaUrl
+    image_url: _Place
 
 
 class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
@@ -73,13 +82,13 @@ class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
 class AudioPart(msgspec.Struct, tag_field="type", tag="audio_url"):
     """A recording in a message, by its URL."""
 
-    audio_url: MediaUrl
+    audio_url: _Place
 
 
 class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
     """A clip in a message."""
 
-    video_url: MediaUrl
+    video_url: _Place
 
 
 ContentPart: TypeAlias = TextPart | ImagePart | InputAudioPart | AudioPart | VideoPart
@@ -97,13 +106,17 @@ def source_of(part: ImagePart | InputAudioPart | AudioPart | VideoPart, param: s
     """
     match part:
         case ImagePart():
-            return MediaSource("image", f"{param}.image_url", url=part.image_url.url)
+            return MediaSource("image", f"{param}.image_url", url=_url_of(part.image_url))
         case InputAudioPart():
             return MediaSource("audio", f"{param}.input_audio", base64=part.input_audio.data)
         case AudioPart():
-            return MediaSource("audio", f"{param}.audio_url", url=part.audio_url.url)
+            return MediaSource("audio", f"{param}.audio_url", url=_url_of(part.audio_url))
         case VideoPart():
-            return MediaSource("video", f"{param}.video_url", url=part.video_url.url)
+            return MediaSource("video", f"{param}.video_url", url=_url_of(part.video_url))
+
+
+def _url_of(place: MediaUrl | str) -> str:
+    return place if isinstance(place, str) else place.url
 
 
 def data_url_kind(text: str) -> MediaKind | None:

@@ -3,7 +3,8 @@
 If a name is twice in an object, its last value counts, as in nearly every JSON parser. Unknown fields are skipped, and only
 their nesting is checked.
 
-Unknown fields are ignored, as in other servers of this API, but the answer names them. Nearly all bodies have no such fields,
+Unknown fields are ignored, as in other servers of this API, but the answer names them. So are known fields that mean nothing
+here, unless they have a value that asks for nothing (``MEANS_NOTHING``). Nearly all bodies have no such fields,
 and msgspec can detect this while it decodes: each type has a strict double, a subclass whose fields are strict too. The
 strict double is tried first. Only if it refuses a body, the body is decoded as its own type and searched for the names of
 unknown fields.
@@ -15,12 +16,13 @@ import re
 import types
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import quote
 
 import msgspec
 
 from frontend.errors import ApiError
+from frontend.openai.messages import MEANS_NOTHING
 
 __all__ = ["BodyParser"]
 
@@ -82,6 +84,8 @@ def _strict(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = [(field.name, _strict(field.type), _default_of(field)) for field in msgspec.structs.fields(kind)]
         return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+    if neutral := _neutral_values(kind):
+        return Literal[neutral] | None
     arguments = tuple(_strict(argument) for argument in get_args(kind))
     if get_origin(kind) is Annotated:
         return Annotated[(_strict(kind.__origin__), *kind.__metadata__)]
@@ -113,10 +117,19 @@ def _unknown_fields(value: memoryview | msgspec.Raw, kind: Any, path: str) -> It
         tag_field = struct.__struct_config__.tag_field
         for name, field_value in values.items():
             field_path = f"{path}.{quote(name[:_MAX_NAME_CHARACTERS])[:_MAX_NAME_CHARACTERS]}".removeprefix(".")
-            if name in known:
+            if name in known and (neutral := _neutral_values(known[name])):
+                if msgspec.json.decode(field_value) not in (None, *neutral):
+                    yield field_path
+            elif name in known:
                 yield from _unknown_fields(field_value, known[name], field_path)
             elif name != tag_field:
                 yield field_path
+
+
+def _neutral_values(kind: Any) -> tuple[str, ...]:
+    """Returns the values with which a field that means nothing here asks for nothing; none: its values mean something."""
+    metadata = kind.__metadata__ if get_origin(kind) is Annotated else ()
+    return next((meta.extra[MEANS_NOTHING] for meta in metadata if meta.extra and MEANS_NOTHING in meta.extra), ())
 
 
 def _members(kind: Any) -> list[Any]:

@@ -22,6 +22,7 @@ import os
 import time
 
 from shmring.core.mapping import Mapping
+from shmring.memory.limits import calling
 
 __all__ = ["HUGE_PAGE_NBYTES", "can_be_had", "reserve_huge_pages"]
 
@@ -48,13 +49,17 @@ def reserve_huge_pages(fd: int, nbytes: int) -> int:
     Raises:
         OSError: there is no room for the file.
     """
-    os.ftruncate(fd, nbytes)
-    mapping = Mapping(fd, nbytes)
-    mapping.advise(0, nbytes, _MADV_DONTFORK)
+    with calling("ftruncate"):
+        os.ftruncate(fd, nbytes)
+    with calling("mmap"):
+        mapping = Mapping(fd, nbytes)
+    with calling("madvise(MADV_DONTFORK)"):
+        mapping.advise(0, nbytes, _MADV_DONTFORK)
     deadline_s = time.monotonic() + _LONGEST_S
     reserved_nbytes = refused = 0
     for offset in range(0, nbytes - HUGE_PAGE_NBYTES + 1, HUGE_PAGE_NBYTES):
-        os.posix_fallocate(fd, offset, mmap.PAGESIZE)
+        with calling("fallocate"):
+            os.posix_fallocate(fd, offset, mmap.PAGESIZE)
         try:
             mapping.advise(offset, HUGE_PAGE_NBYTES, _MADV_COLLAPSE)
             reserved_nbytes += HUGE_PAGE_NBYTES

@@ -44,6 +44,7 @@ from shmring.config import Backing
 from shmring.core.mapping import Mapping
 from shmring.errors import SlabError
 from shmring.memory.huge_pages import reserve_huge_pages
+from shmring.memory.limits import RefusedCallError, calling, is_about_size, limit_behind
 
 __all__ = ["SHM_DIRECTORY", "Slab", "map_read_only", "reserve_for_one_writer", "sweep"]
 
@@ -192,7 +193,8 @@ class Slab:
             self.mapping.advise(offset, nbytes, advice)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise _os_error("prefault", error, nbytes) from error
+                name = "MADV_POPULATE_WRITE" if advice == _MADV_POPULATE_WRITE else "MADV_POPULATE_READ"
+                raise _os_error(f"madvise({name})", error, nbytes) from error
             # A kernel before 5.14. Reading maps a reserved page as well; writing, even what is there, could undo what another
             # process writes at that moment.
             self.bytes_at(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
@@ -215,7 +217,7 @@ class Slab:
         try:
             self.mapping.advise(0, self.nbytes, _MADV_DONTFORK)
         except OSError as error:
-            raise _os_error("madvise", error, self.nbytes) from error
+            raise _os_error("madvise(MADV_DONTFORK)", error, self.nbytes) from error
 
 
 def reserve_for_one_writer(name: str, nbytes: int, *, prefault: bool) -> tuple[int, Mapping]:
@@ -340,7 +342,7 @@ def _create_memfd(name: str, nbytes: int) -> int:
     except OSError as error:
         raise _os_error("memfd_create", error, nbytes) from error
     try:
-        _reserve(fd, nbytes, "a memfd", "lower slab_nbytes")
+        _reserve(fd, nbytes, "a memfd", "lower slab_nbytes, or free memory (MemAvailable of /proc/meminfo is what counts)")
     except BaseException:
         os.close(fd)
         raise
@@ -404,13 +406,17 @@ def _reserve(fd: int, nbytes: int, place: str, advice: str, *, path: str | None 
         if nbytes > _room(fd)[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         huge_nbytes = reserve_huge_pages(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
+        with calling("fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
         logger.info("%d of %d bytes in %s lie in huge pages", huge_nbytes, nbytes, place)
     except OSError as error:
         free_nbytes, size = _room(fd)
+        limit = limit_behind(error)
+        reasons = [limit] if limit is not None else []
+        if limit is None or is_about_size(error):
+            reasons += [f"{free_nbytes} bytes of {size} are free", advice]
         raise SlabError(
-            f"reserving {nbytes} bytes in {place} failed ({os.strerror(error.errno or 0)}): {free_nbytes} bytes of {size} "
-            f"are free; {advice}",
+            f"reserving {nbytes} bytes in {place} failed ({_described(error)}): {'; '.join(reasons)}",
             path=path,
             errno=error.errno,
             nbytes=nbytes,
@@ -437,6 +443,12 @@ def _map(fd: int, nbytes: int, reply_fd: int, reply_nbytes: int, *, writable: bo
         raise _os_error("mmap", error, nbytes + reply_nbytes) from error
 
 
+def _described(error: OSError) -> str:
+    text = os.strerror(error.errno or 0)
+    return f"{error.call}: {text}" if isinstance(error, RefusedCallError) else text
+
+
 def _os_error(what: str, error: OSError, nbytes: int) -> SlabError:
-    number = error.errno or 0
-    return SlabError(f"{what} of {nbytes} bytes of the slab failed: {os.strerror(number)}", errno=number, nbytes=nbytes)
+    number, limit = error.errno or 0, limit_behind(error)
+    text = f"{what} of {nbytes} bytes of the slab failed: {os.strerror(number)}{'' if limit is None else f'; {limit}'}"
+    return SlabError(text, errno=number, nbytes=nbytes)

@@ -55,7 +55,10 @@ def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     root.setLevel(level)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("hangups")
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))]
+)
 async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number: signal.Signals) -> None:
     engine = start(socket_dir)
     try:

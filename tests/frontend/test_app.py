@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
 from frontend import embedding_service
+from frontend.media.decoder_pool import DecoderDiedError, DecoderPool
+from frontend.settings import CorsSettings
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -114,7 +116,62 @@ async def test_wrong_routes_have_the_envelope(
     open_engine: Any, open_app: OpenApp, method: str, path: str, status: int, code: str
 ) -> None:
     http = await open_app(await open_engine())
-    assert error_of(await http.request(method, path), status)["code"] == code
+    error = error_of(await http.request(method, path), status)
+    assert error["code"] == code
+    assert path in error["message"]
+    assert method in error["message"] or status == 404
+
+
+async def test_a_path_that_is_not_there_is_named_but_not_at_any_length(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine())
+    message = error_of(await http.post(f"/{'x' * 5000}", json={}), 404)["message"]
+    assert "x" * 199 in message
+    assert len(message) < 300
+
+
+# -- pages of other sites -----------------------------------------------------------------------------------------------
+
+ORIGIN = "https://chat.example.org"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type",
+}
+
+
+async def test_pages_of_allowed_sites_may_call(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    cors = CorsSettings(allowed_origins=(ORIGIN,), allow_credentials=True)
+    http = await open_app(await open_engine(), cors=cors, api_keys=("a-key",))
+    asked = await http.options("/v1/embeddings", headers=PREFLIGHT)  # browsers send no key with it
+    assert asked.status_code == 200, asked.text
+    assert asked.headers["access-control-allow-origin"] == ORIGIN
+    assert asked.headers["access-control-allow-credentials"] == "true"
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+    for key, status in (("a-key", 200), ("another", 401)):  # a page must be able to read why it was refused
+        headers = {"origin": ORIGIN, "authorization": f"Bearer {key}"}
+        answer = await http.post("/v1/embeddings", json=body_of(PIXELS[0]), headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+        assert len(answer.headers.get_list("x-request-id")) == 1
+    answer = await http.get("/nothing", headers={"origin": ORIGIN})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (404, ORIGIN)
+
+
+async def test_pages_of_other_sites_may_not(open_engine: Any, open_app: OpenApp) -> None:
+    engine = await open_engine()
+    for http in (await open_app(engine), await open_app(engine, cors=CorsSettings(allowed_origins=("https://b.org",)))):
+        asked = await http.options("/v1/embeddings", headers=PREFLIGHT)
+        assert asked.status_code in (400, 405)
+        assert "access-control-allow-origin" not in asked.headers
+        answer = await http.get("/health", headers={"origin": ORIGIN})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_all_sites_may_be_allowed(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(), cors=CorsSettings(allowed_origins=("*",)))
+    assert (await http.options("/v1/models", headers=PREFLIGHT)).headers["access-control-allow-origin"] == "*"
+    assert (await http.get("/v1/models", headers={"origin": ORIGIN})).headers["access-control-allow-origin"] == "*"
 
 
 async def test_bad_requests_say_what_is_bad(
@@ -165,6 +222,24 @@ async def test_a_full_slab_is_waited_for_and_then_reported(open_engine: Any, ope
         assert error_of(response, 503)["code"] == "slab_full"
         assert int(response.headers["retry-after"]) >= 1
     assert (await patient.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))).status_code == 200
+
+
+async def test_decoders_that_die_are_not_the_callers_fault(
+    open_engine: Any, open_app: OpenApp, body_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead: list[str] = []
+
+    async def die(*_: Any, **__: Any) -> Any:
+        dead.append("x")
+        raise DecoderDiedError("killed")
+
+    http = await open_app(await open_engine())
+    monkeypatch.setattr(DecoderPool, "_run_once", die)
+    response = await http.post("/v1/embeddings", json=body_of(PIXELS[0]))
+    assert error_of(response, 503)["code"] == "decoder_lost"
+    assert int(response.headers["retry-after"]) >= 1
+    assert len(dead) == 2
+    assert "bug" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from frontend import doctor
+from frontend import doctor, memory_checks
 from frontend.cli import main
 from frontend.doctor import Check
 from shmring.memory.slab import NAME_PREFIX
@@ -140,14 +140,14 @@ def test_memory(available_kib: int, status: str) -> None:
     meminfo = (
         f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:       0\n"
     )
-    check = doctor.check_memory(meminfo, GIB)
+    check = memory_checks.check_memory(meminfo, GIB)
     assert check.status == status
     assert "of 16 GiB are available" in check.finding
     assert bool(check.advice) == (status != "ok")
 
 
 def test_memory_that_can_not_be_seen() -> None:
-    assert doctor.check_memory("", GIB).status == "warning"
+    assert memory_checks.check_memory("", GIB).status == "warning"
 
 
 def write(path: Path, text: str) -> Path:
@@ -162,25 +162,42 @@ def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> Non
     write(root / "memory.max", "1\n").rename(tmp_path / "memory.max")  # beyond the root, nothing is looked at
     write(root / "pod" / "memory.max", f"{GIB // 2}\n")
     write(root / "pod" / "container" / "memory.max", "max\n")
-    check = doctor.check_cgroup(membership, root, GIB)
-    assert (check.status, check.finding) == ("problem", "limited to 512 MiB; slabs take 1 GiB")
+    check = memory_checks.check_cgroup(membership, root, GIB)
+    assert (check.status, check.finding) == ("problem", f"limited to 512 MiB by {root}/pod/memory.max; slabs take 1 GiB")
     assert "--memory=" in check.advice
     write(root / "pod" / "memory.max", f"{GIB + (GIB >> 1)}\n")
-    assert doctor.check_cgroup(membership, root, GIB).status == "warning"
+    assert memory_checks.check_cgroup(membership, root, GIB).status == "warning"
     write(root / "pod" / "memory.max", f"{4 * GIB}\n")
-    assert doctor.check_cgroup(membership, root, GIB).status == "ok"
+    assert memory_checks.check_cgroup(membership, root, GIB).status == "ok"
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
     membership = write(tmp_path / "cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/x\n1:name=systemd:/\n")
     limit = write(tmp_path / "fs" / "memory" / "docker" / "x" / "memory.limit_in_bytes", f"{GIB // 4}\n")
-    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).status == "problem"
+    assert memory_checks.check_cgroup(membership, tmp_path / "fs", GIB).status == "problem"
     limit.write_text("9223372036854771712\n")  # what it says instead of "max"
-    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).finding == "not limited"
+    assert memory_checks.check_cgroup(membership, tmp_path / "fs", GIB).finding == "not limited"
+
+
+def test_processes_that_the_kernel_killed_for_lack_of_memory(tmp_path: Path) -> None:
+    membership, root, vmstat = tmp_path / "cgroup", tmp_path / "fs", tmp_path / "vmstat"
+    assert memory_checks.oom_kills(membership, root, vmstat) == 0
+    write(vmstat, "pgfault 5\noom_kill 7\n")
+    assert memory_checks.oom_kills(membership, root, vmstat) == 7
+    write(membership, "4:memory:/a\n")
+    write(root / "memory" / "a" / "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert memory_checks.oom_kills(membership, root, vmstat) == 2
+    write(membership, "0::/pod\n")
+    write(root / "pod" / "memory.events", "oom 5\noom_kill 3\noom_group_kill 0\n")
+    assert memory_checks.oom_kills(membership, root, vmstat) == 3
+    assert "somebody else has, or the kernel" in memory_checks.describe_kill(3, membership, root)
+    assert "the machine had no more memory" in memory_checks.describe_kill(2, membership, root)
+    limit = write(root / "pod" / "memory.max", f"{GIB}\n")
+    assert f"of which {limit} allows 1 GiB; raise that" in memory_checks.describe_kill(2, membership, root)
 
 
 def test_no_control_groups(tmp_path: Path) -> None:
-    assert doctor.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
+    assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
 
 
 @pytest.mark.parametrize("can_be_had", [False, True])

@@ -56,6 +56,11 @@ async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenAp
     assert document.json() == (await http.get("/docs/openapi.json")).json()
 
 
+def test_a_prefix_that_a_proxy_strips_is_where_the_server_is() -> None:
+    assert openapi_document(keys_needed=False, root_path="/llm")["servers"] == [{"url": "/llm"}]
+    assert "servers" not in openapi_document(keys_needed=False)
+
+
 async def test_its_examples_work_as_they_are(open_engine: Any, open_app: OpenApp) -> None:
     http = await open_app(await open_engine())
     operation = (await http.get("/openapi.json")).json()["paths"]["/v1/embeddings"]["post"]

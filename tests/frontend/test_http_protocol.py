@@ -15,11 +15,16 @@ import uvicorn
 from frontend import http_protocol
 from frontend.http_protocol import BoundedHttpProtocol
 
+LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the size of the body; /never does not, /early before the body, /large with 32 MB, /gone to who has gone."""
+    """Answers with the size of the body.
+
+    /never does not, /late not before LATE is set, /early before the body, /large with 32 MB, /gone to who has gone, and /pieces
+    without a length.
+    """
     if scope["type"] == "lifespan":
         return
     nbytes, more = 0, scope["path"] != "/early"
@@ -29,6 +34,13 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         more = message.get("more_body", False)
     if scope["path"] == "/never":
         await asyncio.Event().wait()
+    if scope["path"] == "/late":
+        await LATE.wait()
+    if scope["path"] == "/pieces":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        for piece in (b"one ", b"", b"two ", b"three"):
+            await send({"type": "http.response.body", "body": piece, "more_body": piece != b"three"})
+        return
     if scope["path"] == "/gone":
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -37,6 +49,13 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     body = bytes(32 << 20) if scope["path"] == "/large" else str(nbytes).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(autouse=True)
+async def late() -> None:
+    """Sets LATE back, for the loop of this test."""
+    global LATE
+    LATE = asyncio.Event()
 
 
 @pytest.fixture
@@ -111,6 +130,69 @@ async def test_a_head_that_is_too_large_gets_an_answer(port: int) -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
+@pytest.mark.parametrize("head", [b"x-long: " + b"a" * 70_000, b"x: y\r\n" * 12_000, b"x-long: " + b"a" * 200_000])
+async def test_a_head_is_refused_from_the_limit_on_that_the_error_names(port: int, head: bytes) -> None:
+    """Also if all of it comes at once."""
+    request = HEAD + head.removesuffix(b"\r\n") + b"\r\ncontent-length: 0\r\n" + CLOSE + b"\r\n"
+    answer = await exchange(port, request)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"65536" in answer
+    assert answer.count(b"x-request-id: ") == 1
+    assert (
+        await exchange(port, HEAD + b"x-long: " + b"a" * 60_000 + b"\r\n" + CLOSE + b"content-length: 0\r\n\r\n")
+    ).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_who_speaks_http_1_0_gets_no_chunks(port: int) -> None:
+    head, _, body = (await exchange(port, b"GET /pieces HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"one two three"
+    head, _, body = (await exchange(port, b"GET / HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+    assert (b"content-length: 1" in head, body) == (True, b"0")
+    head, _, body = (await exchange(port, b"GET /pieces HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+
+
+async def half_closed(port: int, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    writer.write_eof()
+    return reader, writer
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+async def test_who_closes_one_half_gets_an_answer(
+    server: uvicorn.Server, port: int, eventually: Any, turns: Any, ahead: int
+) -> None:
+    request = b"GET /late HTTP/1.1\r\nhost: x\r\n\r\n"
+    reader, writer = await half_closed(port, request * (1 + ahead))
+    await eventually(lambda: server.server_state.tasks)
+    await turns()
+    LATE.set()
+    answers = await asyncio.wait_for(reader.read(), 20)
+    assert answers.count(b"HTTP/1.1 200 ") == 1 + ahead
+    assert answers.endswith(b"\r\n\r\n0")
+    writer.close()
+    await eventually(lambda: not server.server_state.connections)
+
+
+async def test_who_closes_one_half_before_the_body_is_complete_has_gone(server: uvicorn.Server, port: int) -> None:
+    reader, writer = await half_closed(port, HEAD + b"content-length: 2\r\n\r\na")
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+
+
+async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.Server, port: int, eventually: Any) -> None:
+    TOLD.clear()
+    reader, writer = await half_closed(port, b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+    assert await asyncio.wait_for(reader.readline(), 20) == b"HTTP/1.1 100 Continue\r\n"  # which clients skip
+    assert TOLD == []
+    writer.close()
+    await eventually(lambda: TOLD == [3])
+    await eventually(lambda: not server.server_state.connections)
+
+
 async def test_what_is_no_http_gets_the_envelope(port: int) -> None:
     answer = await exchange(port, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -133,8 +215,25 @@ async def test_a_few_requests_may_be_sent_ahead_and_many_may_not(port: int) -> N
     request = b"GET / HTTP/1.1\r\nhost: x\r\n"
     few = (request + b"\r\n") * 10 + request + CLOSE + b"\r\n"
     assert (await exchange(port, few)).count(b"HTTP/1.1 200") == 11
-    many = b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n" + (request + b"\r\n") * 5000
-    assert await exchange(port, many) == b""
+    answers = await exchange(port, (request + b"\r\n") * 200)  # the connection ends, and the rest can be sent again
+    assert 17 <= answers.count(b"HTTP/1.1 200") < 200
+    assert answers.count(b"connection: close") == 1
+    assert b"connection: close" in answers.rpartition(b"HTTP/1.1 200")[2]
+
+
+async def test_what_was_sent_ahead_and_is_too_much_takes_no_memory(server: uvicorn.Server, port: int, eventually: Any) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    writer.write(b"GET /late HTTP/1.1\r\nhost: x\r\n\r\n" + request * 5000)
+    await eventually(lambda: server.server_state.connections)
+    connection = the_connection(server)
+    await eventually(lambda: connection._is_full)
+    writer.write(request * 100_000)
+    await writer.drain()
+    assert len(connection.pipeline) == 16
+    LATE.set()
+    assert (await asyncio.wait_for(reader.read(), 20)).count(b"HTTP/1.1 200") == 17
+    writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nho"])

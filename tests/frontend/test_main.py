@@ -72,8 +72,10 @@ async def start_supervised(start: Start, socket_dir: Path) -> AsyncIterator[Any]
         link.close()
 
 
+@pytest.mark.usefixtures("hangups")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_signal(
-    start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any
+    start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any, number: signal.Signals
 ) -> None:
     engine = await open_engine()
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -95,7 +97,7 @@ async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_sig
         assert health.status_code == 200  # it is well, and says who is not
         assert health.json()["frontends"] == msgspec.to_builtins(states)
         assert health.json()["pid"] == process.pid
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     await eventually(lambda: engine.ring.statistics().clients == 1)
     assert engine.ring.statistics().departed_clients == 0  # it said goodbye
@@ -123,7 +125,9 @@ async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> 
         process = await start(f"--port={taken.getsockname()[1]}")
         _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode != 0
-    assert b"address already in use" in errors
+    assert b"can't listen on 127.0.0.1 port" in errors
+    assert b"Address already in use" in errors
+    assert b"Traceback" not in errors
     assert b"Traceback" not in errors
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
 from frontend.options import FRONTEND_OPTIONS, settings_of
-from frontend.settings import FrontendSettings, MediaCounts, ProcessSettings
+from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings
 
 
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
@@ -36,11 +36,12 @@ def test_without_options_the_settings_are_the_defaults() -> None:
 
 
 def test_every_setting_has_an_option() -> None:
-    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch"}
+    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch", "cors"}
     without = {"max_coded_frames", "max_decoded_pixels", "max_video_expansion", "max_image_scans", "max_image_chunks"}
     limits = {field.name for field in dataclasses.fields(MediaLimits)} - without
     fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}
-    assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | {"api_key_file"}
+    cors = {field.name for field in dataclasses.fields(CorsSettings)}
+    assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | cors | {"api_key_file"}
 
 
 def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
@@ -63,6 +64,10 @@ def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
             f"--allowed-local-media-path={tmp_path}",
             "--media-fetch-timeout=2",
             "--max-video-duration=7.5",
+            '--allowed-origins=["https://a.org", "http://b.org:3000"]',
+            "--allow-credentials",
+            "--allowed-methods=GET,POST",
+            '--allowed-headers=["authorization"]',
         ]
     )
     process = ProcessSettings(http=settings)
@@ -73,6 +78,12 @@ def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
     assert settings.limit_mm_per_prompt == MediaCounts(image=3)
     assert settings.media_io_kwargs == MediaIoKwargs(num_frames=7)
     assert settings.media_limits == MediaLimits(max_image_pixels=100, max_video_duration_s=7.5)
+    assert settings.cors == CorsSettings(
+        allowed_origins=("https://a.org", "http://b.org:3000"),
+        allow_credentials=True,
+        allowed_methods=("GET", "POST"),
+        allowed_headers=("authorization",),
+    )
     assert settings.fetch == FetchSettings(
         allowed_media_domains=("a.org", "*.b.org", "c.org:9000"),
         allowed_media_networks=("10.0.0.0/8",),
@@ -116,6 +127,12 @@ def test_an_empty_variable_is_no_open_server(text: str) -> None:
         "--allowed-media-domains=http://a.org",
         "--allowed-media-networks=10.0.0.0/99",
         "--allowed-local-media-path=/does/not/exist",
+        "--allowed-origins=https://a.org/",
+        "--allowed-origins=a.org",
+        '--allowed-origins=["https://a.org"',
+        "--allowed-origins=[1]",
+        "--allowed-methods=two words",
+        "--allowed-headers=[[]]",
         "--api-key=two words",
         "--api-key=",
         "--api-key-file=/does/not/exist",

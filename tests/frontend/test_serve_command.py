@@ -14,7 +14,7 @@ from engine.options import ENGINE_OPTIONS
 from engine.settings import EngineSettings
 from frontend import serve_command
 from frontend.cli import main
-from frontend.settings import ProcessSettings
+from frontend.settings import ProcessSettings, TlsSettings
 from frontend.supervisor import ServeError, ServeOptions
 from shmring.config import RingConfig
 
@@ -141,6 +141,37 @@ def test_the_supervisor_s_own(options_of: Any) -> None:
     assert (options.heartbeat_timeout_s, options.heartbeat_s) == (0, 0)
     assert options.lifeline_fd is None
     assert options_of("--stop-with-stdin").lifeline_fd == 0
+
+
+def test_where_it_listens_and_how(options_of: Any, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    certfile, keyfile = map(str, certificate)
+    frontend = options_of(
+        f"--uds={tmp_path}/s",
+        f"--ssl-certfile={certfile}",
+        f"--ssl-keyfile={keyfile}",
+        f"--ssl-ca-certs={certfile}",
+        "--ssl-cert-reqs=2",
+        "--root-path=/a/b",
+        "--timeout-keep-alive=75",
+    ).frontend
+    assert frontend.uds == f"{tmp_path}/s"
+    assert frontend.tls == TlsSettings(certfile=certfile, keyfile=keyfile, ca_certs=certfile, cert_reqs=2)
+    assert (frontend.root_path, frontend.timeout_keep_alive_s) == ("/a/b", 75)
+    assert msgspec.json.decode(msgspec.json.encode(frontend), type=ProcessSettings) == frontend
+
+
+def test_certificates_are_checked_before_a_process_is_started(certificate: tuple[Path, Path]) -> None:
+    certfile, keyfile = map(str, certificate)
+    for arguments, complaint in (
+        ([f"--ssl-keyfile={keyfile}"], "--ssl-keyfile needs --ssl-certfile"),
+        ([f"--ssl-certfile={keyfile}"], "can't be used"),
+        ([f"--ssl-certfile={certfile}", f"--ssl-keyfile={keyfile}", "--ssl-cert-reqs=1"], "--ssl-ca-certs must say"),
+        (["--root-path=a"], "is no path such as /llm"),
+        (["--root-path=/a/"], "is no path such as /llm"),
+    ):
+        result = CliRunner().invoke(main, ["serve", *arguments])
+        assert result.exit_code == 2
+        assert complaint in result.output
 
 
 def test_tensors_within_messages_need_an_engine_that_takes_such_messages(options_of: Any) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import dataclasses
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from frontend import server as server_module
+from frontend.listening import listen, url_of
 from frontend.server import Server
+from frontend.settings import ProcessSettings, TlsSettings
 
 
 class Application:
@@ -22,6 +26,7 @@ class Application:
         self.may_answer = asyncio.Event()
         self.in_flight = 0
         self.told_of_shutdown = False
+        self.scope: Any = None
         self.left_at_the_end: int | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -32,8 +37,9 @@ class Application:
                 self.left_at_the_end = self.in_flight
             return
         self.in_flight += 1
+        self.scope = scope
         try:
-            await self._answer(scope["path"] == "/stream", send)
+            await self._answer(scope["path"].endswith("/stream"), send)
         finally:
             self.in_flight -= 1
 
@@ -63,6 +69,8 @@ class Application:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+AT_ANY_PORT = ProcessSettings(port=0)
+
 OpenServer = Callable[..., Awaitable[tuple[Server, Application, httpx.AsyncClient]]]
 
 
@@ -71,9 +79,13 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
     """``await open_server(shutdown_timeout_s)``: a server in this process, its application, and a client of it."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_server(shutdown_timeout_s: float) -> tuple[Server, Application, httpx.AsyncClient]:
-            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async def start_server(
+            shutdown_timeout_s: float, settings: ProcessSettings = AT_ANY_PORT
+        ) -> tuple[Server, Application, httpx.AsyncClient]:
+            listening = stack.enter_context(listen(settings))
+            url = "http://server" if settings.uds else url_of(listening, settings.tls)
+            verify = True if settings.tls is None else ssl.create_default_context(cafile=settings.tls.certfile)
+            transport = httpx.AsyncHTTPTransport(uds=settings.uds, verify=verify)
             application = Application()
             server = Server(
                 application,
@@ -82,9 +94,12 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
                 log_level="warning",
                 shutdown_timeout_s=shutdown_timeout_s,
                 on_started=lambda: None,
+                tls=settings.tls,
+                root_path=settings.root_path,
+                timeout_keep_alive_s=settings.timeout_keep_alive_s,
             )
             running = asyncio.create_task(server.serve([listening]))
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, transport=transport))
             stack.push_async_callback(end, server, application, running)
             await eventually(lambda: server.started)
             return server, application, client
@@ -157,3 +172,65 @@ async def test_after_a_second_signal_it_waits_no_longer(
     assert not server.force_exit
     server.stop()
     assert (await asyncio.wait_for(request, 30)).status_code == 503
+
+
+# -- where it listens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.both_loops
+async def test_it_answers_at_a_unix_socket(open_server: OpenServer, tmp_path: Path) -> None:
+    server, application, client = await open_server(600, ProcessSettings(uds=str(tmp_path / "s")))
+    application.may_answer.set()
+    assert (await client.get("/slow")).text == "done"
+    assert (await client.get("/stream")).text == "first last"
+    server.stop()
+
+
+@pytest.mark.both_loops
+async def test_it_speaks_tls(open_server: OpenServer, certificate: tuple[Path, Path]) -> None:
+    tls = TlsSettings(certfile=str(certificate[0]), keyfile=str(certificate[1]))
+    _, application, client = await open_server(600, ProcessSettings(port=0, tls=tls))
+    application.may_answer.set()
+    assert (await client.get("/slow")).text == "done"
+    assert (await client.get("/stream")).text == "first last"
+    assert application.scope["scheme"] == "https"
+    async with httpx.AsyncClient(base_url=str(client.base_url).replace("https", "http")) as plain:
+        with pytest.raises(httpx.TransportError):
+            await plain.get("/slow")
+    assert (await client.get("/slow")).text == "done"
+
+
+@pytest.mark.both_loops
+async def test_callers_may_have_to_have_a_certificate(open_server: OpenServer, certificate: tuple[Path, Path]) -> None:
+    certfile, keyfile = map(str, certificate)
+    tls = TlsSettings(certfile=certfile, keyfile=keyfile, ca_certs=certfile, cert_reqs=2)
+    _, application, client = await open_server(600, ProcessSettings(port=0, tls=tls))
+    application.may_answer.set()
+    with pytest.raises(httpx.TransportError):
+        await client.get("/slow")
+    context = ssl.create_default_context(cafile=certfile)
+    context.load_cert_chain(certfile, keyfile)
+    async with httpx.AsyncClient(base_url=client.base_url, verify=context) as known:
+        assert (await known.get("/slow")).text == "done"
+
+
+async def test_a_prefix_that_a_proxy_strips_is_known(open_server: OpenServer) -> None:
+    _, application, client = await open_server(600, dataclasses.replace(AT_ANY_PORT, root_path="/llm"))
+    application.may_answer.set()
+    assert (await client.get("/slow")).text == "done"
+    assert (application.scope["root_path"], application.scope["path"]) == ("/llm", "/llm/slow")
+
+
+@pytest.mark.adjustable_clock
+async def test_a_connection_stays_open_for_as_long_as_it_is_told(open_server: OpenServer, pass_time: Any) -> None:
+    server, application, client = await open_server(600, dataclasses.replace(AT_ANY_PORT, timeout_keep_alive_s=300.0))
+    application.may_answer.set()
+    assert (await client.get("/slow")).text == "done"
+    [connection] = server.server_state.connections
+    await pass_time(200.0)
+    assert server.server_state.connections == {connection}
+    assert (await client.get("/slow")).text == "done"
+    assert server.server_state.connections == {connection}
+    await pass_time(301.0)
+    while server.server_state.connections:
+        await asyncio.sleep(0)

@@ -25,6 +25,7 @@ from engine.settings import EngineSettings
 from engine.supervision import FrontendState, Orders
 from frontend import supervisor
 from frontend.child import Child, end_children
+from frontend.memory_checks import Check
 from frontend.settings import FrontendSettings, ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions, serve
 from shmring.config import RingConfig
@@ -86,9 +87,30 @@ async def test_a_name_that_a_living_engine_has_is_one_clear_message(serve: Any, 
 
 
 def test_the_listening_socket_can_be_taken_over_at_once() -> None:
-    with supervisor._listen("127.0.0.1", 0) as listening:
+    with supervisor._listen(SETTINGS) as listening:
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         assert not os.get_inheritable(listening.fileno())  # only who is handed it has it
+
+
+def test_a_slab_that_the_container_may_not_have_is_refused_before_a_process_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        Check("memory", "problem", "1 GiB of 2 GiB are available", "take more"),
+        Check("cgroup memory", "problem", "limited to 512 MiB by /x/memory.max", "raise it"),
+    ]
+    asked: list[int] = []
+
+    def checks(slabs_nbytes: int) -> list[Check]:
+        asked.append(slabs_nbytes)
+        return found
+
+    monkeypatch.setattr(supervisor, "memory_checks", checks)
+    engines = [EngineSettings(name=f"test-{rank}", ring=RingConfig(slab_nbytes="3GiB")) for rank in range(2)]
+    with pytest.raises(ServeError, match=r"^cgroup memory: limited to 512 MiB by /x/memory.max; raise it$"):
+        serve(options(engines=engines))
+    assert asked == [6 << 30]
+    assert capsys.readouterr().err == "shmring: memory: 1 GiB of 2 GiB are available; take more\n"
 
 
 # -- the disk -----------------------------------------------------------------------------------------------------------
@@ -168,7 +190,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Child]]]:
 
 async def test_children_end_at_a_signal(start: Any) -> None:
     child = await start(OBEDIENT)
-    await end_children([child], asyncio.get_running_loop().time() + 30, asyncio.Event())
+    await end_children([child], 30, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) was killed by signal 15 (Terminated)"
 
 
@@ -176,16 +198,15 @@ async def test_children_that_do_not_end_are_killed_in_time(start: Any) -> None:
     loop = asyncio.get_running_loop()
     children = [await start(STUBBORN), await start(OBEDIENT)]
     started = loop.time()
-    await end_children(children, started + 0.2, asyncio.Event())
+    await end_children(children, 0.2, asyncio.Event())
     assert loop.time() - started < 5
     assert [child.process.returncode for child in children] == [-9, -15]
 
 
 async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> None:
-    loop = asyncio.get_running_loop()
     child = await start(STUBBORN)
     hurry = asyncio.Event()
-    ending = asyncio.create_task(end_children([child], loop.time() + 600, hurry))
+    ending = asyncio.create_task(end_children([child], 600, hurry))
     hurry.set()
     await asyncio.wait_for(ending, 10)
     assert child.process.returncode == -9
@@ -194,7 +215,7 @@ async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> 
 async def test_children_that_have_ended_need_nothing(start: Any) -> None:
     child = await start("print('ready', flush=True); raise SystemExit(3)")
     await child.process.wait()
-    await end_children([child], asyncio.get_running_loop().time(), asyncio.Event())
+    await end_children([child], 0, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) ended with exit code 3"
 
 
@@ -231,7 +252,7 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
     def run(
         engine: str = SLEEP, frontend: str = GET_READY, settings: ProcessSettings = SETTINGS, **changes: Any
     ) -> tuple[Supervised, asyncio.Task[None]]:
-        listening = supervisor._listen("127.0.0.1", 0)
+        listening = supervisor._listen(SETTINGS)
         server = Supervised(options(frontend=settings, **changes), listening, str(tmp_path))
         server.engine_program, server.frontend_program = engine, frontend
         running = asyncio.create_task(server.run())
@@ -244,7 +265,7 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
         await asyncio.wait([running])
         listening.close()
         assert not [pid for pid in server.pids() if Path("/proc", str(pid)).exists()]
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
@@ -279,6 +300,26 @@ def test_a_socket_that_a_killed_engine_left_is_no_engine(tmp_path: Path) -> None
 async def test_a_frontend_that_can_not_start_ends_the_server(supervise: Any) -> None:
     _, running = supervise(frontend="raise SystemExit(7)")
     with pytest.raises(ServeError, match=r"frontend 0 \(pid \d+\) ended with exit code 7 before it was ready"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_who_is_killed_at_the_start_has_left_no_message(supervise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, running = supervise(frontend="import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(
+        ServeError, match=r"was killed by signal 9 \(Killed\) before it was ready; nobody here did that: "
+    ) as caught:
+        await asyncio.wait_for(running, 30)
+    assert "above" not in str(caught.value)
+    kills = iter(range(100))
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(supervisor, "describe_kill", lambda before: f"the kernel, since {before}")
+    _, running = supervise(engine="import os; os.kill(os.getpid(), 9)", frontend=SLEEP)
+    with pytest.raises(ServeError, match=r"\(Killed\) before the server was ready; the kernel, since 0$"):
+        await asyncio.wait_for(running, 30)
+    _, running = supervise(engine="import os; os.kill(os.getpid(), 7)", frontend=SLEEP)
+    with pytest.raises(
+        ServeError, match=r"\(Bus error\) before the server was ready; memory .*: /dev/shm, or the memory of the"
+    ):
         await asyncio.wait_for(running, 30)
 
 
@@ -412,9 +453,9 @@ async def test_a_second_signal_kills(
 async def test_who_does_not_end_is_killed_when_the_time_is_up(
     supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert supervisor._FRONTENDS_GRACE_S < supervisor._GRACE_S < 3
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.4)
+    monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 0.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
     server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(0.0))
@@ -426,12 +467,47 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
     assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
 
 
-async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any) -> None:
+async def test_an_engine_has_its_own_time_and_more_for_a_large_slab(
+    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 20.0)
+    ready = tmp_path / "ready"
+    slow = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7))); "
+        f"open({str(ready)!r}, 'x'); "
+    )
+    engines = [EngineSettings(name="test", ring=RingConfig(slab_nbytes="3GiB"))]
+    server, running = supervise(
+        engine=slow + SLEEP, frontend=IGNORE_SIGTERM + GET_READY, engines=engines, settings=with_shutdown_timeout(0.0)
+    )
+    await eventually(lambda: server._ready[0].is_set() and ready.exists(), 30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 60)
+    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, 7]
+
+
+@pytest.mark.usefixtures("hangups")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any, number: signal.Signals) -> None:
     server, running = supervise(frontend=SLEEP)
     await eventually(lambda: len(server.pids()) == 2, 30)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     await asyncio.wait_for(running, 30)
     assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-15, -15]
+
+
+@pytest.mark.usefixtures("hangups")
+async def test_a_hangup_that_is_ignored_stays_so(supervise: Any, eventually: Any, turns: Any) -> None:
+    """As ``nohup`` has it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    server, running = supervise()
+    await eventually(lambda: server._ready[0].is_set(), 30)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await turns()
+    assert not server._stop.is_set()
+    assert not running.done()
 
 
 # -- settings and states for children -----------------------------------------------------------------------------------
@@ -466,9 +542,11 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
 async def test_children_import_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "platform.py").write_text("raise SystemExit('the trap')")
-    child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
-    assert await child.process.wait() == 0
-    child.close()
+    for path in ("", ":/does/not/exist", "/does/not/exist:", "/does/not/exist::/nor/this"):
+        monkeypatch.setenv("PYTHONPATH", path)
+        child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
+        assert await child.process.wait() == 0, path
+        child.close()
 
 
 # -- signs of life ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ TRAPS = (
 )
 SPRING = "import os, sys\nopen(os.environ['SPRUNG'], 'a').write(__name__ + ' ' + ' '.join(sys.orig_argv) + '\\n')\n"
 
-SAMPLES = Path(__file__).resolve().parents[2] / "frontend" / "samples"
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "frontend" / "samples"
 COMMAND = Path(sysconfig.get_path("scripts"), "shmring")
 
 
@@ -38,9 +39,9 @@ def sprung(tmp_path: Path) -> Path:
     return tmp_path / "sprung"
 
 
-def environment(sprung: Path) -> dict[str, str]:
+def environment(sprung: Path, **more: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    return own | {"SPRUNG": str(sprung), "XDG_RUNTIME_DIR": str(sprung.parent), "TMPDIR": str(sprung.parent)}
+    return own | {"SPRUNG": str(sprung), "XDG_RUNTIME_DIR": str(sprung.parent), "TMPDIR": str(sprung.parent)} | more
 
 
 def test_the_traps_work(sprung: Path) -> None:
@@ -57,11 +58,36 @@ def test_commands_that_only_talk_import_nothing_from_there(sprung: Path, argumen
     assert not sprung.exists()
 
 
+# What Python, and the script by which an installed command starts, import before anything of ours runs.
+BEFORE_US = ("sitecustomize", "usercustomize", "types", "frontend")
+
+
+def test_an_empty_part_of_the_path_is_not_the_working_directory(sprung: Path) -> None:
+    for name in BEFORE_US:
+        (sprung.parent / "trapped" / f"{name}.py").unlink()
+    done = subprocess.run(
+        [COMMAND, "--version"],
+        cwd=sprung.parent / "trapped",
+        env=environment(sprung, PYTHONPATH=f":{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout[:8]) == (0, "shmring "), done.stderr
+    assert not sprung.exists(), sprung.read_text()
+
+
 @pytest.mark.slow  # it starts a server
-def test_a_server_and_its_processes_import_nothing_from_there(sprung: Path) -> None:
+@pytest.mark.parametrize("path", [None, f":{ROOT}", f"{ROOT}:"])
+def test_a_server_and_its_processes_import_nothing_from_there(sprung: Path, path: str | None) -> None:
+    if path is not None:
+        for name in BEFORE_US:
+            (sprung.parent / "trapped" / f"{name}.py").unlink()
+    more = {} if path is None else {"PYTHONPATH": path}
     command = [COMMAND, "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1"]
     server = subprocess.Popen(
-        command, cwd=sprung.parent / "trapped", env=environment(sprung), stdout=subprocess.PIPE, text=True
+        command, cwd=sprung.parent / "trapped", env=environment(sprung, **more), stdout=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
 import logging
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import posix_ipc
@@ -20,6 +23,7 @@ import pytest
 
 from shmring.config import BACKINGS, Backing
 from shmring.errors import SlabError
+from shmring.memory import huge_pages
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
 from tests.segments import own_name, segments_of
@@ -239,6 +243,53 @@ def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.nbytes in (1 << 60, MIB + (1 << 60))
     assert descriptors() == before
+
+
+@contextlib.contextmanager
+def limited(kind: int, nbytes: int) -> Iterator[None]:
+    """Lowers a limit of this process, as ``ulimit`` does."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def mapped_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("backing", ["memfd", "/dev/shm"])
+def test_a_limit_of_the_shell_is_named_and_not_the_size_of_the_slab(backing: Any) -> None:
+    before = descriptors()
+    for kind, limit, words in (
+        (
+            resource.RLIMIT_FSIZE,
+            MIB,
+            ("ftruncate: File too large", f"{MIB} bytes (ulimit -f; 'Max file size' of /proc/self/limits)"),
+        ),
+        (resource.RLIMIT_AS, mapped_nbytes() + MIB, ("mmap: Cannot allocate memory", "(ulimit -v; 'Max address space' of ")),
+    ):
+        with pytest.raises(SlabError) as caught, limited(kind, limit):
+            Slab.create(NAME, 64 * MIB, epoch=1, prefault=False, backing=backing)
+        for part in (f"reserving {64 * MIB} bytes in", *words):
+            assert part in str(caught.value)
+        assert "lower slab_nbytes" not in str(caught.value)
+    assert descriptors() == before
+
+
+def test_a_call_that_a_sandbox_forbids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbidden:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def advise(self, *_: Any) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(huge_pages, "Mapping", Forbidden)
+    with pytest.raises(SlabError, match=r"failed \(madvise\(MADV_DONTFORK\): Operation not permitted\): a sandbox .*'Seccomp'"):
+        Slab.create(NAME, 64 * MIB, epoch=1, prefault=False, backing="memfd")
 
 
 # -- what others can do with it -----------------------------------------------------------------------------------------
@@ -467,7 +518,7 @@ def test_advice_to_nowhere_is_an_error(slab: Slab) -> None:
     with pytest.raises(SlabError, match="mprotect") as caught:
         slab.protect(1, PAGE, readable=True, writable=True)
     assert caught.value.errno == errno.EINVAL
-    with pytest.raises(SlabError, match="prefault"):
+    with pytest.raises(SlabError, match=r"madvise\(MADV_POPULATE_READ\) of 4096 bytes"):
         slab.prefault(1 << 46, PAGE)
 
 

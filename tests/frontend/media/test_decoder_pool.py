@@ -63,13 +63,23 @@ def lives(pid: int) -> bool:
         return False
 
 
-def nursery() -> int:
-    """The process that forks this process' decoders."""
-    [pid] = [
+def cpu_s_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+
+def nurseries() -> list[int]:
+    """The processes that fork this process' decoders: there is at most one that lives."""
+    return [
         child
         for child in children_of(os.getpid())
         if b"frontend.media.decoder_process" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
+
+
+def nursery() -> int:
+    """The one that there is."""
+    [pid] = nurseries()
     return pid
 
 
@@ -151,17 +161,50 @@ async def test_cancelling_at_any_moment_gives_the_place_back(
     await decode(pool, "image", many_scans(1, 64))
 
 
-async def test_a_decoder_that_dies_is_another_error_than_a_bad_medium(
+async def test_a_decoder_that_dies_costs_nobody_a_picture(
     pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
 ) -> None:
+    """Nor does the death of the process that starts them, with which all of them die."""
     await decode(pool, "image", many_scans(1, 64))
     await eventually(lambda: len(children_of(nursery())) == 1)  # those of other tests have ended
-    [decoder] = children_of(nursery())
-    decoding = asyncio.create_task(decode(pool, "image", many_scans(10_000)))
-    await eventually(lambda: pool.statistics().free == 1)
-    os.kill(decoder, signal.SIGKILL)  # as a crash, or the kernel that needs memory
+    for kills_the_parent in (False, True):
+        decoding = [asyncio.create_task(decode(pool, "image", many_scans(40))) for _ in range(10)]
+        await eventually(lambda: pool.statistics().free == 0)
+        victim = nursery() if kills_the_parent else children_of(nursery())[0]
+        os.kill(victim, signal.SIGKILL)  # as a crash, or the kernel that needs memory
+        assert [decoded.length > 0 for decoded, _ in await asyncio.gather(*decoding)] == [True] * 10
+    assert pool.statistics().free == 2
+    assert len(children_of(nursery())) <= 2
+
+
+async def test_idle_decoders_that_die_cost_nobody_a_picture(
+    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+) -> None:
+    for _ in range(10):
+        await asyncio.gather(*(decode(pool, "image", many_scans(1, 64)) for _ in range(2)))
+        for pid in nurseries():  # none: it was just killed, and those that it had started took the pictures before they died
+            os.kill(pid, signal.SIGKILL)  # its children get their signal a moment later: one that lives may be as good as dead
+    await decode(pool, "image", many_scans(1, 64))
+
+
+async def test_a_medium_that_kills_its_decoders_kills_two_and_that_is_another_error_than_a_bad_one(
+    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+) -> None:
+    data = many_scans(10_000) + bytes(256 << 10)  # which is not small: that would be a third decoder
+    probed = (await pool.run(probe_of("image"), data, 0, 10.0)).reply
+    assert isinstance(probed, Probed)
+    await eventually(lambda: len(children_of(nursery())) == 1)  # those of other tests have ended
+    [first] = children_of(nursery())
+    decoding = asyncio.create_task(pool.run(Decode("image", probed.header, MediaIoKwargs()), data, 100_000, 600.0))
+    await eventually(lambda: cpu_s_of(first) > 0.1)
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: len(children_of(nursery())) == 1 and children_of(nursery()) != [first])
+    [second] = children_of(nursery())
+    await eventually(lambda: cpu_s_of(second) > 0.1)  # it has the medium
+    os.kill(second, signal.SIGKILL)
     with pytest.raises(DecoderDiedError):
         await decoding
+    await eventually(lambda: children_of(nursery()) == [])
     bad = (await pool.run(probe_of("image"), b"no picture", 0, 10.0)).reply
     assert isinstance(bad, Failed)
     assert bad.expected

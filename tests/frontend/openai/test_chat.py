@@ -114,7 +114,6 @@ def test_what_asks_for_nothing_is_taken(field: str) -> None:
         ([{"role": "tool", "content": "4", "tool_call_id": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x"}, {"role": "function", "content": "4"}], "messages[1].role"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
-        ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content"),
     ],
 )
@@ -122,6 +121,24 @@ def test_messages_that_can_not_be_answered_are_refused(messages: list[Any], para
     with pytest.raises(ApiError) as raised:
         engine_request(parse(messages))
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "texts"),
+    [
+        ({"role": "user", "content": ["a", {"type": "text", "text": "b"}, "c"]}, ["a", "b", "c"]),
+        ({"role": "assistant", "content": None}, [""]),
+        ({"role": "assistant", "content": None, "refusal": "no"}, ["no"]),
+        ({"role": "assistant", "refusal": "no"}, ["no"]),
+        ({"role": "assistant", "content": "yes", "refusal": None}, ["yes"]),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ["no"]),
+    ],
+)
+def test_messages_have_the_shapes_that_clients_send(message: Any, texts: list[str]) -> None:
+    request, _ = engine_request(parse([message]))
+    [made] = request.messages
+    assert [part.text for part in made.parts if isinstance(part, TextPart)] == texts
+    assert len(made.parts) == len(texts)
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"role": "nobody", "content": "x"}], [{"content": "x"}]])

@@ -15,6 +15,9 @@ from frontend.settings import MediaCounts
     ("part", "source"),
     [
         ({"type": "image_url", "image_url": {"url": "u", "detail": "low"}}, MediaSource("image", "p.image_url", url="u")),
+        ({"type": "image_url", "image_url": "u"}, MediaSource("image", "p.image_url", url="u")),
+        ({"type": "audio_url", "audio_url": "u"}, MediaSource("audio", "p.audio_url", url="u")),
+        ({"type": "video_url", "video_url": "u"}, MediaSource("video", "p.video_url", url="u")),
         ({"type": "audio_url", "audio_url": {"url": "u"}}, MediaSource("audio", "p.audio_url", url="u")),
         ({"type": "video_url", "video_url": {"url": "u"}}, MediaSource("video", "p.video_url", url="u")),
         (
@@ -30,9 +33,7 @@ def test_parts_say_where_their_medium_comes_from(part: object, source: MediaSour
     assert source_of(decoded, "p") == source
 
 
-@pytest.mark.parametrize(
-    "part", [{"type": "file"}, {"type": "image_url", "image_url": "u"}, {"image_url": {"url": "u"}}, "text"]
-)
+@pytest.mark.parametrize("part", [{"type": "file"}, {"type": "image_url", "image_url": 5}, {"image_url": {"url": "u"}}, "text"])
 def test_what_is_no_part_is_refused(part: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(part, ContentPart)

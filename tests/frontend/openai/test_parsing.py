@@ -126,6 +126,16 @@ def test_the_error_about_a_part_of_unknown_type_lists_all_types() -> None:
             {"messages": [{"role": "user", "content": [{"image_url": {"url": "a", "detail": "low"}, "type": "image_url"}]}]},
             ["messages[0].content[0].image_url.detail"],
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": ["b", {"image_url": {"url": "a", "detail": detail}, "type": "image_url"}]}
+                    for detail in ("auto", None)
+                ]
+            },
+            [],
+        ),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": "no"}]}, []),
         ({"a\r\nb, c": 1, "x" * 1000: 1, "é" * 1000: 1}, ["a%0D%0Ab%2C%20c", "x" * 64, ("%C3%A9" * 11)[:64]]),
         ({str(number): 1 for number in range(1000)}, [str(number) for number in range(16)]),
     ],

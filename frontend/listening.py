@@ -1,0 +1,129 @@
+"""Where a server listens: at a port, or at a Unix socket; and whether the certificate with which it does can be used.
+
+A Unix socket has a file. It is removed before the socket is closed: as long as somebody listens, nobody else takes the path, so
+it is ours. Whoever is killed leaves the file, and the next server at that path removes it, because nobody listens there. Two
+servers that start at a time look one after the other: each locks the directory meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from typing import NoReturn
+
+from frontend.settings import ProcessSettings, TlsSettings
+
+__all__ = ["UnixListener", "check_tls", "listen", "place_of", "url_of"]
+
+_BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
+_MODE = 0o666  # as a port is there for all users of the machine; who may enter the directory may connect
+
+
+class UnixListener(socket.socket):
+    """A socket that listens at a path, and removes its file when it is closed."""
+
+    def close(self) -> None:
+        """Removes the file, and closes the socket. A second call does nothing."""
+        if self.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.getsockname())
+        super().close()
+
+
+def listen(settings: ProcessSettings) -> socket.socket:
+    """Returns a socket that listens where the settings say. The caller closes it.
+
+    Raises:
+        OSError: somebody else does, or it can't be.
+    """
+    if settings.uds is not None:
+        return _listen_at_path(os.path.abspath(settings.uds))
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+
+
+def place_of(settings: ProcessSettings) -> str:
+    """Says where that is, for errors."""
+    return f"{settings.host} port {settings.port}" if settings.uds is None else settings.uds
+
+
+def url_of(listening: socket.socket, tls: TlsSettings | None) -> str:
+    """Returns the address of a socket that listens."""
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{listening.getsockname()}"
+    host, port = listening.getsockname()[:2]
+    return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _listen_at_path(path: str) -> UnixListener:
+    with _locked(os.path.dirname(path)):
+        _remove_what_is_dead(path)
+        listener = UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            os.chmod(path, _MODE)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    return listener
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_what_is_dead(path: str) -> None:
+    """Removes the file of a socket where nobody listens any more.
+
+    Raises:
+        OSError: somebody does, or it is another kind of file.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(errno.EEXIST, "there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(path) != errno.ECONNREFUSED:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    os.unlink(path)
+
+
+def check_tls(tls: TlsSettings) -> None:
+    """Looks whether the files of certificates and keys can be used, before a process is started.
+
+    Raises:
+        ValueError: they can't; says which.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(tls.certfile, tls.keyfile, password=_refuse_to_ask)
+    except OSError as error:  # ssl.SSLError is one
+        key = "" if tls.keyfile is None else f" and --ssl-keyfile {tls.keyfile}"
+        raise ValueError(f"--ssl-certfile {tls.certfile}{key} can't be used: {error.strerror or error}") from None
+    if tls.ca_certs is not None:
+        try:
+            context.load_verify_locations(tls.ca_certs)
+        except OSError as error:
+            raise ValueError(f"--ssl-ca-certs {tls.ca_certs} can't be used: {error.strerror or error}") from None
+    elif tls.cert_reqs:
+        raise ValueError("--ssl-cert-reqs asks callers for certificates; --ssl-ca-certs must say whose are accepted")
+
+
+def _refuse_to_ask() -> NoReturn:
+    raise ValueError("the key of --ssl-keyfile is encrypted; give one that is not, in a file that only you can read")
