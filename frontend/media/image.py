@@ -402,10 +402,10 @@ def _transparency(image: Image.Image) -> int | tuple[int, ...] | None:
     raw_mode = image.tile[0][3]  # type: ignore[attr-defined]
     if isinstance(transparency, tuple):
         return tuple(value >> 8 for value in transparency) if "16" in str(raw_mode) else transparency
-    _, _, bits = str(raw_mode).partition(";")
-    if (image.mode in ("L", "1") and bits in ("1", "2", "4")) or image.mode == "1":
-        return transparency * 255 // ((1 << int(bits or 1)) - 1)
-    return transparency
+    if image.mode == "1":
+        return 255 if transparency else 0
+    bits = str(raw_mode).partition(";")[2]
+    return transparency * 255 // ((1 << int(bits)) - 1) if bits in ("2", "4") else transparency
 
 
 class _Reader:

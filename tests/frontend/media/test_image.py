@@ -393,13 +393,10 @@ def test_half_a_picture_is_refused_and_taken_where_that_is_wanted(name: str) -> 
     assert "of 400 rows" in settled(half, PictureLimits(max_missing_share=0.6))[1]
 
 
-@pytest.mark.parametrize("options", [{"progressive": True}, {"interlace": True}])
-def test_of_a_picture_in_several_passes_nothing_may_be_missing(options: dict[str, Any]) -> None:
-    name = "JPEG" if "progressive" in options else "GIF"
-    data = encoded(Image.fromarray(noise(300, 400)), name, **options)
-    if name == "JPEG":
-        with pytest.raises(MediaError, match="stored in several passes"):
-            settled(data[: len(data) * 97 // 100])
+def test_of_a_picture_in_several_passes_nothing_may_be_missing() -> None:
+    data = encoded(Image.fromarray(noise(300, 400)), "JPEG", progressive=True)
+    with pytest.raises(MediaError, match="stored in several passes"):
+        settled(data[: len(data) * 97 // 100])
 
 
 @pytest.mark.parametrize("chunk", [b"tEXt", b"gAMA", b"eXIf", b"pHYs", b"abCd"])
