@@ -116,12 +116,16 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
         with opened(data, "recording", SOUND_DECODERS, limits.max_frame_pixels) as file:
             candidates = _tracks(file)
             stream = candidates[number]
+            is_last = number + 1 == len(candidates)
+            if not (is_last or stream.codec_context.sample_rate):  # libav found nothing of it to decode
+                number += 1
+                continue
             prepare_decoder(stream, limits.max_frame_pixels)
             _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
             duration_s, end_s = _packets_duration(file.container, stream, limits.max_audio_duration_s)
             shortfalls = [*file.shortfalls, *_missing_of(file, stream, data, end_s)]
             track = stream.index
-        if duration_s > 0 or number + 1 == len(candidates):
+        if duration_s > 0 or is_last:
             break
         number += 1
     accepted_shortfall("recording", shortfalls, limits.max_missing_share)

@@ -133,7 +133,7 @@ def missing_end(demuxer: str, data: bytes | memoryview) -> Shortfall | None:
         flags = bytes(data[-(1 << 17) :])[last_page + 5 : last_page + 6]
         is_whole = bool(flags and flags[0] & 4)
     elif demuxer == "gif":
-        is_whole = b";" in bytes(data[-16:])  # some write a few bytes more
+        is_whole = bytes(data[-16:]).rstrip(b"\0\r\n ").endswith(b";")
     else:
         return None
     return None if is_whole else Shortfall(missing=0, promised=0, unit="", cause=f"its end is missing ({demuxer.upper()})")

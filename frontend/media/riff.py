@@ -16,7 +16,10 @@ from frontend.media.damage import Shortfall
 __all__ = ["WavSizes", "wav_sizes"]
 
 _UNKNOWN_NBYTES = 0x7FFF_F000  # sizes from here on stand for "written to a pipe"
+_UNKNOWN_LARGE_NBYTES = 1 << 62
+_FORMS = (b"RIFF", b"RF64", b"BW64")  # the latter two have sizes of 64 bits, in a chunk of their own
 _CHUNK = struct.Struct("<4sI")
+_LARGE = struct.Struct("<QQ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,18 +39,23 @@ def wav_sizes(data: bytes | memoryview) -> WavSizes:
     """Returns what is wrong with the sizes of a WAV file.
 
     Args:
-        data: the file. Of others than ``RIFF ... WAVE`` nothing is said.
+        data: the file. Of others nothing is said.
     """
-    if len(data) < 12 or bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
+    if len(data) < 12 or bytes(data[:4]) not in _FORMS or bytes(data[8:12]) != b"WAVE":
         return WavSizes()
+    large_nbytes = 0
     (_, riff_nbytes), place = _CHUNK.unpack_from(data), 12
     while place + _CHUNK.size <= len(data):
         name, nbytes = _CHUNK.unpack_from(data, place)
         place += _CHUNK.size
+        if name == b"ds64" and place + _LARGE.size <= len(data):
+            riff_nbytes, large_nbytes = _LARGE.unpack_from(data, place)
         if name == b"data":
-            present = len(data) - place
-            if nbytes >= _UNKNOWN_NBYTES:
+            if nbytes == 0xFFFF_FFFF and 0 < large_nbytes < _UNKNOWN_LARGE_NBYTES:
+                nbytes = large_nbytes
+            elif nbytes >= _UNKNOWN_NBYTES:
                 return WavSizes(goes_to_the_end=True)
+            present = len(data) - place
             if nbytes > present:
                 return WavSizes(shortfall=Shortfall(missing=nbytes - present, promised=nbytes, unit="bytes of samples"))
             end = place + nbytes + nbytes % 2

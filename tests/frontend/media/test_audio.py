@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import tracemalloc
 import wave
@@ -334,11 +335,11 @@ def test_an_ogg_promises_nothing_but_its_end(recording_of: Callable[..., bytes])
     assert sound.shortfall == "the recording is damaged or truncated: its end is missing (OGG)"
 
 
-@pytest.mark.parametrize("riff", [0, 36, 0x7FFFF024, 0xFFFFFFFF])
-@pytest.mark.parametrize("claimed", [0, 0x7FFFF000, 0xFFFFFFFF])
+@pytest.mark.parametrize(
+    ("claimed", "riff"),
+    [(0, 0), (0, 36), *itertools.product([0x7FFFF000, 0xFFFFFFFF], [0, 36, 0x7FFFF024, 0xFFFFFFFF])],
+)
 def test_a_wav_whose_sizes_say_nothing_goes_to_its_end(claimed: int, riff: int) -> None:
-    if claimed == 0 and riff > 36:
-        return
     data = bytearray(wav((chirp(RATE) * 32767).astype(np.int16).tobytes(), claimed=claimed))
     data[4:8] = struct.pack("<I", riff)
     samples, sound = decoded(bytes(data))

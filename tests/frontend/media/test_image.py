@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import struct
 import tracemalloc
 import zlib
@@ -367,11 +368,14 @@ def settled(data: bytes, limits: PictureLimits = LIMITS, max_pixels: int | None 
     return target, decode_into(data, header, target)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA"])
-@pytest.mark.parametrize("name", ["JPEG", "PNG", "BMP"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *itertools.product(["JPEG"], ["RGB", "L", "CMYK"]),
+        *itertools.product(["PNG", "BMP"], ["RGB", "L", "P", "1", "RGBA"]),
+    ],
+)
 def test_a_picture_without_its_end_is_decoded_as_far_as_it_goes(name: str, mode: str) -> None:
-    if (name, mode) in (("JPEG", "P"), ("JPEG", "RGBA"), ("PNG", "CMYK"), ("BMP", "CMYK")):
-        return
     data = encoded(Image.fromarray(noise(300, 400)).convert(mode), name)
     whole, nothing = settled(data)
     assert nothing == ""
