@@ -31,11 +31,10 @@ from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
 from engine.inputs import SoundSpec
-from frontend.media.container import SOUND_DECODERS, OpenFile, end_of_all_tracks_s, opened, prepare_decoder, tracks
-from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s, promised_s
+from frontend.media.container import SOUND_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
 from frontend.media.errors import MediaError
 from frontend.media.mel import LogMelWriter, num_mel_frames
-from frontend.media.mp4 import missing_samples
 from frontend.media.options import MediaLimits
 
 __all__ = ["DecodedSound", "SoundHeader", "decode_into", "probe"]
@@ -123,7 +122,7 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
             prepare_decoder(stream, limits.max_frame_pixels)
             _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
             duration_s, end_s = _packets_duration(file.container, stream, limits.max_audio_duration_s)
-            shortfalls = [*file.shortfalls, *_missing_of(file, stream, data, end_s)]
+            shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "recording", SOUND_DECODERS, end_s)]
             track = stream.index
         if duration_s > 0 or is_last:
             break
@@ -224,16 +223,6 @@ def _track(file: OpenFile, index: int) -> AudioStream:
     assert isinstance(stream, AudioStream), "a header belongs to its file"
     prepare_decoder(stream, MediaLimits().max_frame_pixels)
     return stream
-
-
-def _missing_of(file: OpenFile, stream: AudioStream, data: bytes, end_s: float) -> list[Shortfall]:
-    """Compares what a file promises with where its packets end."""
-    if file.demuxer == "mov" and not file.is_whole:
-        return missing_samples(stream, len(file.data))
-    missing = missing_s(promised_s(file.container, stream, file.data), end_s)
-    if missing and file.demuxer == "matroska":  # its duration is that of the longest track
-        return missing_s(missing[0].promised, max(end_s, end_of_all_tracks_s(data, "recording", SOUND_DECODERS)))
-    return missing
 
 
 def _check_format(sample_rate: int, channels: int) -> None:

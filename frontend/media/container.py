@@ -29,9 +29,9 @@ from av.audio.stream import AudioStream
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from frontend.media.damage import Shortfall, missing_end
+from frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
 from frontend.media.errors import MediaError
-from frontend.media.mp4 import beginning_of, check_tables, whole_part
+from frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part
 from frontend.media.riff import wav_sizes
 from frontend.media.signatures import demuxer_of, is_still_picture
 
@@ -40,8 +40,8 @@ __all__ = [
     "VIDEO_DECODERS",
     "OpenFile",
     "coded_sizes",
-    "end_of_all_tracks_s",
     "media_errors",
+    "missing_of",
     "opened",
     "prepare_decoder",
     "tracks",
@@ -72,6 +72,7 @@ _PROBE_NBYTES = 1 << 20  # what libav reads ahead to find the parameters of stre
 _BUFFER_NBYTES = 64 << 10  # each read takes the interpreter lock; libav's default of 32 KiB takes it twice as often
 _MAX_STREAMS = 64  # a film with sound and subtitles in many languages has 40; libav's default is 1000
 _OPEN_TIMEOUT_S = 10.0  # memory answers at once: if opening takes longer, libav goes round in circles
+_MAX_FRAMING_NBYTES = 64  # between two packets of a Matroska file, the head of a cluster among them: about 22
 _PADDING_PIXELS = 1 << 16
 _MAX_FRAME_SAMPLES = 1 << 20  # of sound, in one packet; FLAC's blocks have 65 536 at most
 
@@ -216,14 +217,61 @@ def prepare_decoder(stream: AudioStream | VideoStream, max_frame_pixels: int) ->
     stream.codec_context.options = _decoder_options(max_frame_pixels)
 
 
-def end_of_all_tracks_s(data: bytes, what: str, decoders: frozenset[str]) -> float:
-    """Returns when the last packet of any track ends."""
-    end_s = 0.0
+def missing_of(
+    file: OpenFile, stream: AudioStream | VideoStream, data: bytes, what: str, decoders: frozenset[str], end_s: float
+) -> list[Shortfall]:
+    """Compares what a file promises of a track with where its packets end.
+
+    Args:
+        file: open; all its packets have been read.
+        stream: the track.
+        data: the file.
+        what: "recording" or "clip".
+        decoders: that may be used.
+        end_s: when the track's last packet ends.
+    """
+    if file.demuxer == "mov" and not file.is_whole:
+        return missing_samples(stream, len(file.data))
+    promised = promised_s(file.container, stream, file.data)
+    if file.demuxer != "matroska":
+        return missing_s(promised, end_s)
+    # Its duration is that of the longest track. And libav passes over what is damaged without a word, up to the next cluster.
+    last_end_s, lost_s = _survey(data, what, decoders, stream.index)
+    missing = missing_s(promised, max(end_s, last_end_s))
+    if lost_s > 0:
+        missing.append(Shortfall(missing=lost_s, promised=promised or last_end_s, unit="s", cause="are missing in the middle"))
+    return missing
+
+
+def _survey(data: bytes, what: str, decoders: frozenset[str], track: int) -> tuple[float, float]:
+    """Goes through the packets of all tracks: when the last of them ends, and how much of one track is lost in between.
+
+    It is lost where bytes were passed over that are more than what stands between two packets, and time with them.
+    """
+    end_s = lost_s = 0.0
+    reached = 0  # bytes of the file
+    track_end_s: float | None = None
+    num_packets = num_passed_over = 0
+    is_passed_over = False
     with opened(data, what, decoders, 1) as file:
         for packet in file.container.demux():
-            if packet.size and packet.pts is not None and packet.time_base:
-                end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    return end_s
+            if not packet.size or packet.pts is None or not packet.time_base or packet.pos is None:
+                continue
+            num_packets += 1
+            if reached and packet.pos - reached > _MAX_FRAMING_NBYTES:
+                is_passed_over = True
+                num_passed_over += 1
+            reached = max(reached, packet.pos + packet.size)
+            time_s = float(packet.pts * packet.time_base)
+            packet_end_s = time_s + float((packet.duration or 0) * packet.time_base)
+            end_s = max(end_s, packet_end_s)
+            if packet.stream.index == track:
+                if is_passed_over and track_end_s is not None:
+                    lost_s += max(0.0, time_s - track_end_s)
+                track_end_s = packet_end_s if track_end_s is None else max(track_end_s, packet_end_s)
+                is_passed_over = False
+    is_usual = 2 * num_passed_over > num_packets  # transparency, for example, stands behind each frame
+    return end_s, 0.0 if is_usual else lost_s
 
 
 def coded_sizes(data: bytes, name: str) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ What a file promises is compared with what could be read of it. What it promises
 ===================================  ==========================================================
 WAV                                  bytes of samples; sizes that mean "written to a pipe" are no promise
 MP4, QuickTime                       the samples that its index lists, or that its fragments do
-Matroska, WebM                       the duration, if any of its tracks was to reach it
+Matroska, WebM                       the duration, if any of its tracks was to reach it; and no bytes that belong to nothing
 MP3                                  the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
 FLAC, AIFF, CAF, AVI                 samples or frames, in the header
 JPEG, PNG, BMP, GIF                  rows

@@ -39,11 +39,10 @@ from numpy.typing import NDArray
 
 from engine.inputs import VideoSpec
 from frontend.media.animation import decode_frames, probe_frames
-from frontend.media.container import VIDEO_DECODERS, OpenFile, end_of_all_tracks_s, opened, prepare_decoder, tracks
-from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s, promised_s
+from frontend.media.container import VIDEO_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
-from frontend.media.mp4 import missing_samples
 from frontend.media.options import MediaIoKwargs, MediaLimits
 from frontend.media.signatures import demuxer_of
 from frontend.media.timeline import Selection, Timeline
@@ -187,7 +186,7 @@ def _probe_track(
     if width or height:
         check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
     timeline, first, num_corrupt = _scan(file.container, stream, limits)
-    shortfalls = [*file.shortfalls, *_missing_of(file, stream, data, timeline.end_s())]
+    shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "clip", VIDEO_DECODERS, timeline.end_s())]
     if not shortfalls:  # where a file ends early, the last frame is there in part
         shortfalls += missing_packets(num_corrupt, timeline.num_packets, "frames")
     accepted_shortfall("clip", shortfalls, limits.max_missing_share)
@@ -228,16 +227,6 @@ def _shown_size(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
     if not ratio or ratio <= 0:
         return frame.width, frame.height
     return max(1, round(frame.width * ratio)), frame.height
-
-
-def _missing_of(file: OpenFile, stream: VideoStream, data: bytes, end_s: float) -> list[Shortfall]:
-    """Compares what a file promises with where its frames end."""
-    if file.demuxer == "mov" and not file.is_whole:
-        return missing_samples(stream, len(file.data))
-    missing = missing_s(promised_s(file.container, stream, file.data), end_s)
-    if missing and file.demuxer == "matroska":  # its duration is that of the longest track
-        return missing_s(missing[0].promised, max(end_s, end_of_all_tracks_s(data, "clip", VIDEO_DECODERS)))
-    return missing
 
 
 def decode_into(

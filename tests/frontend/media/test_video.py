@@ -545,3 +545,15 @@ def test_looking_for_the_first_frame_ends() -> None:
             output.mux(packet)
     with pytest.raises(MediaError, match="none of its first 600 frames can be decoded"):
         prepared(file.getvalue())
+
+
+@pytest.mark.parametrize(("codec", "options"), [("libvpx", {"deadline": "realtime"}), ("libx264", {"bf": "0"})])
+def test_what_is_lost_in_the_middle_of_a_matroska_is_told(clip_of: Clip, codec: str, options: dict[str, str]) -> None:
+    levels = LEVELS * 10
+    data = bytearray(clip_of(levels, "matroska", codec, g="25", container_options={"cluster_time_limit": "2000"}, **options))
+    assert decoded(bytes(data))[1].shortfall == ""
+    middle = len(data) // 2
+    data[middle : middle + 64] = b"\xff" * 64
+    frames, clip = decoded(bytes(data), num_frames=500)
+    lost_s = float(re.search(r": ([\d.]+) of 20 s .* are missing in the middle", clip.shortfall)[1])  # type: ignore[index]
+    assert lost_s == pytest.approx((500 - len(frames)) / 25, abs=0.1)
