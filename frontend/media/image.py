@@ -81,6 +81,7 @@ _WHITE = (255, 255, 255)
 _GREY = (128, 128, 128)
 _MAX_CONTAINED = 4  # times as many pixels as a picture may have: itself, its transparency, and what phones put beside it
 
+_USUAL_SAMPLES = 5  # of a pixel: CMYK and transparency
 _MAX_SAMPLE_VALUE = 281  # TIFF's tag; some write the largest sample that there is, so only full ranges of bits count
 _LARGEST_OF_BITS = tuple((1 << bits) - 1 for bits in range(9, 17))
 
@@ -317,10 +318,32 @@ def _check_contained(data: bytes, name: str, limits: PictureLimits) -> None:
 def _open(data: bytes, name: str | None, max_pixels: int | None = None) -> Iterator[Image.Image]:
     """Opens a picture. Wrong checksums of chunks that a PNG can do without are no reason not to."""
     with picture_errors("picture", FORMATS, max_pixels, name):
-        with _truncated_images():
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        try:
+            with _truncated_images():
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            kind = _kind_of_tiff(data) if name == "TIFF" else ""
+            if not kind:
+                raise
+            raise MediaError(f"TIFFs with {kind} a pixel are not read; save it again with 8 bits a sample") from None
         with image:
             yield image
+
+
+def _kind_of_tiff(data: bytes) -> str:
+    """What the samples of a TIFF are that Pillow does not read; nothing if its header can't be read, or is a usual one."""
+    try:
+        directory = TiffImagePlugin.ImageFileDirectory_v2(data[:8])
+        file = io.BytesIO(data)
+        file.seek(directory.next)
+        directory.load(file)
+        bits = directory.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
+        formats = directory.get(TiffImagePlugin.SAMPLEFORMAT, (1,))
+    except Exception:  # noqa: BLE001 - the parser of TIFF raises nearly anything, as the plugins do
+        return ""
+    if max(bits) <= 8 and len(bits) <= _USUAL_SAMPLES:
+        return ""
+    return f"{len(bits)} sample{'s' * (len(bits) != 1)} of {max(bits)} bits{' in floating point' * (3 in formats)}"
 
 
 @contextlib.contextmanager

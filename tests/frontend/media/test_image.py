@@ -420,8 +420,12 @@ def test_no_text_says_that_a_listed_format_is_not_accepted() -> None:
     data[29:33] = bytes(4)  # the checksum of its header
     with pytest.raises(MediaError, match="the picture is a PNG that is damaged"):
         probe(bytes(data), LIMITS)
-    with pytest.raises(MediaError, match=r"the picture is a TIFF that is .*of a kind that can't be read"):
+    with pytest.raises(MediaError, match="TIFFs with 3 samples of 32 bits in floating point a pixel are not read"):
         probe(tiff(np.zeros((4, 5, 3), "<f4"), photometric=2, sample_format=3), LIMITS)
+    with pytest.raises(MediaError, match="TIFFs with 3 samples of 16 bits a pixel are not read"):
+        probe(tiff(np.zeros((4, 5, 3), "<u2")), LIMITS)
+    with pytest.raises(MediaError, match="the picture is a TIFF that is damaged"):
+        probe(tiff(np.zeros((4, 5, 3), "<u2"))[:100], LIMITS)
 
 
 @pytest.mark.parametrize("junk", [b"\n", b"\r\n\r\n", b"\xef\xbb\xbf", bytes(2000)])
