@@ -11,6 +11,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -588,3 +589,15 @@ def test_an_avif_is_turned(orientation: int) -> None:
 def test_a_heic_is_turned_by_its_container_alone() -> None:
     data = encoded(Image.fromarray(noise()), "HEIF", exif=with_orientation(6))
     assert probe(data, LIMITS).shape == (HEIGHT, WIDTH, 3)
+
+
+def test_a_heic_in_tiles_is_decoded_as_phones_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pillow_heif.options, "GRID_TILE_SIZE", 128)
+    pixels = np.asarray(Image.fromarray(noise(20, 15)).resize((300, 200), Image.Resampling.BICUBIC))
+    data = encoded(Image.fromarray(pixels), "HEIF")
+    assert b"grid" in data
+    assert np.abs(decoded(data).astype(int) - pixels).mean() < 6
+    with pytest.raises(MediaError, match="300 x 200 pixels, more than the 59999"):
+        probe(data, PictureLimits(max_pixels=59_999))
+    with pytest.raises(MediaError, match="parts of the picture have 98304 pixels together"):
+        probe(data, PictureLimits(max_pixels=20_000))
