@@ -68,10 +68,14 @@ class Text(msgspec.Struct, tag="text"):
 
 
 class Picture(msgspec.Struct, tag="picture"):
-    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB. ``checksum`` as :func:`checksum_of` says."""
+    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB.
+
+    Of each medium, ``checksum`` is as :func:`checksum_of` says, and ``shortfall`` says what of its file was damaged or missing.
+    """
 
     pixels: torch.Tensor
     checksum: int | None = None
+    shortfall: str | None = None
 
 
 class Waveform(msgspec.Struct, tag="waveform"):
@@ -80,6 +84,7 @@ class Waveform(msgspec.Struct, tag="waveform"):
     samples: torch.Tensor
     sample_rate: int
     checksum: int | None = None
+    shortfall: str | None = None
 
 
 class Spectrogram(msgspec.Struct, tag="spectrogram"):
@@ -94,6 +99,7 @@ class Spectrogram(msgspec.Struct, tag="spectrogram"):
     log_mel: torch.Tensor
     duration_s: float
     checksum: int | None = None
+    shortfall: str | None = None
 
 
 class Video(msgspec.Struct, tag="video"):
@@ -109,6 +115,7 @@ class Video(msgspec.Struct, tag="video"):
     timestamps_s: list[float]
     duration_s: float
     checksum: int | None = None
+    shortfall: str | None = None
 
 
 Medium: TypeAlias = Picture | Waveform | Spectrogram | Video

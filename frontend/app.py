@@ -39,7 +39,7 @@ from engine.client import EngineClientProtocol
 from engine.supervision import FrontendState
 from frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from frontend.authentication import Authentication
-from frontend.chat_service import ChatService, Completed, events_of
+from frontend.chat_service import Answer, ChatService, Completed, events_of
 from frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from frontend.embedding_service import Embedded, EmbeddingService
 from frontend.errors import ApiError, report
@@ -188,7 +188,7 @@ class _Routes:
     async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
         admitted, request_id = admitted_of(scope), request_id_of(scope)
         answer = await self._chats.begin(request, admitted, request_id)
-        headers = notes | ({"x-shmring-synthetic": "true"} if answer.synthetic else {})
+        headers = notes | _told(answer)
         broken = functools.partial(self._broken_stream, request_id=request_id)
         return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
 
@@ -234,7 +234,13 @@ class _Routes:
 
 def _headers(taken: Completed | Embedded) -> dict[str, str]:
     headers = {"x-shmring-slab-bytes": str(taken.slab_nbytes), "x-shmring-copies": str(taken.copies)}
-    return headers | ({"x-shmring-synthetic": "true"} if taken.synthetic else {})
+    return headers | _told(taken)
+
+
+def _told(answer: Answer | Completed | Embedded) -> dict[str, str]:
+    """Headers about what a caller may not expect."""
+    synthetic = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
+    return synthetic | ({"x-shmring-media-shortfall": answer.shortfalls} if answer.shortfalls else {})
 
 
 async def _read(parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:

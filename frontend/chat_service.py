@@ -21,7 +21,7 @@ from engine.client import EngineClientProtocol, GenerateOutput
 from engine.protocol import FinishReason, GenerateRequest, InputSpec, tensor_of
 from frontend.admission import Admitted
 from frontend.media.loader import MediaSource
-from frontend.multimodal import MediaIntake
+from frontend.multimodal import MediaIntake, shortfalls_of
 from frontend.openai.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -48,6 +48,7 @@ class Completed:
     slab_nbytes: int
     copies: int
     synthetic: bool
+    shortfalls: str
 
 
 class Answer:
@@ -56,15 +57,22 @@ class Answer:
     Attributes:
         slab_nbytes: bytes of tensors that crossed through the slab.
         synthetic: whether it is made up.
+        shortfalls: what of the request's media was damaged or missing, for its caller.
     """
 
     def __init__(
-        self, first: GenerateOutput, others: AsyncGenerator[GenerateOutput, None], slab_nbytes: int, synthetic: bool
+        self,
+        first: GenerateOutput,
+        others: AsyncGenerator[GenerateOutput, None],
+        slab_nbytes: int,
+        synthetic: bool,
+        shortfalls: str,
     ) -> None:
         self._first = first
         self._others = others
         self.slab_nbytes = slab_nbytes
         self.synthetic = synthetic
+        self.shortfalls = shortfalls
 
     async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
         """Iterates over all pieces, the first one included; once."""
@@ -110,7 +118,7 @@ class ChatService:
         copies = self._engine.copies - before
         choice = Choice(ResponseMessage("".join(piece.text for piece in pieces)), _finish_reason(pieces[-1]))
         completion = ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(pieces[-1]))
-        return Completed(completion, answer.slab_nbytes, copies, answer.synthetic)
+        return Completed(completion, answer.slab_nbytes, copies, answer.synthetic, answer.shortfalls)
 
     async def begin(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Answer:
         """Asks the engine, and returns when the first piece of the answer has come.
@@ -133,6 +141,7 @@ class ChatService:
     ) -> Answer:
         async with self._intake.take(sources, spec, admitted, "messages") as media:
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
+            shortfalls = shortfalls_of(media)
             request.media = media  # not a copy: it is emptied when the block is left
             timeout = admitted.deadline - asyncio.get_running_loop().time()
             outputs = self._engine.generate(request, request_id=request_id, timeout=timeout)
@@ -143,7 +152,7 @@ class ChatService:
                 raise
         if first is None:
             raise _unfinished()
-        return Answer(first, outputs, slab_nbytes, synthetic)
+        return Answer(first, outputs, slab_nbytes, synthetic, shortfalls)
 
 
 async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:

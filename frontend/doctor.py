@@ -53,8 +53,8 @@ _SWEEP_ADVICE = "shmring doctor --sweep removes them, and so does the next engin
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 # The names of distributions, also where a module has another name. Only the last two can be missing.
-_PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av", "pillow")
-_FOR_MEDIA = frozenset({"av", "pillow"})
+_PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av", "pillow", "pillow-heif")
+_FOR_MEDIA = frozenset({"av", "pillow", "pillow-heif"})
 
 
 def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1) -> list[Check]:

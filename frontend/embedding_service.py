@@ -14,7 +14,7 @@ from engine.protocol import EncodeRequest, InputSpec, Medium, Text, tensor_of
 from frontend.admission import Admitted
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.multimodal import MediaIntake
+from frontend.multimodal import MediaIntake, shortfalls_of
 from frontend.openai.embeddings import (
     EmbeddingRequest,
     check_dimensions,
@@ -38,12 +38,14 @@ class Embedded:
         copies: tensors that this process copied for sending while the request was with the engine. Exact if it was
             alone, and otherwise an upper bound: the ring's client counts for all requests together.
         synthetic: whether it is made up.
+        shortfalls: what of the request's media was damaged or missing, for its caller.
     """
 
     response: list[bytes]
     slab_nbytes: int
     copies: int
     synthetic: bool
+    shortfalls: str
 
 
 class EmbeddingService:
@@ -81,19 +83,22 @@ class EmbeddingService:
             if not description.input.text and any(isinstance(item, Text) for item in inputs):
                 message = "this model does not embed text; send media, as messages or as data: URLs"
                 raise ApiError(400, message, code="unsupported_input", param=param)
-            async with self._filled(inputs, description.input, admitted, param) as (filled, slab_nbytes):
+            async with self._filled(inputs, description.input, admitted, param) as (filled, slab_nbytes, shortfalls):
                 before = self._engine.copies
                 encode_request = EncodeRequest(filled, priority=request.priority or 0)
                 embeddings, prompt_tokens = await self._encode(encode_request, admitted, request_id)
                 copies = self._engine.copies - before
         response = await encode_response(embeddings, request, prompt_tokens, counts, self._encoding)
-        return Embedded(response, slab_nbytes, copies, description.synthetic)
+        return Embedded(response, slab_nbytes, copies, description.synthetic, shortfalls)
 
     @contextlib.asynccontextmanager
     async def _filled(
         self, inputs: list[Text | MediaSource], spec: InputSpec, admitted: Admitted, param: str
-    ) -> AsyncIterator[tuple[list[Text | Medium], int]]:
-        """Yields the inputs with media in place of sources, and the media's bytes in the slab; empties the list at the end."""
+    ) -> AsyncIterator[tuple[list[Text | Medium], int, str]]:
+        """Yields the inputs with media in place of sources, the media's bytes in the slab, and what is missing of them.
+
+        The list is emptied at the end.
+        """
         sources = [item for item in inputs if isinstance(item, MediaSource)]
         texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()
@@ -102,7 +107,7 @@ class EmbeddingService:
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             try:
-                yield filled, slab_nbytes
+                yield filled, slab_nbytes, shortfalls_of(media)
             finally:
                 filled.clear()
 

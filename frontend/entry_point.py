@@ -18,7 +18,7 @@ __all__ = ["EXTRAS", "main"]
 EXTRAS = {
     "serve": frozenset(
         {
-            *("av", "click", "httpcore", "httptools", "offapi", "PIL", "prometheus_client"),
+            *("av", "click", "httpcore", "httptools", "offapi", "PIL", "pillow_heif", "prometheus_client"),
             *("pybase64", "rich", "starlette", "uvicorn"),
         }
     ),

@@ -123,6 +123,7 @@ LISTENING_OPTIONS = (
 )
 
 _RATIO = FiniteRange(min=1)
+_SHARE = FiniteRange(min=0, max=1)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _DEFAULT = FrontendSettings()
 _MEDIA = MediaLimits()
@@ -404,6 +405,14 @@ _SETTINGS = (
         SECONDS,
         _MEDIA.max_decode_s,
         "Seconds of a processor's core that a medium may take.",
+        "media_limits",
+    ),
+    _Setting(
+        ("--max-missing-share",),
+        "max_missing_share",
+        _SHARE,
+        _MEDIA.max_missing_share,
+        "Share of a medium that may be missing because its file is damaged or truncated: 0 to 1; callers are told what is.",
         "media_limits",
     ),
 )

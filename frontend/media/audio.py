@@ -6,9 +6,10 @@ costs about a thousandth of decoding. :func:`decode_into` decodes a packet at a 
 private memory there is a packet and a block, however long the recording is. If there is more than was promised, somebody lies,
 and that is an error; if there is less, the target is filled as far as it goes.
 
-How: the first stream of sound that can be decoded, also of a clip. Channels are mixed to one such that no full scale input
-overflows (stereo: their mean), as libswresample weighs them; rate conversion is libswresample's. The delay that codecs add is
-removed where the container says so. Packets that can't be decoded are left out, as players do, unless they are many.
+How: the first track of sound that can be decoded, also of a clip; one that the file says to play by default goes before.
+Channels are mixed to one such that no full scale input overflows (stereo: their mean), as libswresample weighs them;
+rate conversion is libswresample's. The delay that codecs add is removed where the container says so. Packets that can't
+be decoded are left out, as players do, and counted (:mod:`frontend.media.damage`).
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out, and no sample is NaN or infinite.
 """
@@ -30,7 +31,8 @@ from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
 from engine.inputs import SoundSpec
-from frontend.media.container import SOUND_DECODERS, opened, prepare_decoder
+from frontend.media.container import SOUND_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
 from frontend.media.errors import MediaError
 from frontend.media.mel import LogMelWriter, num_mel_frames
 from frontend.media.options import MediaLimits
@@ -43,11 +45,11 @@ _SLACK_S = 0.25
 _MIN_SAMPLE_RATE, _MAX_SAMPLE_RATE = 1_000, 768_000
 _MAX_CHANNELS = 64  # libswresample's own limit
 _MIXABLE_CHANNELS = (*range(1, 9), 10, 12, 14, 16, 24)  # numbers for which libav knows where the channels stand
-# 96 dB over full scale. Recordings in floating point pass 1 at times; this only keeps their power finite.
-_MAX_AMPLITUDE = 65_536.0
+# 24 dB over full scale. Recordings in floating point pass 1 at times; what passes this was never scaled to it.
+_MAX_AMPLITUDE = 16.0
+# Some store whole numbers as floating point, up to 32 768 or 2 147 483 648.
+_MAX_WHOLE_AMPLITUDE = 2.0**31
 _MAX_PACKETS = 500_000  # ten minutes of Opus in its shortest frames, 2.5 ms, are 240 000
-_TOLERATED_PACKETS = 2  # a stream that was cut out of another begins with a packet that needs the one before
-_TOLERATED_SHARE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,17 @@ class SoundHeader:
         num_samples: at most, at ``sample_rate``.
         sample_rate: of what is decoded, in Hz.
         mel_bands: of the spectrogram; None: a waveform is wanted.
+        track: the number of its stream.
+        shortfalls: what of it is missing, so far as is known before it is decoded.
+        max_missing_share: how much may be.
     """
 
     num_samples: int
     sample_rate: int
     mel_bands: int | None
+    track: int = 0
+    shortfalls: tuple[Shortfall, ...] = ()
+    max_missing_share: float = MediaLimits.max_missing_share
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,10 +87,12 @@ class DecodedSound:
     Attributes:
         length: of the target's first dimension, how much was written.
         duration_s: of the recording.
+        shortfall: what the caller is told of what is missing; nothing if nothing is.
     """
 
     length: int
     duration_s: float
+    shortfall: str = ""
 
 
 def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
@@ -100,13 +110,32 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
         raise MediaError(f"the recording takes {len(data)} bytes, more than the {limits.max_audio_nbytes} that are accepted")
     if not data:
         raise MediaError("the recording is empty: it has no bytes")
-    with opened(data, "recording", SOUND_DECODERS, limits.max_frame_pixels) as container:
-        stream = _sound_of(container)
-        _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
-        duration_s = _packets_duration(container, stream, limits.max_audio_duration_s)
-    num_samples = math.ceil((duration_s + _SLACK_S) * spec.sample_rate)
-    mel_bands = spec.mel_bands if spec.form == "log_mel" else None
-    return SoundHeader(num_samples=num_samples, sample_rate=spec.sample_rate, mel_bands=mel_bands)
+    number = 0
+    while True:  # a track may be there and hold nothing
+        with opened(data, "recording", SOUND_DECODERS, limits.max_frame_pixels) as file:
+            candidates = _tracks(file)
+            stream = candidates[number]
+            is_last = number + 1 == len(candidates)
+            if not (is_last or stream.codec_context.sample_rate):  # libav found nothing of it to decode
+                number += 1
+                continue
+            prepare_decoder(stream, limits.max_frame_pixels)
+            _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
+            duration_s, end_s = _packets_duration(file.container, stream, limits.max_audio_duration_s)
+            shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "recording", SOUND_DECODERS, end_s)]
+            track = stream.index
+        if duration_s > 0 or is_last:
+            break
+        number += 1
+    accepted_shortfall("recording", shortfalls, limits.max_missing_share)
+    return SoundHeader(
+        num_samples=math.ceil((duration_s + _SLACK_S) * spec.sample_rate),
+        sample_rate=spec.sample_rate,
+        mel_bands=spec.mel_bands if spec.form == "log_mel" else None,
+        track=track,
+        shortfalls=tuple(shortfalls),
+        max_missing_share=limits.max_missing_share,
+    )
 
 
 def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -> DecodedSound:
@@ -125,20 +154,33 @@ def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -
         raise ValueError(f"the target is {target.dtype} {target.shape}, the recording needs float32 {header.shape}")
     writer = LogMelWriter(target, header.sample_rate) if header.mel_bands is not None else _WaveformWriter(target)
     num_samples = 0
-    with opened(data, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as container:
-        for frame in _resampled(_frames(container, _sound_of(container)), header.sample_rate):
+    counts = _PacketCounts()
+    with opened(data, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as file:
+        stream = _track(file, header.track)
+        for frame in _resampled(_frames(file.container, stream, counts), header.sample_rate):
             samples = frame.to_ndarray()[0]
             num_samples += len(samples)
             if num_samples > header.num_samples:
                 raise MediaError("the recording is damaged: there is more in it than its packets say")
-            # Written so that NaN fails as well.
-            if not np.abs(samples).max(initial=0.0) <= _MAX_AMPLITUDE:
-                raise MediaError("the recording is damaged: it has samples that are no numbers, or far over full scale")
+            peak = np.abs(samples).max(initial=0.0)
+            if not peak <= _MAX_AMPLITUDE:  # written so that NaN fails as well
+                raise _out_of_range(float(peak))
             writer.write(samples.astype(np.float32, copy=False))
+    shortfalls = [*header.shortfalls, *missing_packets(counts.damaged, counts.total, "packets")]
+    shortfall = accepted_shortfall("recording", shortfalls, header.max_missing_share)
     if not num_samples:
         raise MediaError("the recording is empty: it has no samples")
     writer.finish()
-    return DecodedSound(length=writer.length, duration_s=num_samples / header.sample_rate)
+    return DecodedSound(length=writer.length, duration_s=num_samples / header.sample_rate, shortfall=shortfall)
+
+
+def _out_of_range(peak: float) -> MediaError:
+    if math.isfinite(peak) and peak <= _MAX_WHOLE_AMPLITUDE:
+        return MediaError(
+            f"the recording has samples up to {peak:.6g} in floating point, where full scale is 1: they look like whole "
+            "numbers. Divide them by full scale (32768 if they were 16-bit), or send them as whole numbers"
+        )
+    return MediaError("the recording is damaged: it has samples that are no numbers, or far over full scale")
 
 
 class _Writer(Protocol):
@@ -164,11 +206,22 @@ class _WaveformWriter:
         """Has nothing left to write."""
 
 
-def _sound_of(container: av.container.InputContainer) -> AudioStream:
-    if not container.streams.audio:
-        raise MediaError(f"the file ({container.format.name}) holds no sound")
-    stream = container.streams.audio[0]
-    prepare_decoder(stream, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels)
+@dataclasses.dataclass
+class _PacketCounts:
+    """Packets that were read, and those among them that could not be decoded."""
+
+    total: int = 0
+    damaged: int = 0
+
+
+def _tracks(file: OpenFile) -> list[AudioStream]:
+    return tracks(file.container.streams.audio, "recording", SOUND_DECODERS, file.container.format.name)
+
+
+def _track(file: OpenFile, index: int) -> AudioStream:
+    stream = file.container.streams[index]
+    assert isinstance(stream, AudioStream), "a header belongs to its file"
+    prepare_decoder(stream, MediaLimits().max_frame_pixels)
     return stream
 
 
@@ -181,8 +234,10 @@ def _check_format(sample_rate: int, channels: int) -> None:
         raise MediaError(f"the recording has {channels} channels; 1 to {_MAX_CHANNELS} are accepted")
 
 
-def _packets_duration(container: av.container.InputContainer, stream: AudioStream, max_duration_s: float) -> float:
-    """Returns how many seconds of sound the packets hold, at most."""
+def _packets_duration(
+    container: av.container.InputContainer, stream: AudioStream, max_duration_s: float
+) -> tuple[float, float]:
+    """Returns how many seconds of sound the packets hold, at most, and when the last of them ends."""
     time_base = stream.time_base
     if time_base is None:
         raise MediaError("the recording is damaged: it has no unit of time")
@@ -207,19 +262,16 @@ def _packets_duration(container: av.container.InputContainer, stream: AudioStrea
         total = max(total, last - first)  # some packets do not say how long they last
     if total > max_duration:
         raise MediaError(f"the recording is longer than the {max_duration_s:g} s that are accepted")
-    return float(total * time_base)
+    return float(total * time_base), float(max(total, last - min(first or 0, 0)) * time_base)
 
 
-def _frames(container: av.container.InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
-    packets, damaged = 0, 0
+def _frames(container: av.container.InputContainer, stream: AudioStream, counts: _PacketCounts) -> Iterator[AudioFrame]:
     for packet in container.demux(stream):  # the last one is empty, and gets out what the decoder still has
-        packets += 1
+        counts.total += packet.size > 0
         try:
             yield from packet.decode()
         except av.error.InvalidDataError:
-            damaged += 1
-    if damaged > _TOLERATED_PACKETS + _TOLERATED_SHARE * packets:
-        raise MediaError(f"the recording is damaged: {damaged} of its {packets} packets can't be decoded")
+            counts.damaged += 1
 
 
 def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[AudioFrame]:

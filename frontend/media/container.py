@@ -1,7 +1,9 @@
 """Opening recordings and clips with libav (PyAV), so that hostile files reach as little of it as possible.
 
-* The demuxer is chosen here, by the first bytes, from a short list. libav would ask 300 demuxers, and among them are those of
-  playlists (HLS, DASH, concat, SDP, image sequences), which open whatever files and sockets a playlist names.
+* The demuxer is chosen by the file's signature (:mod:`frontend.media.signatures`), from a short list. libav would ask 300
+  demuxers, and among them are those of playlists (HLS, DASH, concat, SDP, image sequences), which open whatever files and
+  sockets a playlist names. Only MPEG audio without a signature is left to libav's probing, which may come to no other
+  conclusion.
 * Whatever else a demuxer wants to open is refused: libav is given a file of memory, no protocol to reach others by, and a
   function to open others that opens none. (Some demuxers ask for the one, some for the other.) MP4's external references are
   not followed in any case, as libav's ``enable_drefs`` is off.
@@ -15,21 +17,35 @@ Invariant: whatever the bytes are, :class:`MediaError` is all that comes out of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import av
 import av.container
 import av.error
 import av.stream
 from av.audio.stream import AudioStream
+from av.stream import Disposition
 from av.video.stream import VideoStream
 
+from frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
 from frontend.media.errors import MediaError
-from frontend.media.mp4 import check_tables
-from frontend.media.riff import check_wav
+from frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part
+from frontend.media.riff import wav_sizes
+from frontend.media.signatures import demuxer_of, is_still_picture
 
-__all__ = ["SOUND_DECODERS", "VIDEO_DECODERS", "demuxer_of", "media_errors", "opened", "prepare_decoder"]
+__all__ = [
+    "SOUND_DECODERS",
+    "VIDEO_DECODERS",
+    "OpenFile",
+    "coded_sizes",
+    "media_errors",
+    "missing_of",
+    "opened",
+    "prepare_decoder",
+    "tracks",
+]
 
 #: Decoders, as libav names them.
 SOUND_DECODERS = frozenset(
@@ -48,50 +64,42 @@ VIDEO_DECODERS = frozenset(
 )
 
 _ACCEPTED = {
-    "recording": "WAV, AIFF, FLAC, MP3, AAC, Ogg, MP4/QuickTime, Matroska/WebM, AVI",
-    "clip": "MP4/QuickTime, Matroska/WebM, Ogg, AVI, GIF",
+    "recording": "WAV, AIFF, CAF, FLAC, MP3, AAC, Ogg, MP4/QuickTime, Matroska/WebM, AVI, MPEG-TS",
+    "clip": "MP4/QuickTime, Matroska/WebM, Ogg, AVI, MPEG-TS, GIF, animated WebP",
 }
 
 _PROBE_NBYTES = 1 << 20  # what libav reads ahead to find the parameters of streams; its own default is 5 MB
 _BUFFER_NBYTES = 64 << 10  # each read takes the interpreter lock; libav's default of 32 KiB takes it twice as often
 _MAX_STREAMS = 64  # a film with sound and subtitles in many languages has 40; libav's default is 1000
 _OPEN_TIMEOUT_S = 10.0  # memory answers at once: if opening takes longer, libav goes round in circles
+_MAX_FRAMING_NBYTES = 64  # between two packets of a Matroska file, the head of a cluster among them: about 22
 _PADDING_PIXELS = 1 << 16
 _MAX_FRAME_SAMPLES = 1 << 20  # of sound, in one packet; FLAC's blocks have 65 536 at most
 
 _NO_PROTOCOLS = {"protocol_whitelist": "none"}  # the name of no protocol
 _TAGGED = ("mp3", "aac", "flac")
+_PROBED = "mp3,aac"  # what libav may find where there is no signature
 
-_MAGIC: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"fLaC", "flac"),
-    (0, b"OggS", "ogg"),
-    (0, b"\x1aE\xdf\xa3", "matroska"),
-    (0, b"GIF87a", "gif"),
-    (0, b"GIF89a", "gif"),
-    (8, b"WAVE", "wav"),
-    (8, b"AVI ", "avi"),
-    (8, b"AIFF", "aiff"),
-    (8, b"AIFC", "aiff"),
-    (4, b"ftyp", "mov"),
-    (4, b"moov", "mov"),  # QuickTime files of old begin with any of these
-    (4, b"mdat", "mov"),
-    (4, b"wide", "mov"),
-    (4, b"free", "mov"),
-    (4, b"skip", "mov"),
-)
+_Stream = TypeVar("_Stream", AudioStream, VideoStream)
 
 
-def demuxer_of(data: bytes | memoryview) -> str | None:
-    """Returns libav's name of the demuxer for a file that begins so; None: none that is accepted."""
-    head = bytes(data[:12])
-    for place, magic, name in _MAGIC:
-        if head[place : place + len(magic)] == magic:
-            return name
-    if len(head) >= 2 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:  # the synchronisation of MPEG audio
-        if head[1] & 0xF6 == 0xF0:
-            return "aac"  # ADTS, which says that it is layer 0
-        return "mp3" if head[1] & 0x06 else None
-    return None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenFile:
+    """An open file.
+
+    Attributes:
+        container: of libav.
+        demuxer: libav's name of it.
+        data: the file, as libav reads it.
+        is_whole: an MP4 is not cut off, so far as its boxes say.
+        shortfalls: what is missing by the file's own sizes.
+    """
+
+    container: av.container.InputContainer
+    demuxer: str
+    data: memoryview
+    is_whole: bool
+    shortfalls: list[Shortfall]
 
 
 @contextlib.contextmanager
@@ -114,7 +122,7 @@ def media_errors(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: int) -> Iterator[av.container.InputContainer]:
+def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: int) -> Iterator[OpenFile]:
     """Opens a file's container.
 
     Args:
@@ -127,56 +135,175 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
         MediaError: it is in no format that is accepted, or damaged.
     """
     tags_nbytes = _tags_nbytes(data)
-    file = _MemoryFile(memoryview(data)[tags_nbytes:])
-    demuxer = demuxer_of(file.view)
+    view = memoryview(data)[tags_nbytes:]
+    demuxer, start = demuxer_of(view)
     if tags_nbytes and demuxer not in _TAGGED:
-        demuxer = "mp3"  # what else has such tags; its demuxer also looks for a beginning further on
-    if demuxer is None:
-        raise MediaError(f"not a {what} in a format that is accepted ({_ACCEPTED[what]})")
-    if demuxer == "mov":
-        check_tables(data)
-    if demuxer == "wav":
-        check_wav(file.view)
+        demuxer, start = "mp3", 0  # what else has such tags; its demuxer also looks for a beginning further on
+    view = view[start:]
     options = {
         "codec_whitelist": ",".join(sorted(decoders)),
         **_NO_PROTOCOLS,
-        "format_whitelist": demuxer,
+        "format_whitelist": demuxer or _PROBED,
         "probesize": str(_PROBE_NBYTES),
         "fpsprobesize": "0",
         "max_streams": str(_MAX_STREAMS),
         "threads": "1",
         **_decoder_options(max_frame_pixels),
     }
+    shortfalls: list[Shortfall] = []
+    is_whole = True
+    if demuxer == "mov":
+        view = view[beginning_of(view) :]
+        view, is_whole = whole_part(view)
+        check_tables(view)
+    elif demuxer == "wav":
+        sizes = wav_sizes(view)
+        shortfalls += [sizes.shortfall] if sizes.shortfall else []
+        options["ignore_length"] = str(int(sizes.goes_to_the_end))
+    elif demuxer is not None:
+        end = missing_end(demuxer, view)
+        shortfalls += [end] if end else []
+    refused = MediaError(f"not a {what} in a format that is accepted ({_ACCEPTED[what]})")
+    if demuxer == "webp" or is_still_picture(view):  # an animated WebP is a clip, but not libav's
+        raise refused
     with media_errors(what):
-        container = av.open(
-            file,
-            "r",
-            format=demuxer,
-            options=options,
-            metadata_errors="replace",
-            buffer_size=_BUFFER_NBYTES,
-            timeout=(_OPEN_TIMEOUT_S, None),
-            io_open=_refuse_to_open,
-        )
+        try:
+            container = av.open(
+                _MemoryFile(view),
+                "r",
+                format=demuxer,
+                options=options,
+                metadata_errors="replace",
+                buffer_size=_BUFFER_NBYTES,
+                timeout=(_OPEN_TIMEOUT_S, None),
+                io_open=_refuse_to_open,
+            )
+        except (av.error.ArgumentError, av.error.InvalidDataError):
+            if demuxer is None:  # libav found something else, or nothing
+                raise refused from None
+            if not is_whole:
+                raise MediaError(
+                    f"the {what} is truncated: it is an MP4 without its index, which is at its end. Send the whole file"
+                ) from None
+            raise
         with container:
-            yield container
+            name = container.format.name.split(",")[0]
+            yield OpenFile(container=container, demuxer=name, data=view, is_whole=is_whole, shortfalls=shortfalls)
 
 
-def prepare_decoder(stream: AudioStream | VideoStream, what: str, decoders: frozenset[str], max_frame_pixels: int) -> None:
-    """Makes a stream ready to be decoded, alone: packets of the others are not even read.
+def tracks(streams: Sequence[_Stream], what: str, decoders: frozenset[str], demuxer: str) -> list[_Stream]:
+    """Returns the tracks that can be decoded: those that the file says to play by default first, and in the file's order.
 
     Raises:
-        MediaError: it has no decoder that is accepted.
+        MediaError: there are none.
     """
-    # PyAV has no context where libav has no decoder.
-    name = stream.codec_context.codec.name if stream.codec_context is not None else "an unknown codec"
-    if name not in decoders:
-        raise MediaError(f"the {what} is encoded with {name}, which is not accepted")
+    shown = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]  # a recording's cover
+    if not shown:
+        raise MediaError(f"the file ({demuxer}) holds no {'sound' if what == 'recording' else 'clip'}")
+    names = {stream.index: _decoder_of(stream) for stream in shown}
+    accepted = [stream for stream in shown if names[stream.index] in decoders]
+    if not accepted:
+        listed = ", ".join(dict.fromkeys(names.values()))
+        raise MediaError(f"the {what} is encoded with {listed}, which is not accepted")
+    return sorted(accepted, key=lambda stream: not stream.disposition & Disposition.default)
+
+
+def prepare_decoder(stream: AudioStream | VideoStream, max_frame_pixels: int) -> None:
+    """Makes a stream ready to be decoded, alone: packets of the others are not even read."""
     for other in stream.container.streams:
         if other.index != stream.index:
             other.discard = av.stream.Discard.all
     stream.codec_context.thread_count = 1
     stream.codec_context.options = _decoder_options(max_frame_pixels)
+
+
+def missing_of(
+    file: OpenFile, stream: AudioStream | VideoStream, data: bytes, what: str, decoders: frozenset[str], end_s: float
+) -> list[Shortfall]:
+    """Compares what a file promises of a track with where its packets end.
+
+    Args:
+        file: open; all its packets have been read.
+        stream: the track.
+        data: the file.
+        what: "recording" or "clip".
+        decoders: that may be used.
+        end_s: when the track's last packet ends.
+    """
+    if file.demuxer == "mov" and not file.is_whole:
+        return missing_samples(stream, len(file.data))
+    promised = promised_s(file.container, stream, file.data)
+    if file.demuxer != "matroska":
+        return missing_s(promised, end_s)
+    # Its duration is that of the longest track. And libav passes over what is damaged without a word, up to the next cluster.
+    last_end_s, lost_s = _survey(data, what, decoders, stream.index)
+    missing = missing_s(promised, max(end_s, last_end_s))
+    if lost_s > 0:
+        missing.append(Shortfall(missing=lost_s, promised=promised or last_end_s, unit="s", cause="are missing in the middle"))
+    return missing
+
+
+def _survey(data: bytes, what: str, decoders: frozenset[str], track: int) -> tuple[float, float]:
+    """Goes through the packets of all tracks: when the last of them ends, and how much of one track is lost in between.
+
+    It is lost where bytes were passed over that are more than what stands between two packets, and time with them.
+    """
+    end_s = lost_s = 0.0
+    reached = 0  # bytes of the file
+    track_end_s: float | None = None
+    num_packets = num_passed_over = 0
+    is_passed_over = False
+    with opened(data, what, decoders, 1) as file:
+        for packet in file.container.demux():
+            if not packet.size or packet.pts is None or not packet.time_base or packet.pos is None:
+                continue
+            num_packets += 1
+            if reached and packet.pos - reached > _MAX_FRAMING_NBYTES:
+                is_passed_over = True
+                num_passed_over += 1
+            reached = max(reached, packet.pos + packet.size)
+            time_s = float(packet.pts * packet.time_base)
+            packet_end_s = time_s + float((packet.duration or 0) * packet.time_base)
+            end_s = max(end_s, packet_end_s)
+            if packet.stream.index == track:
+                if is_passed_over and track_end_s is not None:
+                    lost_s += max(0.0, time_s - track_end_s)
+                track_end_s = packet_end_s if track_end_s is None else max(track_end_s, packet_end_s)
+                is_passed_over = False
+    is_usual = 2 * num_passed_over > num_packets  # transparency, for example, stands behind each frame
+    return end_s, 0.0 if is_usual else lost_s
+
+
+def coded_sizes(data: bytes, name: str) -> list[tuple[int, int]]:
+    """Returns width and height of all pictures in a HEIC or AVIF, as their own headers say; nothing is decoded.
+
+    Raises:
+        MediaError: they can't be read.
+    """
+    noun = "picture"
+    check_tables(data)
+    options = {
+        "codec_whitelist": "hevc,libdav1d,av1",
+        **_NO_PROTOCOLS,
+        "format_whitelist": "mov",
+        "probesize": str(_PROBE_NBYTES),
+        "threads": "1",
+    }
+    with media_errors(noun):
+        file = _MemoryFile(memoryview(data))
+        with av.open(
+            file, "r", format="mov", options=options, timeout=(_OPEN_TIMEOUT_S, None), io_open=_refuse_to_open
+        ) as container:
+            streams = container.streams.video
+            sizes = [(stream.codec_context.width, stream.codec_context.height) for stream in streams if stream.codec_context]
+    if not sizes:
+        raise MediaError(f"the picture is {'an' if name[0] in 'AH' else 'a'} {name} without a picture that can be decoded")
+    return sizes
+
+
+def _decoder_of(stream: AudioStream | VideoStream) -> str:
+    # PyAV has no context where libav has no decoder.
+    return stream.codec_context.codec.name if stream.codec_context is not None else "an unknown codec"
 
 
 def _decoder_options(max_frame_pixels: int) -> dict[str, str]:

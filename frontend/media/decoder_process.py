@@ -158,13 +158,14 @@ def _decode(job: Decode, file: mmap.mmap | bytes, memory: mmap.mmap | bytes) -> 
     data = _data(job, file)
     header: _Header = msgspec.msgpack.decode(job.header, type=_HEADER_TYPES[job.kind], dec_hook=_fraction)
     if isinstance(header, image.PictureHeader):
-        image.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), job.io_kwargs.rgba_background_color)
-        return Decoded(header.height)
+        background = job.io_kwargs.rgba_background_color
+        shortfall = image.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), background)
+        return Decoded(header.height, shortfall=shortfall)
     if isinstance(header, video.ClipHeader):
-        clip = video.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory))
-        return Decoded(len(clip.timestamps_s), clip.duration_s, timestamps_s=clip.timestamps_s)
+        clip = video.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), job.io_kwargs.rgba_background_color)
+        return Decoded(len(clip.timestamps_s), clip.duration_s, timestamps_s=clip.timestamps_s, shortfall=clip.shortfall)
     sound = audio.decode_into(data, header, np.ndarray(header.shape, np.float32, memory))
-    return Decoded(sound.length, sound.duration_s, header.sample_rate)
+    return Decoded(sound.length, sound.duration_s, header.sample_rate, shortfall=sound.shortfall)
 
 
 def _fraction(expected_type: type, text: Any) -> Fraction:

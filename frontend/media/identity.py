@@ -19,8 +19,8 @@ from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 __all__ = ["key_of", "preparation_of"]
 
 #: Raise it when a decoder makes something else of the same file.
-_PREPARATION = 1
-_DECODERS = ("pillow", "av", "numpy")
+_PREPARATION = 2
+_DECODERS = ("pillow", "pillow-heif", "av", "numpy")
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,9 +11,14 @@ Pictures that are to be scaled down are first reduced, by whole numbers and aver
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out. Pillow's plugins raise nearly anything
 (``OSError``, ``SyntaxError``, ``struct.error``, ``EOFError``, ``DecompressionBombError``, ...) when bytes are damaged.
 
-What is decoded how: palettes by their colours; transparency over a colour, white by default; CMYK, YCbCr and Lab as Pillow
-converts them; 16-bit grey by its high byte; of animations the first frame. Floating point and 32-bit greys have no agreed range
-and are refused.
+What is decoded how: first what the numbers mean, then how many bits they have. Palettes by their colours; grey of which
+white is zero, inverted; grey of fewer than 16 bits in 16 by the bits that the file says are used; 16-bit grey then by its
+high byte; colours with an ICC profile, converted from it to sRGB; transparency over a colour, white by default; CMYK, YCbCr
+and Lab as Pillow converts them; of animations the first frame. Floating point and 32-bit greys have no agreed range and are
+refused.
+
+A file that is damaged or ends early is decoded as far as it goes (:mod:`frontend.media.damage`). Pillow does not say how
+far that was. So the picture is filled with a pattern before: rows that still have it were not decoded. They become grey.
 
 What is not noticed: that bytes are missing in the middle of a JPEG that has its end marker. The decoder fills in grey without
 a warning, as it does in every browser. The picture has the size that its header promised.
@@ -28,14 +33,18 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 # Importing a plugin registers its format; otherwise Pillow would import all of its 70 plugins for the first WebP.
+import pillow_heif
+from numpy.typing import NDArray
 from PIL import (
+    AvifImagePlugin,
     BmpImagePlugin,  # noqa: F401 - registers
     GifImagePlugin,  # noqa: F401 - registers
     Image,
-    JpegImagePlugin,  # noqa: F401 - registers
+    ImageCms,
+    ImageFile,
+    JpegImagePlugin,
     MpoImagePlugin,  # noqa: F401 - registers
     PngImagePlugin,  # noqa: F401 - registers
     TiffImagePlugin,
@@ -44,21 +53,37 @@ from PIL import (
 )
 from PIL.ExifTags import Base as ExifTag
 
+from frontend.media.container import coded_sizes
+from frontend.media.damage import Shortfall, accepted_shortfall
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from frontend.media.options import PictureLimits
+from frontend.media.signatures import picture_format_of
 from frontend.media.work import check_work
 
-__all__ = ["FORMATS", "PictureHeader", "decode_into", "probe"]
+__all__ = ["FORMATS", "PictureHeader", "decode_into", "picture_errors", "probe"]
 
 #: What is accepted. Each further format is a further parser that hostile bytes reach. (A JPEG with several pictures in it,
 #: as some cameras make them, is opened through "JPEG" and then calls itself "MPO".)
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "HEIF", "AVIF")
+
+# One thread: a decoder process has one core, and its time is counted.
+pillow_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# Of these, the size in the header is that of a container. A decoder takes memory by what the pictures in it say themselves.
+_CONTAINED = ("HEIF", "AVIF")
+_IN_PASSES = ("progressive", "progression", "interlace")  # what Pillow calls it: the last pass is all over the picture
 
 _HARMLESS_NBYTES = 64 << 20  # decoded: 22 megapixels
 _BAND_NBYTES = 512 << 10  # a band and its conversion stay in a core's second-level cache
 _REDUCING_GAP = 2  # what Pillow calls it: resampling from twice the size looks like resampling from the whole
 _WHITE = (255, 255, 255)
+_GREY = (128, 128, 128)
+_MAX_CONTAINED = 4  # times as many pixels as a picture may have: itself, its transparency, and what phones put beside it
+
+_USUAL_SAMPLES = 5  # of a pixel: CMYK and transparency
+_MAX_SAMPLE_VALUE = 281  # TIFF's tag; some write the largest sample that there is, so only full ranges of bits count
+_LARGEST_OF_BITS = tuple((1 << bits) - 1 for bits in range(9, 17))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +95,8 @@ class PictureHeader:
         stored_width, stored_height: in pixels, as it is stored.
         orientation: EXIF's, 1 to 8; 1 is as stored.
         format: Pillow's name of its format.
+        start: where in the file it begins.
+        max_missing_share: how much of it may be missing.
     """
 
     width: int
@@ -78,6 +105,8 @@ class PictureHeader:
     stored_height: int
     orientation: int
     format: str
+    start: int = 0
+    max_missing_share: float = PictureLimits.max_missing_share
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -100,8 +129,12 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         raise MediaError(f"the picture takes {len(data)} bytes, more than the {limits.max_nbytes} that are accepted")
     if not data:
         raise MediaError("the picture is empty: it has no bytes")
+    known, start = picture_format_of(data)
+    data = data[start:]
     check_work(data, limits.max_scans, limits.max_chunks)
-    with _media_errors(limits.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    if known in _CONTAINED:
+        _check_contained(data, known, limits)
+    with _open(data, known, limits.max_pixels) as image:
         stored_width, stored_height = image.size
         orientation = _orientation(image)
         name = image.format or "unknown"
@@ -121,12 +154,14 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         stored_height=stored_height,
         orientation=orientation,
         format=name,
+        start=start,
+        max_missing_share=limits.max_missing_share,
     )
 
 
 def decode_into(
     data: bytes, header: PictureHeader, target: NDArray[np.uint8], background: tuple[int, int, int] = _WHITE
-) -> None:
+) -> str:
     """Decodes a picture into the caller's memory.
 
     Args:
@@ -135,28 +170,102 @@ def decode_into(
         target: (height, width, 3), uint8; becomes RGB. After an error its content is undefined.
         background: what is seen through transparent pixels.
 
+    Returns:
+        What the caller is told of what is missing; nothing if nothing is.
+
     Raises:
-        MediaError: the picture is damaged or truncated, or not what its header says.
+        MediaError: too much of the picture is damaged or missing, or it is not what its header says.
         ValueError: the target has another shape or dtype.
     """
     if target.shape != header.shape or target.dtype != np.uint8:
         raise ValueError(f"the target is {target.dtype} {target.shape}, the picture needs uint8 {header.shape}")
     stored = as_stored(target, header.orientation)
+    data = data[header.start :]
+    try:
+        with _open(data, header.format) as image:
+            _write(image, header, stored, background)
+        return ""
+    except MediaError:
+        if header.format not in _ROW_BY_ROW:
+            raise
+    with _open(data, header.format) as image:
+        if any(image.info.get(name) for name in _IN_PASSES):
+            raise MediaError(
+                "the picture is damaged or truncated, and stored in several passes, so that what is missing is missing "
+                "everywhere. Send the whole file"
+            )
+        with _truncated_images():
+            return _write(image, header, stored, background, finds_missing=True)
+
+
+#: Formats that Pillow decodes row by row, so that a part of a file is a part of the picture.
+_ROW_BY_ROW = ("JPEG", "MPO", "PNG", "GIF", "BMP")
+
+
+def _write(
+    image: Image.Image,
+    header: PictureHeader,
+    stored: NDArray[np.uint8],
+    background: tuple[int, int, int],
+    *,
+    finds_missing: bool = False,
+) -> str:
     height, width = stored.shape[:2]
-    with _media_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        scaled = (width, height) != (header.stored_width, header.stored_height)
-        if scaled and image.format == "JPEG":
-            _check_promise(image, header)
-            # In eighths of the size, while it is decoded; Pillow takes the next larger one.
-            image.draft(image.mode, (width * _REDUCING_GAP, height * _REDUCING_GAP))
-            image.load()
-        else:
-            image.load()
-            _check_promise(image, header)
-        if not scaled:
-            _convert(image, stored, background)
-        else:
-            stored[:] = np.asarray(_flat(image, width, height, background).resize((width, height), Image.Resampling.LANCZOS))
+    scaled = (width, height) != (header.stored_width, header.stored_height)
+    if scaled and image.format == "JPEG":
+        _check_promise(image, header)
+        # In eighths of the size, while it is decoded; Pillow takes the next larger one.
+        image.draft(image.mode, (width * _REDUCING_GAP, height * _REDUCING_GAP))
+    transparency = _transparency(image)
+    if finds_missing:
+        missing = _load_and_find_missing(image)
+    else:
+        image.load()
+        missing = None
+    if not (scaled and image.format == "JPEG"):
+        _check_promise(image, header)
+    shortfall = ""
+    if missing is not None and missing.any():
+        rows = Shortfall(missing=int(missing.sum()), promised=len(missing), unit="rows")
+        shortfall = accepted_shortfall("picture", [rows], header.max_missing_share)
+    reader = _Reader(image, transparency, background, missing)
+    if not scaled:
+        _convert(image, stored, reader)
+    else:
+        stored[:] = np.asarray(_flat(image, width, height, reader).resize((width, height), Image.Resampling.LANCZOS))
+    return shortfall
+
+
+def _load_and_find_missing(image: Image.Image) -> NDArray[np.bool_]:
+    """Decodes a picture as far as it goes; returns for each row whether it is not there."""
+    assert isinstance(image, ImageFile.ImageFile)
+    prepare = image.load_prepare
+    tiles = [tile[1] for tile in image.tile if tile[1] is not None]
+    pattern = np.random.default_rng(0).integers(0, 256, (1, 8 * image.width), np.uint8)  # 8 bytes are the most of a pixel
+    filling = b""
+
+    def prepare_and_fill() -> None:
+        nonlocal filling
+        prepare()
+        row = Image.frombytes(image.mode, (image.width, 1), pattern.tobytes()[: _row_nbytes(image)])
+        filling = row.tobytes()
+        rows = row.resize((image.width, image.height), Image.Resampling.NEAREST)
+        image.im.paste(rows.im, (0, 0, image.width, image.height))
+
+    image.load_prepare = prepare_and_fill  # type: ignore[method-assign] # the one place between allocating and decoding
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
+        assert image.fp is not None
+        image.load_read = image.fp.read  # type: ignore[method-assign,assignment] # its own adds an end, and libjpeg makes up the rows before it
+    image.load()
+    missing = np.zeros(image.height, np.bool_)
+    decoded = range(min((top for _, top, _, _ in tiles), default=0), max((bottom for *_, bottom in tiles), default=0))
+    for row in decoded:
+        missing[row] = image.crop((0, row, image.width, row + 1)).tobytes() == filling
+    return missing
+
+
+def _row_nbytes(image: Image.Image) -> int:
+    return len(Image.new(image.mode, (image.width, 1)).tobytes())
 
 
 def _check_promise(image: Image.Image, header: PictureHeader) -> None:
@@ -167,26 +276,22 @@ def _check_promise(image: Image.Image, header: PictureHeader) -> None:
         )
 
 
-def _convert(image: Image.Image, stored: NDArray[np.uint8], background: tuple[int, int, int]) -> None:
+def _convert(image: Image.Image, stored: NDArray[np.uint8], reader: _Reader) -> None:
     """Writes a picture as RGB, band by band."""
-    transparent = image.has_transparency_data
     rows = max(1, _BAND_NBYTES // (4 * image.width))
     for top in range(0, image.height, rows):
-        band = image.crop((0, top, image.width, min(top + rows, image.height)))
-        stored[top : top + rows] = _rgb(band, transparent, background)
+        stored[top : top + rows] = reader.rgb(top, min(top + rows, image.height))
 
 
-def _flat(image: Image.Image, width: int, height: int, background: tuple[int, int, int]) -> Image.Image:
+def _flat(image: Image.Image, width: int, height: int, reader: _Reader) -> Image.Image:
     """Returns a picture as RGB, band by band reduced to no less than twice the size that is wanted."""
     factor = max(1, min(image.width // (_REDUCING_GAP * width), image.height // (_REDUCING_GAP * height)))
     reduced = np.empty((-(-image.height // factor), -(-image.width // factor), 3), np.uint8)
-    transparent = image.has_transparency_data
     rows = max(1, _BAND_NBYTES // (4 * image.width) // factor) * factor
     for top in range(0, image.height, rows):
-        band = image.crop((0, top, image.width, min(top + rows, image.height)))
-        flat = Image.fromarray(np.ascontiguousarray(_rgb(band, transparent, background)))
+        flat = Image.fromarray(np.ascontiguousarray(reader.rgb(top, min(top + rows, image.height))))
         place = top // factor
-        reduced[place : place + -(-band.height // factor)] = np.asarray(flat.reduce(factor) if factor > 1 else flat)
+        reduced[place : place + -(-flat.height // factor)] = np.asarray(flat.reduce(factor) if factor > 1 else flat)
     return Image.fromarray(reduced)
 
 
@@ -198,27 +303,90 @@ def _check_expansion(file_nbytes: int, decoded_nbytes: int, limit: float) -> Non
         )
 
 
+def _check_contained(data: bytes, name: str, limits: PictureLimits) -> None:
+    """Refuses a HEIC or AVIF whose pictures are larger than is accepted, whatever its own header says."""
+    sizes = coded_sizes(data, name)
+    for width, height in sizes:
+        check_size("a part of the picture", width, height, limits.max_pixels, math.inf)
+    num_pixels = sum(width * height for width, height in sizes)
+    if num_pixels > _MAX_CONTAINED * limits.max_pixels:
+        raise MediaError(f"the parts of the picture have {num_pixels} pixels together, more than are accepted")
+    _check_expansion(len(data), 3 * num_pixels, limits.max_expansion)
+
+
 @contextlib.contextmanager
-def _media_errors(max_pixels: int | None = None) -> Iterator[None]:
+def _open(data: bytes, name: str | None, max_pixels: int | None = None) -> Iterator[Image.Image]:
+    """Opens a picture. Wrong checksums of chunks that a PNG can do without are no reason not to."""
+    with picture_errors("picture", FORMATS, max_pixels, name):
+        try:
+            with _truncated_images():
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            kind = _kind_of_tiff(data) if name == "TIFF" else ""
+            if not kind:
+                raise
+            raise MediaError(f"TIFFs with {kind} a pixel are not read; save it again with 8 bits a sample") from None
+        with image:
+            yield image
+
+
+def _kind_of_tiff(data: bytes) -> str:
+    """What the samples of a TIFF are that Pillow does not read; nothing if its header can't be read, or is a usual one."""
+    try:
+        directory = TiffImagePlugin.ImageFileDirectory_v2(data[:8])
+        file = io.BytesIO(data)
+        file.seek(directory.next)
+        directory.load(file)
+        bits = directory.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
+        formats = directory.get(TiffImagePlugin.SAMPLEFORMAT, (1,))
+    except Exception:  # noqa: BLE001 - the parser of TIFF raises nearly anything, as the plugins do
+        return ""
+    if max(bits) <= 8 and len(bits) <= _USUAL_SAMPLES:
+        return ""
+    return f"{len(bits)} sample{'s' * (len(bits) != 1)} of {max(bits)} bits{' in floating point' * (3 in formats)}"
+
+
+@contextlib.contextmanager
+def _truncated_images() -> Iterator[None]:
+    """Has Pillow take what there is. The switch is one for the process, which decodes one medium at a time."""
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+@contextlib.contextmanager
+def picture_errors(
+    noun: str, formats: tuple[str, ...], max_pixels: int | None = None, name: str | None = None
+) -> Iterator[None]:
     """Whatever goes wrong in Pillow is the fault of the bytes it was given.
 
     Args:
+        noun: what it is called, for the text.
+        formats: that are accepted, for the text.
         max_pixels: of a picture, for the text.
+        name: the format that the file has by its signature.
     """
     try:
         yield
     except MediaError:
         raise
     except UnidentifiedImageError:
-        raise MediaError(f"not a picture in a format that is accepted ({', '.join(FORMATS)})") from None
+        if name is None:
+            raise MediaError(f"not a {noun} in a format that is accepted ({', '.join(formats)})") from None
+        raise MediaError(
+            f"the {noun} is {'an' if name[0] in 'AH' else 'a'} {name} that is damaged, truncated, or of a kind that can't be "
+            "read, such as samples of more than 8 bits that are no plain grey; save it again with 8 bits a sample"
+        ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # Pillow's text names a limit of its own, which is above ours.
         accepted = "" if max_pixels is None else f": at most {max_pixels:,} are accepted"
-        raise MediaError(f"the picture has too many pixels{accepted}") from error
+        raise MediaError(f"the {noun} has too many pixels{accepted}") from error
     except MemoryError as error:
-        raise MediaError("the picture asks for more memory than there is") from error
+        raise MediaError(f"the {noun} asks for more memory than there is") from error
     except Exception as error:
-        raise MediaError(f"the picture is damaged or truncated: {error or type(error).__name__}") from error
+        raise MediaError(f"the {noun} is damaged or truncated: {error or type(error).__name__}") from error
 
 
 def _orientation(image: Image.Image) -> int:
@@ -245,13 +413,125 @@ def _tile_size(image: Image.Image) -> tuple[int, int] | None:
     return width, height
 
 
-def _rgb(band: Image.Image, transparent: bool, background: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Converts rows of a picture to (rows, width, 3)."""
-    if band.mode.startswith("I;16"):
-        grey = (np.asarray(band) >> 8).astype(np.uint8)  # Pillow would clip, and make nearly everything white
-        return np.broadcast_to(grey[:, :, np.newaxis], (*grey.shape, 3))
-    if band.mode in ("I", "F"):
-        raise MediaError(f"pictures of mode {band.mode} (32 bits a sample) have no agreed range; send 8 or 16 bits")
-    if transparent:
-        band = Image.alpha_composite(Image.new("RGBA", band.size, background), band.convert("RGBA"))
-    return np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
+def _transparency(image: Image.Image) -> int | tuple[int, ...] | None:
+    """The transparent colour of a PNG without an alpha channel, as its samples are in Pillow's memory.
+
+    It is written as it is in the file; Pillow spreads grey of 1, 2 and 4 bits over 8, and of 16-bit colours keeps the high
+    bytes.
+    """
+    transparency = image.info.get("transparency")
+    if image.format != "PNG" or image.mode == "P" or not isinstance(transparency, int | tuple) or not image.tile:  # type: ignore[attr-defined]
+        return None
+    raw_mode = image.tile[0][3]  # type: ignore[attr-defined]
+    if isinstance(transparency, tuple):
+        return tuple(value >> 8 for value in transparency) if "16" in str(raw_mode) else transparency
+    if image.mode == "1":
+        return 255 if transparency else 0
+    bits = str(raw_mode).partition(";")[2]
+    return transparency * 255 // ((1 << int(bits)) - 1) if bits in ("2", "4") else transparency
+
+
+class _Reader:
+    """Converts rows of a picture to RGB.
+
+    Args:
+        image: decoded.
+        transparency: the colour that is transparent, if it has no alpha channel.
+        background: what is seen through transparent pixels.
+        missing: which rows were not decoded; they become grey.
+    """
+
+    def __init__(
+        self,
+        image: Image.Image,
+        transparency: int | tuple[int, ...] | None,
+        background: tuple[int, int, int],
+        missing: NDArray[np.bool_] | None,
+    ) -> None:
+        self._image = image
+        self._transparency = transparency
+        self._has_alpha = transparency is None and image.has_transparency_data
+        self._background = background
+        self._missing = missing
+        self._is_inverted, self._max_grey = _meaning_of_grey(image)
+        self._profile = _profile_of(image)
+        self._to_srgb: dict[str, ImageCms.ImageCmsTransform | None] = {}
+
+    def rgb(self, top: int, bottom: int) -> NDArray[np.uint8]:
+        """Returns rows as (rows, width, 3)."""
+        band = self._image.crop((0, top, self._image.width, bottom))
+        rgb = self._colours(band)
+        if self._transparency is not None:
+            samples = np.asarray(band.convert("L") if band.mode == "1" else band)
+            is_clear = samples == self._transparency if samples.ndim == 2 else (samples == self._transparency).all(axis=2)
+            rgb = np.where(is_clear[:, :, np.newaxis], np.asarray(self._background, np.uint8), rgb)
+        if self._missing is not None and self._missing[top:bottom].any():
+            rgb = np.where(self._missing[top:bottom, np.newaxis, np.newaxis], np.asarray(_GREY, np.uint8), rgb)
+        return rgb
+
+    def _colours(self, band: Image.Image) -> NDArray[np.uint8]:
+        if band.mode.startswith("I;16"):
+            samples = np.asarray(band)
+            samples = np.minimum(samples, self._max_grey)
+            if self._is_inverted:
+                samples = self._max_grey - samples
+            # Of 16 bits the high byte; Pillow would clip, and make nearly everything white.
+            high = samples >> 8 if self._max_grey == 0xFFFF else samples.astype(np.uint32) * 255 // self._max_grey
+            band = Image.fromarray(high.astype(np.uint8))
+        elif band.mode in ("I", "F"):
+            raise MediaError(f"pictures of mode {band.mode} (32 bits a sample) have no agreed range; send 8 or 16 bits")
+        if not self._has_alpha:
+            return np.asarray(self._srgb(band))
+        clear = band.convert("RGBA")
+        if self._profile is not None:
+            colours = band.convert("L" if band.mode == "LA" else "RGB")
+            clear = Image.merge("RGBA", (*self._srgb(colours).split(), clear.getchannel("A")))
+        return np.asarray(Image.alpha_composite(Image.new("RGBA", band.size, self._background), clear).convert("RGB"))
+
+    def _srgb(self, band: Image.Image) -> Image.Image:
+        if self._profile is None:
+            return band if band.mode == "RGB" else band.convert("RGB")
+        if band.mode in ("P", "1"):
+            band = band.convert("RGB" if band.mode == "P" else "L")
+        if band.mode not in self._to_srgb:
+            self._to_srgb[band.mode] = _transform(self._profile, band.mode)
+        transform = self._to_srgb[band.mode]
+        if transform is None:
+            return band if band.mode == "RGB" else band.convert("RGB")
+        converted = ImageCms.applyTransform(band, transform)
+        assert converted is not None
+        return converted
+
+
+def _meaning_of_grey(image: Image.Image) -> tuple[bool, int]:
+    """Whether white is zero, and the largest sample, of 16-bit grey that Pillow hands out as it is stored."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return False, 0xFFFF
+    is_inverted = image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+    bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
+    stated = image.tag_v2.get(_MAX_SAMPLE_VALUE)
+    largest = int(stated[0] if isinstance(stated, tuple) and stated else stated or 0)
+    if largest not in _LARGEST_OF_BITS:
+        largest = (1 << bits) - 1 if 8 < bits < 16 else 0xFFFF
+    return is_inverted, largest
+
+
+def _profile_of(image: Image.Image) -> ImageCms.ImageCmsProfile | None:
+    """The ICC profile that a picture's colours are in; None: sRGB, or none that can be read, which is taken for sRGB."""
+    icc = image.info.get("icc_profile")
+    if not isinstance(icc, bytes) or not icc:
+        return None
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+        is_srgb = "sRGB" in ImageCms.getProfileDescription(profile)
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
+        return None
+    return None if is_srgb else profile
+
+
+def _transform(profile: ImageCms.ImageCmsProfile, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """How colours become sRGB; None: the profile is not one of such colours."""
+    try:
+        return ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return None

@@ -56,12 +56,14 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
         duration_s: of a recording or clip.
         sample_rate: of a recording.
         timestamps_s: of a clip's frames.
+        shortfall: what is missing of it, for its caller; nothing if nothing is.
     """
 
     length: int
     duration_s: float = 0.0
     sample_rate: int = 0
     timestamps_s: list[float] = []
+    shortfall: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -226,16 +226,16 @@ class MediaLoader:
         except BaseException:
             del target
             raise
-        reply = decoded.reply
+        reply, shortfall = decoded.reply, decoded.reply.shortfall or None
         match decoded.kind:
             case "image":
-                return Picture(target)
+                return Picture(target, shortfall=shortfall)
             case "video":
-                return Video(target, reply.timestamps_s, reply.duration_s)
+                return Video(target, reply.timestamps_s, reply.duration_s, shortfall=shortfall)
             case "audio" if len(decoded.shape) == 2:
-                return Spectrogram(target, reply.duration_s)
+                return Spectrogram(target, reply.duration_s, shortfall=shortfall)
             case "audio":
-                return Waveform(target, reply.sample_rate)
+                return Waveform(target, reply.sample_rate, shortfall=shortfall)
 
     def statistics(self) -> DecoderStatistics:
         """Returns how busy the decoders are."""

@@ -1,4 +1,4 @@
-"""Looks at the tables of an MP4 before libav does, which believes how many samples they claim.
+"""Looks at the tables of an MP4 before libav does, which believes how many samples they claim, and at what of it is missing.
 
 libav builds an index entry of 24 bytes for each sample, and the tables can claim samples without listing them: "a hundred
 million, all of one size". A file of 700 bytes then takes gigabytes and seconds in ``avformat_open_input``, before anybody could
@@ -17,9 +17,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from frontend.media.errors import MediaError
+from av.audio.stream import AudioStream
+from av.video.stream import VideoStream
 
-__all__ = ["check_tables"]
+from frontend.media.damage import Shortfall
+from frontend.media.errors import MediaError
+from frontend.media.signatures import boxes
+
+__all__ = ["beginning_of", "check_tables", "missing_samples", "whole_part"]
 
 # Ten minutes of 240 frames and 94 blocks of sound a second are 200 000. Their index takes 12 MB.
 _MAX_SAMPLES = 500_000
@@ -39,11 +44,11 @@ _REFUSED = {
 }
 
 
-def check_tables(data: bytes) -> None:
+def check_tables(data: bytes | memoryview) -> None:
     """Refuses an MP4 or QuickTime file whose tables claim what it can't hold.
 
     Raises:
-        MediaError: they do, or it has a compressed header or is encrypted, or its media data are not all there.
+        MediaError: they do, or it has a compressed header or is encrypted.
     """
     num_samples = num_in_edits = 0
 
@@ -85,7 +90,7 @@ class _Track:
         self.num_edits = 0
         self._is_counted_in_samples = True
 
-    def note(self, name: bytes, data: bytes, place: int) -> None:
+    def note(self, name: bytes, data: bytes | memoryview, place: int) -> None:
         """Takes a table up. Each begins with 4 bytes of version and flags."""
         if name == b"stsz" and _number(data, place + 4):
             self._of_one_size = max(self._of_one_size, _number(data, place + 8))
@@ -102,7 +107,7 @@ class _Track:
         elif name == b"soun":
             self._is_sound = True
 
-    def _note_chunks(self, data: bytes, place: int) -> None:
+    def _note_chunks(self, data: bytes | memoryview, place: int) -> None:
         """Samples per chunk come as (first chunk, samples in it and in those that follow, ...)."""
         count = min(_number(data, place + 4), (len(data) - place) // 12, _MAX_SAMPLES)
         for entry in range(place + 8, place + 8 + 12 * count, 12):
@@ -120,24 +125,53 @@ class _Track:
         return max(total, self._listed, self._of_one_size if self._of_one_size > file_nbytes else 0)
 
 
-def _without_media_data(data: bytes) -> Iterator[tuple[int, int]]:
+def whole_part(data: memoryview) -> tuple[memoryview, bool]:
+    """Returns a file without the fragment whose description it ends in, which libav would not open; and whether it is whole."""
+    start, name, end = 0, b"", 0
+    for box in boxes(data):
+        start, name, end = box
+    if end <= len(data):
+        return data, True
+    return (data[:start] if name in (b"moof", b"sidx", b"styp") else data), False
+
+
+def missing_samples(stream: AudioStream | VideoStream, file_nbytes: int) -> list[Shortfall]:
+    """Counts samples of a track that the tables of a truncated file list, and that it does not have. More may be missing."""
+    entries = stream.index_entries
+    total = len(entries)
+    missing = sum(entry.pos + entry.size > file_nbytes for entry in entries)
+    if not missing:
+        return [Shortfall(missing=0, promised=0, unit="", cause="its end is missing (MP4)")]
+    return [Shortfall(missing=missing, promised=total, unit="frames")]
+
+
+def beginning_of(data: memoryview) -> int:
+    """Returns where the file begins from which an MP4's tables count.
+
+    Some write a box of their own before a finished file, and leave its tables as they were: then these count from ``ftyp``
+    on. The first sample tells: it begins where the media data do, or shortly behind.
+    """
+    starts = {name: (start, end) for start, name, end in reversed(list(boxes(data)))}
+    if b"ftyp" not in starts or b"moov" not in starts or b"mdat" not in starts or not starts[b"ftyp"][0]:
+        return 0
+    begin, first_data = starts[b"ftyp"][0], starts[b"mdat"][0] + 8
+    offsets = []
+    for match in re.finditer(b"stco|co64", data[slice(*starts[b"moov"])]):
+        place, width = starts[b"moov"][0] + match.end() + 8, 4 if match.group() == b"stco" else 8
+        offsets.append(int.from_bytes(data[place : place + width], "big"))
+    return begin if offsets and min(offsets) < first_data <= min(offsets) + begin else 0
+
+
+def _without_media_data(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
     """The places of all outermost boxes but ``mdat``; of what is no box, whatever it is."""
     place = 0
-    while place < len(data):
-        size, header = _number(data, place), 8
-        if size == 1:
-            size, header = int.from_bytes(data[place + 8 : place + 16], "big"), 16
-        elif size == 0:
-            size = len(data) - place
-        if size < header:
-            yield place, len(data)
-            return
-        if data[place + 4 : place + 8] != b"mdat":
-            yield place, min(place + size, len(data))
-        elif place + size > len(data):  # libav would take what there is for the whole
-            raise MediaError(f"the MP4 is truncated: {place + size - len(data)} bytes are missing")
-        place += size
+    for start, name, end in boxes(data):
+        if name != b"mdat":
+            yield start, min(end, len(data))
+        place = end
+    if place < len(data):
+        yield place, len(data)
 
 
-def _number(data: bytes, place: int) -> int:
+def _number(data: bytes | memoryview, place: int) -> int:
     return int.from_bytes(data[place : place + 4], "big")

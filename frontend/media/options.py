@@ -35,6 +35,7 @@ class PictureLimits:
             hundred scans of 64 megapixels take about five seconds of a core.
         max_chunks: of a PNG, and segments of a JPEG. 64 MiB in the 8 KiB chunks that libpng writes are 8192; each costs some
             microseconds.
+        max_missing_share: of its rows; see :class:`MediaLimits`.
     """
 
     max_nbytes: int = 64 << 20
@@ -43,6 +44,7 @@ class PictureLimits:
     max_expansion: float = 500.0
     max_scans: int = 100
     max_chunks: int = 65_536
+    max_missing_share: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,10 @@ class MediaLimits:
         max_decode_s: seconds of a processor's core that a medium may take, from its header to its last pixel. A picture of 12
             megapixels takes 0.2, a minute of 1920 x 1080 with keyframes about 5, the worst that the other limits let through
             minutes.
+        max_missing_share: how much of a medium may be missing, because it is damaged or truncated, of what its file
+            promises: 0 to 1 (:mod:`frontend.media.damage`). With a tenth, a medium still is what its sender meant: an
+            upload that ended a moment too soon, a bad block in the middle. Half of a recording is another one, and an
+            answer about it would be wrong without anybody noticing. What is missing below that is told with the answer.
     """
 
     max_image_nbytes: int = 64 << 20
@@ -92,6 +98,7 @@ class MediaLimits:
     max_decoded_pixels: int = 40_000_000_000
     max_video_expansion: float = 25_000.0
     max_decode_s: float = 20.0
+    max_missing_share: float = 0.1
 
     @property
     def picture(self) -> PictureLimits:
@@ -103,6 +110,7 @@ class MediaLimits:
             max_expansion=self.max_image_expansion,
             max_scans=self.max_image_scans,
             max_chunks=self.max_image_chunks,
+            max_missing_share=self.max_missing_share,
         )
 
     def max_nbytes(self, kind: str) -> int:

@@ -119,6 +119,15 @@ class Timeline:
         # Frames are stored nearly in order, and this is asked for each: the ends tell enough.
         return float(abs(self._positions[-1] - self._positions[0]) * self._seconds)
 
+    def end_s(self) -> float:
+        """Returns when the last frame ends, counted from the time 0 of the file, or from its first frame if that is before."""
+        if not self._positions:
+            return 0.0
+        if not self._has_timestamps:
+            return self.span_s()
+        positions = sorted(set(self._positions))
+        return float((self._end_of(positions) - min(positions[0], 0)) * self._seconds)
+
     def select(self, num_frames: int, fps: float | None) -> Selection | None:
         """Chooses frames, as :func:`frames_to_sample` says; None: there are none."""
         if not self._has_timestamps:

@@ -7,8 +7,12 @@ frames need: it leaves out everything up to the keyframe before the next chosen 
 costs nothing to speak of, and needs none of the seeking that containers do approximately, or not at all. One frame is converted
 at a time, so in private memory there are the decoder's reference frames and one converted one.
 
-Frames are scaled to one size, also if it changes on the way. Their colours are converted as the stream says, or else as BT.601;
-transparency is ignored, and so are pixels that are not square.
+Frames are scaled to one size, also if it changes on the way: the one that they are shown with, where pixels are not square.
+Their colours are converted as the stream says, or else as BT.601; transparency is ignored. Packets that can't be decoded
+are left out, and the next frame is taken for a wanted one that is damaged; what is missing is counted
+(:mod:`frontend.media.damage`).
+
+A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. Animated WebPs are :mod:`frontend.media.animation`'s.
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out.
 """
@@ -28,17 +32,19 @@ import numpy as np
 from av.buffer import Buffer
 from av.packet import Packet
 from av.sidedata.sidedata import Type as SideDataType
-from av.stream import Disposition
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from engine.inputs import VideoSpec
-from frontend.media.container import VIDEO_DECODERS, opened, prepare_decoder
+from frontend.media.animation import decode_frames, probe_frames
+from frontend.media.container import VIDEO_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.media.signatures import demuxer_of
 from frontend.media.timeline import Selection, Timeline
 
 __all__ = ["ClipHeader", "DecodedClip", "decode_into", "probe"]
@@ -48,11 +54,15 @@ _TRUSTED_KEYFRAMES = ("mov", "matroska")
 # These store frames at a constant rate and no timestamps; what libav makes up is wrong where frames refer to later ones.
 _WITHOUT_TIMESTAMPS = ("avi",)
 
+_MIN_GIF_DURATION = 2  # hundredths of a second; browsers show what is shorter for ten
+_SHORT_GIF_DURATION = 10
+
 # Bicubic, which swscale widens when it scales down, so that nothing is skipped. Without the other flag it darkens: 255 to 253.
 # ACCURATE_RND would change nothing where a frame is scaled. Where it is not, it would spare the mean error of one level in
 # 255 that the fast conversion makes (as OpenCV's does) and take three times as long, which is a third of a clip's decoding.
 _SCALING = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT
 
+_WHITE = (255, 255, 255)
 _HARMLESS_PIXELS = 2_000_000_000  # to decode: one to four seconds of a core
 _MAX_UNDECODABLE = 600  # packets before the first frame: a clip that was cut out of another has up to 10 s of them
 
@@ -78,6 +88,10 @@ class ClipHeader:
         orientation: EXIF's number for how they are turned; 1 is as stored.
         selection: which frames.
         max_frame_pixels: of a frame as it is stored.
+        track: the number of its stream.
+        shortfalls: what of it is missing, so far as is known before it is decoded.
+        max_missing_share: how much may be.
+        is_animation: it is a picture that moves, and :mod:`frontend.media.animation` decodes it.
     """
 
     width: int
@@ -85,6 +99,10 @@ class ClipHeader:
     orientation: int
     selection: Selection
     max_frame_pixels: int
+    track: int = 0
+    shortfalls: tuple[Shortfall, ...] = ()
+    max_missing_share: float = MediaLimits.max_missing_share
+    is_animation: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -99,10 +117,12 @@ class DecodedClip:
     Attributes:
         timestamps_s: of each frame that was written, in seconds from the clip's first frame.
         duration_s: of the clip.
+        shortfall: what the caller is told of what is missing; nothing if nothing is.
     """
 
     timestamps_s: list[float]
     duration_s: float
+    shortfall: str = ""
 
 
 def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoKwargs) -> ClipHeader:
@@ -124,27 +144,69 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
     num_frames = spec.num_frames if io_kwargs.num_frames is None else io_kwargs.num_frames
     if num_frames < 0 or num_frames > limits.max_num_frames:
         num_frames = limits.max_num_frames
-    with opened(data, "clip", VIDEO_DECODERS, limits.max_frame_pixels) as container:
-        stream = _frames_of(container, limits.max_frame_pixels)
-        width, height = stream.codec_context.width, stream.codec_context.height
-        if width or height:
-            check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
-        timeline, first = _scan(container, stream, limits)
-        selection = timeline.select(num_frames, io_kwargs.fps)
-        if selection is None or first is None:
-            raise MediaError("the clip is damaged or empty: none of its frames can be decoded")
-        check_size("the clip", first.width, first.height, limits.max_frame_pixels, limits.max_aspect_ratio)
-        if selection.duration_s > limits.max_video_duration_s:
-            raise _too_long(limits)
-        most_pixels = min(limits.max_decoded_pixels, max(_HARMLESS_PIXELS, limits.max_video_expansion * len(data)))
-        if selection.num_decoded * first.width * first.height > most_pixels:
-            raise MediaError(
-                f"{selection.num_decoded} frames of {first.width} x {first.height} must be decoded for those that are wanted, "
-                f"and for a clip of {len(data)} bytes {most_pixels:.3g} pixels are accepted (max_decoded_pixels, "
-                "max_video_expansion); send a smaller clip, or one with more keyframes"
-            )
-        orientation = _orientation(first)
-        width, height = scaled_size(first.width, first.height, spec.max_pixels)
+    demuxer, start = demuxer_of(data)
+    if demuxer == "webp":
+        width, height, selection = probe_frames(data[start:], spec, limits, num_frames, io_kwargs.fps)
+        return ClipHeader(
+            width=width,
+            height=height,
+            orientation=1,
+            selection=selection,
+            max_frame_pixels=limits.max_frame_pixels,
+            is_animation=True,
+        )
+    number = 0
+    while True:  # a track may be there and hold nothing that can be decoded
+        with opened(data, "clip", VIDEO_DECODERS, limits.max_frame_pixels) as file:
+            candidates = tracks(file.container.streams.video, "clip", VIDEO_DECODERS, file.container.format.name)
+            is_last = number + 1 == len(candidates)
+            try:
+                return _probe_track(data, file, candidates[number], num_frames, spec, limits, io_kwargs)
+            except _NothingDecodableError:
+                if is_last:
+                    raise
+        number += 1
+
+
+class _NothingDecodableError(MediaError):
+    """A track has no frame that can be decoded."""
+
+
+def _probe_track(
+    data: bytes,
+    file: OpenFile,
+    stream: VideoStream,
+    num_frames: int,
+    spec: VideoSpec,
+    limits: MediaLimits,
+    io_kwargs: MediaIoKwargs,
+) -> ClipHeader:
+    prepare_decoder(stream, limits.max_frame_pixels)
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if width or height:
+        check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
+    timeline, first, num_corrupt = _scan(file.container, stream, limits)
+    shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "clip", VIDEO_DECODERS, timeline.end_s())]
+    if not shortfalls:  # where a file ends early, the last frame is there in part
+        shortfalls += missing_packets(num_corrupt, timeline.num_packets, "frames")
+    accepted_shortfall("clip", shortfalls, limits.max_missing_share)
+    selection = timeline.select(num_frames, io_kwargs.fps)
+    if selection is None or first is None:
+        raise _NothingDecodableError("the clip is damaged or empty: none of its frames can be decoded")
+    check_size("the clip", first.width, first.height, limits.max_frame_pixels, limits.max_aspect_ratio)
+    if selection.duration_s > limits.max_video_duration_s:
+        raise _too_long(limits)
+    most_pixels = min(limits.max_decoded_pixels, max(_HARMLESS_PIXELS, limits.max_video_expansion * len(data)))
+    if selection.num_decoded * first.width * first.height > most_pixels:
+        raise MediaError(
+            f"{selection.num_decoded} frames of {first.width} x {first.height} must be decoded for those that are wanted, "
+            f"and for a clip of {len(data)} bytes {most_pixels:.3g} pixels are accepted (max_decoded_pixels, "
+            "max_video_expansion); send a smaller clip, or one with more keyframes"
+        )
+    orientation = _orientation(first)
+    shown_width, shown_height = _shown_size(stream, first)
+    check_size("the clip, as it is shown,", shown_width, shown_height, limits.max_frame_pixels, limits.max_aspect_ratio)
+    width, height = scaled_size(shown_width, shown_height, spec.max_pixels)
     if orientation in SWAPPING_ORIENTATIONS:
         width, height = height, width
     return ClipHeader(
@@ -153,16 +215,30 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
         orientation=orientation,
         selection=selection,
         max_frame_pixels=limits.max_frame_pixels,
+        track=stream.index,
+        shortfalls=tuple(shortfalls),
+        max_missing_share=limits.max_missing_share,
     )
 
 
-def decode_into(data: bytes, header: ClipHeader, target: NDArray[np.uint8]) -> DecodedClip:
+def _shown_size(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
+    """The size that a frame is shown with, before it is turned: pixels may be wider than high, or the other way round."""
+    ratio = stream.sample_aspect_ratio
+    if not ratio or ratio <= 0:
+        return frame.width, frame.height
+    return max(1, round(frame.width * ratio)), frame.height
+
+
+def decode_into(
+    data: bytes, header: ClipHeader, target: NDArray[np.uint8], background: tuple[int, int, int] = _WHITE
+) -> DecodedClip:
     """Decodes the chosen frames of a clip into the caller's memory.
 
     Args:
         data: what :func:`probe` was given.
         header: what it returned.
         target: (frames, height, width, 3), uint8; becomes RGB. After an error its content is undefined.
+        background: what is seen through transparent pixels of an animation.
 
     Raises:
         MediaError: it is damaged.
@@ -170,21 +246,24 @@ def decode_into(data: bytes, header: ClipHeader, target: NDArray[np.uint8]) -> D
     """
     if target.shape != header.shape or target.dtype != np.uint8:
         raise ValueError(f"the target is {target.dtype} {target.shape}, the clip needs uint8 {header.shape}")
+    if header.is_animation:
+        timestamps_s = decode_frames(data[demuxer_of(data)[1] :], header.selection, target, background)
+        return DecodedClip(timestamps_s=timestamps_s, duration_s=header.selection.duration_s)
     writer = _FrameWriter(header, target)
-    with opened(data, "clip", VIDEO_DECODERS, header.max_frame_pixels) as container:
-        stream = _frames_of(container, header.max_frame_pixels)
-        _decode(container, stream, writer)
+    with opened(data, "clip", VIDEO_DECODERS, header.max_frame_pixels) as file:
+        stream = file.container.streams[header.track]
+        assert isinstance(stream, VideoStream), "a header belongs to its file"
+        prepare_decoder(stream, header.max_frame_pixels)
+        _decode(file.container, stream, writer)
+    shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames")]
+    num_wanted, num_written = len(header.selection.positions), len(writer.timestamps_s)
+    if writer.num_damaged and num_written < num_wanted:  # a decoder may give nothing until the next keyframe
+        shortfalls += missing_packets(num_wanted - num_written, num_wanted, "wanted frames")
+    shortfall = accepted_shortfall("clip", shortfalls, header.max_missing_share)
     if not writer.timestamps_s:
         raise MediaError("the clip is damaged: none of its frames can be decoded")
-    return DecodedClip(timestamps_s=writer.timestamps_s, duration_s=header.selection.duration_s)
-
-
-def _frames_of(container: av.container.InputContainer, max_frame_pixels: int) -> VideoStream:
-    for stream in container.streams.video:
-        if not stream.disposition & Disposition.attached_pic:  # a recording's cover
-            prepare_decoder(stream, "clip", VIDEO_DECODERS, max_frame_pixels)
-            return stream
-    raise MediaError(f"the file ({container.format.name}) holds no clip")
+    duration_s = header.selection.duration_s
+    return DecodedClip(timestamps_s=writer.timestamps_s, duration_s=duration_s, shortfall=shortfall)
 
 
 def _too_long(limits: MediaLimits) -> MediaError:
@@ -193,35 +272,47 @@ def _too_long(limits: MediaLimits) -> MediaError:
 
 def _packets(container: av.container.InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
     """All packets that hold anything; both passes count these. The caller empties the decoder."""
+    is_gif = container.format.name == "gif"
+    shift = 0
     for packet in container.demux(stream):
-        if packet.size:
-            yield packet
+        if not packet.size:
+            continue
+        if is_gif and packet.pts is not None:
+            packet.pts += shift
+            packet.dts = packet.pts
+            if (packet.duration or 0) < _MIN_GIF_DURATION:
+                shift += _SHORT_GIF_DURATION - (packet.duration or 0)
+                packet.duration = _SHORT_GIF_DURATION
+        yield packet
 
 
 def _scan(
     container: av.container.InputContainer, stream: VideoStream, limits: MediaLimits
-) -> tuple[Timeline, VideoFrame | None]:
-    """Reads all packets, and decodes until there is a frame."""
+) -> tuple[Timeline, VideoFrame | None, int]:
+    """Reads all packets, and decodes until there is a frame; counts packets that are there in part."""
     if stream.time_base is None:
         raise MediaError("the clip is damaged: it has no unit of time")
     demuxer = container.format.name.split(",")[0]
     timeline = Timeline(stream.time_base, stream.average_rate or stream.guessed_rate, demuxer in _TRUSTED_KEYFRAMES)
     first: VideoFrame | None = None
+    num_corrupt = num_tried = 0
     for packet in _packets(container, stream):
-        if packet.is_corrupt:
-            raise MediaError("the clip is truncated: a frame is there in part only")
         if timeline.num_packets >= limits.max_coded_frames:
             raise MediaError(f"the clip has more than the {limits.max_coded_frames} frames that are accepted")
         position = packet.pts if demuxer not in _WITHOUT_TIMESTAMPS else None
+        num_corrupt += packet.is_corrupt
         is_shown = not packet.is_discard and not (stream.codec_context.name == "vp8" and _is_hidden_vp8(packet))
-        timeline.add(position, packet.duration or 0, packet.is_keyframe, is_shown)
+        is_usable = not packet.is_corrupt
+        timeline.add(position, packet.duration or 0, packet.is_keyframe and is_usable, is_shown and is_usable)
         if timeline.span_s() > limits.max_video_duration_s:
             raise _too_long(limits)
-        if first is None:
-            if timeline.num_packets > _MAX_UNDECODABLE:
-                raise MediaError(f"the clip is damaged: none of its first {_MAX_UNDECODABLE} frames can be decoded")
+        if first is None and is_usable:
+            num_tried += 1
+            if num_tried > _MAX_UNDECODABLE:
+                reason = f"the clip is damaged: none of its first {_MAX_UNDECODABLE} frames can be decoded"
+                raise _NothingDecodableError(reason)
             first = _first_frame(stream, packet)
-    return timeline, first if first is not None else _first_frame(stream, None)
+    return timeline, first if first is not None else _first_frame(stream, None), num_corrupt
 
 
 def _first_frame(stream: VideoStream, packet: Packet[VideoStream] | None) -> VideoFrame | None:
@@ -254,30 +345,45 @@ def _orientation(frame: VideoFrame) -> int:
 def _decode(container: av.container.InputContainer, stream: VideoStream, writer: _FrameWriter) -> None:
     decoder = stream.codec_context
     is_decoding = False
+
+    def decode(packet: Packet[VideoStream] | None) -> None:
+        try:
+            frames = decoder.decode(packet)
+        except (av.error.InvalidDataError, av.error.EOFError):
+            writer.num_damaged += 1
+            return
+        for frame in frames:
+            writer.take(frame)
+
     for number, packet in enumerate(_packets(container, stream)):
         if writer.is_complete:
             return
-        if number < writer.next_start:
-            is_decoding = False
+        if number < writer.next_start or packet.is_corrupt:
+            is_decoding = is_decoding and number >= writer.next_start
             continue
         if not is_decoding:
             decoder.flush_buffers()
             is_decoding = True
-        for frame in decoder.decode(packet):
-            writer.take(frame)
+        writer.num_attempted += 1
+        decode(packet)
     if is_decoding and not writer.is_complete:
-        for frame in decoder.decode(None):
-            writer.take(frame)
+        decode(None)
 
 
 class _FrameWriter:
     """Takes frames in the order in which they are shown, and writes those that are wanted.
 
-    A frame that is wanted may never come: then the next one is taken for it.
+    A frame that is wanted may never come, or be damaged: then the next one is taken for it.
+
+    Attributes:
+        timestamps_s: of what was written.
+        num_attempted: packets that were decoded.
+        num_damaged: of these, how many could not be, or only in part.
     """
 
     def __init__(self, header: ClipHeader, target: NDArray[np.uint8]) -> None:
         self.timestamps_s: list[float] = []
+        self.num_attempted = self.num_damaged = 0
         self._header = header
         self._selection = header.selection
         self._target = target
@@ -302,10 +408,9 @@ class _FrameWriter:
             if frame.pts is None:
                 return
             position = frame.pts
-        if self.is_complete or position < selection.positions[self._next]:
+        self.num_damaged += frame.is_corrupt
+        if self.is_complete or position < selection.positions[self._next] or frame.is_corrupt:
             return
-        if frame.is_corrupt:
-            raise MediaError("the clip is damaged: frames of it can be decoded in part only")
         self._write(frame)
         self.timestamps_s.append(selection.time_of(position))
         self._next = bisect.bisect_right(selection.positions, position)

@@ -186,8 +186,8 @@ async def test_bad_requests_say_what_is_bad(
         (body_of(PIXELS[0], input="text"), "invalid_value", "input"),
         ({"model": "shmring-fingerprints", "input": "text"}, "unsupported_input", "input"),
         (body_of(PIXELS[0], dimensions=5), "invalid_value", "dimensions"),
-        (body_of(PIXELS[0], b"no picture", file[:-30]), "invalid_image", "messages[0].content[1].image_url"),
-        (body_of(PIXELS[0], PIXELS[1], file[:-30]), "invalid_image", "messages[0].content[2].image_url"),
+        (body_of(PIXELS[0], b"no picture", file[: len(file) // 2]), "invalid_image", "messages[0].content[1].image_url"),
+        (body_of(PIXELS[0], PIXELS[1], file[: len(file) // 2]), "invalid_image", "messages[0].content[2].image_url"),
     ]
     for body, code, param in cases:
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -468,3 +468,29 @@ async def test_fields_that_are_not_known_are_named_to_the_caller_and_in_the_log(
     assert noted.status_code == 200
     assert noted.headers["x-shmring-ignored-fields"] == "messages[0].name, store"
     assert any(message.endswith("were ignored: messages[0].name, store") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_missing_of_a_medium_is_told_also_when_it_is_found_again(
+    open_core: Any, open_app: OpenApp, chat_of: Any, encoded: Any, stream: bool
+) -> None:
+    http = await open_app(await open_core())
+    cut = encoded(PIXELS[1])[:-30]
+    told = "2 of 3: the picture is damaged or truncated: "
+    for _ in range(2):
+        body = chat_of(PIXELS[0], cut, PIXELS[0], max_tokens=1, stream=stream)
+        response = await http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200
+        assert response.headers["x-shmring-media-shortfall"].startswith(told)
+    whole = await http.post("/v1/chat/completions", json=chat_of(PIXELS[0], max_tokens=1, stream=stream))
+    assert "x-shmring-media-shortfall" not in whole.headers
+
+
+async def test_what_is_missing_of_an_embedded_medium_is_told(
+    open_engine: Any, open_app: OpenApp, body_of: Any, encoded: Any
+) -> None:
+    http = await open_app(await open_engine())
+    cut = [encoded(PIXELS[1])[:-30] + bytes(number) for number in range(9)]
+    response = await http.post("/v1/embeddings", json=body_of(*cut))
+    told = response.headers["x-shmring-media-shortfall"].split(" | ")
+    assert [part.split(":")[0] for part in told] == [*(f"{number} of 9" for number in range(1, 9)), "and of 1 more"]

@@ -223,7 +223,7 @@ async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
     open_engine: Any, open_intake: Any, encoded: Any, eventually: Any, admitted: Admitted
 ) -> None:
     engine = await open_engine()
-    sources = [source_of(encoded(PIXELS[0])), source_of(encoded(PIXELS[1])[:-30], param="this")]
+    sources = [source_of(encoded(PIXELS[0])), source_of(encoded(PIXELS[1])[:1000], param="this")]
     with pytest.raises(ApiError, match="truncated") as raised:
         await open_intake(engine).take(sources, SPEC, admitted, "messages").__aenter__()
     assert raised.value.param == "this"

@@ -23,7 +23,8 @@ from frontend.media.errors import MediaError
 from frontend.media.image import probe
 from frontend.media.mp4 import check_tables
 from frontend.media.options import PictureLimits
-from frontend.media.riff import check_wav
+from frontend.media.riff import wav_sizes
+from frontend.media.signatures import demuxer_of
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
@@ -831,7 +832,7 @@ _PICTURE_LIMITS = PictureLimits()
 
 def media_headers(data: bytes) -> None:
     """What is looked at before a decoder is: accepted, or a message; never more memory than the file has bytes."""
-    for look in (check_wav, check_tables, lambda file: probe(file, _PICTURE_LIMITS)):
+    for look in (wav_sizes, demuxer_of, check_tables, lambda file: probe(file, _PICTURE_LIMITS)):
         with contextlib.suppress(MediaError):
             look(data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import tracemalloc
 import wave
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 
 from engine.protocol import SoundSpec
 from frontend.media.audio import DecodedSound, SoundHeader, decode_into, probe
@@ -149,8 +152,6 @@ def test_a_very_short_recording_has_one_window() -> None:
 def test_the_sound_of_a_clip_is_taken(clip_of: Callable[..., bytes], recording_of: Callable[..., bytes]) -> None:
     with pytest.raises(MediaError, match="holds no sound"):
         probe(clip_of([0, 100, 200]), WAVEFORM, LIMITS)
-    import av
-
     file = io.BytesIO()
     with (
         av.open(file, "w", format="mp4") as output,
@@ -286,3 +287,154 @@ def test_no_temporary_is_as_large_as_the_recording(recording_of: Callable[..., b
         tracemalloc.stop()
     assert result.duration_s == pytest.approx(120, abs=0.1)
     assert peak_nbytes < 4 << 20  # its samples take 7.7 MB
+
+
+# -- what is missing ------------------------------------------------------------------------------------------------------
+
+
+FORMATS = [
+    ("wav", "pcm_s16le", 44_100, "bytes of samples"),
+    ("aiff", "pcm_s16be", 44_100, "s"),
+    ("flac", "flac", 44_100, "s"),
+    ("mp3", "libmp3lame", 44_100, "s"),
+    ("webm", "libopus", 48_000, "s"),
+    ("matroska", "aac", 44_100, "s"),
+    ("caf", "pcm_s16le", 44_100, "s"),
+    ("avi", "pcm_s16le", 44_100, "s"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec", "rate", "unit"), FORMATS)
+def test_half_a_recording_is_refused_in_every_format(
+    recording_of: Callable[..., bytes], container: str, codec: str, rate: int, unit: str
+) -> None:
+    data = recording_of(chirp(rate), rate, container, codec)
+    assert decoded(data)[1].shortfall == ""
+    half = data[: len(data) // 2]
+    with pytest.raises(MediaError, match=rf"the recording is damaged or truncated: .* of \S+ {unit} .*max_missing_share"):
+        decoded(half)
+    _, sound = decoded(half, limits=MediaLimits(max_missing_share=0.7))
+    assert 0.3 * SECONDS < sound.duration_s < 0.6 * SECONDS
+    assert f" {unit} (" in sound.shortfall
+
+
+@pytest.mark.parametrize(("container", "codec", "rate", "unit"), FORMATS)
+def test_a_recording_without_its_end_is_taken_as_far_as_it_goes(
+    recording_of: Callable[..., bytes], container: str, codec: str, rate: int, unit: str
+) -> None:
+    data = recording_of(chirp(rate, 10), rate, container, codec)
+    sound = decoded(data[: len(data) * 96 // 100])[1]
+    assert 9 < sound.duration_s < 9.9
+    assert sound.shortfall.startswith("the recording is damaged or truncated: ")
+
+
+def test_an_ogg_promises_nothing_but_its_end(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(48_000, 10), 48_000, "ogg", "libopus")
+    assert decoded(data)[1].shortfall == ""
+    sound = decoded(data[: len(data) // 2])[1]
+    assert sound.shortfall == "the recording is damaged or truncated: its end is missing (OGG)"
+
+
+@pytest.mark.parametrize(
+    ("claimed", "riff"),
+    [(0, 0), (0, 36), *itertools.product([0x7FFFF000, 0xFFFFFFFF], [0, 36, 0x7FFFF024, 0xFFFFFFFF])],
+)
+def test_a_wav_whose_sizes_say_nothing_goes_to_its_end(claimed: int, riff: int) -> None:
+    data = bytearray(wav((chirp(RATE) * 32767).astype(np.int16).tobytes(), claimed=claimed))
+    data[4:8] = struct.pack("<I", riff)
+    samples, sound = decoded(bytes(data))
+    assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
+
+
+@pytest.mark.parametrize("more", [1, 16, 2000])
+def test_a_wav_whose_size_is_a_little_too_large_is_read_as_far_as_it_goes(more: int) -> None:
+    payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()
+    samples, sound = decoded(wav(payload, claimed=len(payload) + more))
+    assert len(samples) == SECONDS * RATE
+    assert f"{more} of {len(payload) + more} bytes of samples" in sound.shortfall
+
+
+def test_a_wav_whose_size_is_half_of_what_is_there_is_read_whole() -> None:
+    payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()
+    data = bytearray(wav(payload, claimed=len(payload) // 2))
+    data[4:8] = struct.pack("<I", len(payload) + 36)
+    assert len(decoded(bytes(data))[0]) == SECONDS * RATE
+
+
+def test_a_chunk_behind_the_samples_is_no_sound() -> None:
+    payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()
+    data = bytearray(wav(payload) + b"LIST" + struct.pack("<I", 200) + bytes(200))
+    data[4:8] = struct.pack("<I", len(data) - 8)
+    assert len(decoded(bytes(data))[0]) == SECONDS * RATE
+
+
+@pytest.mark.parametrize("scale", [128.0, 32_767.0, 2.0**31])
+def test_whole_numbers_as_floating_point_are_refused_with_what_to_do(scale: float) -> None:
+    samples = (scale * chirp(RATE)).astype("<f4")
+    with pytest.raises(MediaError, match=r"look like whole numbers\. Divide them by full scale"):
+        decoded(wav(samples.tobytes(), format_tag=3, bits=32))
+
+
+# -- where it begins, and which track -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("junk", [b"\n", bytes(1000), b"\x1f" * 9001, b"\xff\xfb" * 20], ids=len)
+def test_junk_before_an_mp3_is_left_out(recording_of: Callable[..., bytes], junk: bytes) -> None:
+    data = recording_of(chirp(44_100), 44_100, "mp3", "libmp3lame")
+    assert decoded(junk + data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
+
+
+@pytest.mark.parametrize("cut", [1, 100, 777])
+def test_an_mp3_may_begin_in_the_middle_of_a_frame(recording_of: Callable[..., bytes], cut: int) -> None:
+    data = recording_of(chirp(44_100), 44_100, "mp3", "libmp3lame")
+    assert decoded(data[cut:])[1].duration_s == pytest.approx(SECONDS, abs=0.15)
+
+
+@pytest.mark.parametrize(("container", "codec"), [("wav", "pcm_s16le"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")])
+def test_a_line_break_before_a_recording_is_left_out(recording_of: Callable[..., bytes], container: str, codec: str) -> None:
+    rate = 48_000 if codec == "libopus" else 44_100
+    data = b"\r\n" + recording_of(chirp(rate), rate, container, codec)
+    assert decoded(data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
+
+
+@pytest.mark.parametrize(("container", "codec"), [("caf", "pcm_s16le"), ("caf", "alac"), ("mpegts", "aac")])
+def test_what_phones_make_is_decoded(recording_of: Callable[..., bytes], container: str, codec: str) -> None:
+    samples, sound = decoded(recording_of(chirp(44_100), 44_100, container, codec))
+    assert sound.duration_s == pytest.approx(SECONDS, abs=0.1)
+    assert np.abs(samples[RATE // 2 : -RATE // 2]).max() == pytest.approx(0.5, abs=0.2)  # AAC of so few bits is rough
+
+
+def two_tracks(first: bytes, second: bytes, default: int) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output, av.open(io.BytesIO(first)) as one, av.open(io.BytesIO(second)) as two:
+        sources = (one, two)
+        streams = [output.add_stream_from_template(source.streams[0]) for source in sources]
+        for number, stream in enumerate(streams):
+            stream.disposition = Disposition.default if number == default else Disposition(0)
+        for source, stream in zip(sources, streams, strict=True):
+            for packet in source.demux(0):
+                if packet.size:
+                    packet.dts, packet.stream = packet.pts, stream
+                    output.mux(packet)
+    return file.getvalue()
+
+
+def test_a_track_that_can_t_be_decoded_is_passed_over(recording_of: Callable[..., bytes]) -> None:
+    first, second = (recording_of(chirp(44_100), 44_100, "matroska", codec) for codec in ("wavpack", "flac"))
+    data = two_tracks(first, second, 0)
+    assert decoded(data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
+
+
+def test_the_track_is_the_default_one(recording_of: Callable[..., bytes]) -> None:
+    quiet, loud = (recording_of(scale * chirp(RATE), RATE, "matroska", "flac") for scale in (0.1, 1.0))
+    for default, peak in ((0, 0.05), (1, 0.5)):
+        samples, _ = decoded(two_tracks(quiet, loud, default))
+        assert np.abs(samples).max() == pytest.approx(peak, rel=0.05)
+
+
+def test_sound_that_ends_before_the_picture_is_not_missing(
+    clip_of: Callable[..., bytes], recording_of: Callable[..., bytes]
+) -> None:
+    data = two_tracks(recording_of(chirp(RATE), RATE, "matroska", "flac"), clip_of([20] * 250, "matroska", bf="0"), 0)
+    samples, sound = decoded(data)
+    assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import struct
 import tracemalloc
 import zlib
 from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from frontend.media.errors import MediaError
 from frontend.media.image import FORMATS, PictureHeader, decode_into, probe
@@ -207,7 +209,7 @@ def test_a_picture_without_pixels_is_refused() -> None:
     data[6:10] = bytes(4)  # the screen's width and height
     frame = data.index(b",")
     data[frame + 5 : frame + 9] = bytes(4)
-    with pytest.raises(MediaError, match="not a picture"):
+    with pytest.raises(MediaError, match="a GIF that is damaged"):
         probe(bytes(data), LIMITS)
 
 
@@ -356,3 +358,246 @@ def test_a_large_picture_that_is_packed_too_well_is_a_bomb_and_a_small_one_is_bl
     with pytest.raises(MediaError, match=r"10[0-9][0-9] for each byte of its file; 500 are accepted"):
         probe(blank(5000), PictureLimits())
     assert probe(blank(5000), PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)
+
+
+# -- what is missing ------------------------------------------------------------------------------------------------------
+
+
+def settled(data: bytes, limits: PictureLimits = LIMITS, max_pixels: int | None = None) -> tuple[np.ndarray[Any, Any], str]:
+    header = probe(data, limits, max_pixels)
+    target = np.full(header.shape, 77, np.uint8)
+    return target, decode_into(data, header, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *itertools.product(["JPEG"], ["RGB", "L", "CMYK"]),
+        *itertools.product(["PNG", "BMP"], ["RGB", "L", "P", "1", "RGBA"]),
+    ],
+)
+def test_a_picture_without_its_end_is_decoded_as_far_as_it_goes(name: str, mode: str) -> None:
+    data = encoded(Image.fromarray(noise(300, 400)).convert(mode), name)
+    whole, nothing = settled(data)
+    assert nothing == ""
+    pixels, told = settled(data[: len(data) * 95 // 100])
+    rows = np.flatnonzero((pixels == 128).all(axis=(1, 2)))
+    assert 1 <= len(rows) <= 40
+    assert f"{len(rows)} of 400 rows" in told
+    kept = np.setdiff1d(np.arange(400), rows)
+    assert (np.abs(pixels[kept].astype(int) - whole[kept]).mean(axis=(1, 2)) < 1).sum() >= len(kept) - 1
+    assert f"{len(rows)} of" in settled(data[: len(data) * 95 // 100], max_pixels=10_000)[1] or name == "JPEG"
+
+
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "BMP", "GIF"])
+def test_half_a_picture_is_refused_and_taken_where_that_is_wanted(name: str) -> None:
+    data = encoded(Image.fromarray(noise(300, 400)), name)
+    half = data[: len(data) // 2]
+    with pytest.raises(MediaError, match=r"\d+ of 400 rows \(\d\d %\) are missing; at most 10 % may be .*max_missing_share"):
+        settled(half)
+    assert "of 400 rows" in settled(half, PictureLimits(max_missing_share=0.6))[1]
+
+
+def test_of_a_picture_in_several_passes_nothing_may_be_missing() -> None:
+    data = encoded(Image.fromarray(noise(300, 400)), "JPEG", progressive=True)
+    with pytest.raises(MediaError, match="stored in several passes"):
+        settled(data[: len(data) * 97 // 100])
+
+
+@pytest.mark.parametrize("chunk", [b"tEXt", b"gAMA", b"eXIf", b"pHYs", b"abCd"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_wrong_checksum_of_a_chunk_that_does_not_matter_does_not_matter(chunk: bytes, behind: bool) -> None:
+    data = encoded(Image.fromarray(noise()), "PNG")
+    content = {b"gAMA": struct.pack(">I", 45455), b"pHYs": struct.pack(">IIB", 1, 1, 0)}.get(chunk, b"Comment\0text")
+    bad = struct.pack(">I", len(content)) + chunk + content + b"\xba\xad\xf0\x0d"
+    place = data.index(b"IEND") - 4 if behind else 33
+    pixels, told = settled(data[:place] + bad + data[place:])
+    np.testing.assert_array_equal(pixels, noise())
+    assert told == ""
+
+
+def test_no_text_says_that_a_listed_format_is_not_accepted() -> None:
+    data = bytearray(encoded(Image.fromarray(noise()), "PNG"))
+    data[29:33] = bytes(4)  # the checksum of its header
+    with pytest.raises(MediaError, match="the picture is a PNG that is damaged"):
+        probe(bytes(data), LIMITS)
+    with pytest.raises(MediaError, match="TIFFs with 3 samples of 32 bits in floating point a pixel are not read"):
+        probe(tiff(np.zeros((4, 5, 3), "<f4"), photometric=2, sample_format=3), LIMITS)
+    with pytest.raises(MediaError, match="TIFFs with 3 samples of 16 bits a pixel are not read"):
+        probe(tiff(np.zeros((4, 5, 3), "<u2")), LIMITS)
+    with pytest.raises(MediaError, match="the picture is a TIFF that is damaged"):
+        probe(tiff(np.zeros((4, 5, 3), "<u2"))[:100], LIMITS)
+
+
+@pytest.mark.parametrize("junk", [b"\n", b"\r\n\r\n", b"\xef\xbb\xbf", bytes(2000)])
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "HEIF", "AVIF"])
+def test_what_stands_before_a_picture_is_left_out(name: str, junk: bytes) -> None:
+    data = encoded(Image.fromarray(noise()), name)
+    np.testing.assert_array_equal(decoded(junk + data), decoded(data))
+
+
+# -- what the numbers mean ------------------------------------------------------------------------------------------------
+
+
+def tiff(samples: np.ndarray[Any, Any], *, photometric: int = 1, sample_format: int = 1, largest: int | None = None) -> bytes:
+    """Uncompressed, in one strip, of the array's own byte order and type."""
+    order = ">" if samples.dtype.byteorder == ">" else "<"
+    height, width = samples.shape[:2]
+    count = samples.shape[2] if samples.ndim == 3 else 1
+    short, long = 3, 4
+    bits = 8 * samples.dtype.itemsize
+    tags = [
+        *((256, long, width), (257, long, height), (258, short, bits), (259, short, 1), (262, short, photometric)),
+        *((273, long, 8), (277, short, count), (278, long, height), (279, long, samples.nbytes), (339, short, sample_format)),
+        *([(281, short, largest)] if largest is not None else []),
+    ]
+    body = samples.tobytes()
+    if count > 1:
+        tags = [tag for tag in tags if tag[0] not in (258, 339)]
+        places = 8 + len(body)
+        body += struct.pack(f"{order}{count}H", *count * [bits]) + struct.pack(f"{order}{count}H", *count * [sample_format])
+        offsets = {258: places, 339: places + 2 * count}
+    entries = [
+        struct.pack(f"{order}HHII" if kind == long else f"{order}HHIHxx", tag, kind, 1, value) for tag, kind, value in tags
+    ]
+    if count > 1:
+        entries += [struct.pack(f"{order}HHII", tag, short, count, place) for tag, place in offsets.items()]
+    entries.sort(key=lambda entry: struct.unpack(f"{order}H", entry[:2])[0])
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8 + len(body))
+    return head + body + struct.pack(f"{order}H", len(entries)) + b"".join(entries) + bytes(4)
+
+
+def test_grey_of_which_white_is_zero_is_inverted_before_its_bits_are_taken() -> None:
+    samples = np.array([[0, 0x7FFF, 0xFFFF]], "<u2")
+    np.testing.assert_array_equal(decoded(tiff(samples, photometric=0))[0, :, 0], [0xFF, 0x80, 0])
+    np.testing.assert_array_equal(decoded(tiff(samples.astype("u1"), photometric=0))[0, :, 0], [0xFF, 0, 0])
+
+
+@pytest.mark.parametrize("bits", [9, 10, 12, 14, 15, 16])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_fewer_bits_in_sixteen_are_as_bright_as_eight(bits: int, order: str) -> None:
+    largest = (1 << bits) - 1
+    samples = np.array([[0, largest // 2, largest]], f"{order}u2")
+    np.testing.assert_array_equal(decoded(tiff(samples, largest=largest))[0, :, 0], [0, 127, 255])
+    if order == "<":
+        np.testing.assert_array_equal(
+            decoded(tiff(samples, largest=largest, photometric=0))[0, :, 0], [255, 128 - (bits < 16), 0]
+        )
+
+
+def test_the_largest_sample_of_a_dark_picture_is_not_its_number_of_bits() -> None:
+    samples = np.array([[0, 3000]], "<u2")
+    np.testing.assert_array_equal(decoded(tiff(samples, largest=3000))[0, :, 0], [0, 3000 >> 8])
+
+
+DEEP = (0x1234, 0x5678, 0x9ABC)
+
+
+def png(width: int, bits: int, colour: int, row: bytes, transparent: bytes) -> bytes:
+    data = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, 1, bits, colour, 0, 0, 0)
+    rows = zlib.compress(b"\0" + row)
+    for kind, content in ((b"IHDR", header), (b"tRNS", transparent), (b"IDAT", rows), (b"IEND", b"")):
+        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return data
+
+
+@pytest.mark.parametrize(
+    ("bits", "colour", "row", "transparent", "expected"),
+    [
+        (16, 0, struct.pack(">2H", 0x1234, 0x12FF), struct.pack(">H", 0x1234), [[1, 2, 3], [0x12] * 3]),
+        (16, 2, struct.pack(">6H", *DEEP, 0xFFFF, 0, 0), struct.pack(">3H", *DEEP), [[1, 2, 3], [255, 0, 0]]),
+        (8, 0, b"\x12\x13", struct.pack(">H", 0x12), [[1, 2, 3], [0x13] * 3]),
+        (8, 2, b"\x12\x13\x14\x15\x16\x17", struct.pack(">3H", 0x12, 0x13, 0x14), [[1, 2, 3], [0x15, 0x16, 0x17]]),
+        (4, 0, b"\x3f", struct.pack(">H", 3), [[1, 2, 3], [255] * 3]),
+        (2, 0, b"\x70", struct.pack(">H", 1), [[1, 2, 3], [255] * 3]),
+        (1, 0, b"\x40", struct.pack(">H", 1), [[0] * 3, [1, 2, 3]]),
+        (1, 0, b"\x40", struct.pack(">H", 0), [[1, 2, 3], [255] * 3]),
+    ],
+)  # fmt: skip
+def test_a_transparent_colour_is_seen_through_whatever_its_bits(
+    bits: int, colour: int, row: bytes, transparent: bytes, expected: list[list[int]]
+) -> None:
+    data = png(2, bits, colour, row, transparent)
+    target = np.zeros((1, 2, 3), np.uint8)
+    decode_into(data, probe(data, LIMITS), target, (1, 2, 3))
+    np.testing.assert_array_equal(target[0], expected)
+
+
+def profile(gamma: float = 1.0, swapped: bool = False) -> bytes:
+    """An ICC profile with sRGB's primaries, or with red and blue exchanged, and another curve."""
+    made = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for number in range(struct.unpack_from(">I", made, 128)[0]):
+        entry = 132 + 12 * number
+        name, place, _ = struct.unpack_from(">4sII", made, entry)
+        if swapped and name in (b"rXYZ", b"bXYZ"):
+            made[entry : entry + 4] = b"bXYZ" if name == b"rXYZ" else b"rXYZ"
+        if name == b"desc":
+            text = made.index("sRGB".encode("utf-16-be"), place)
+            made[text : text + 8] = "test".encode("utf-16-be")
+    return bytes(made)
+
+
+@pytest.mark.parametrize("name", ["PNG", "JPEG", "TIFF", "WEBP", "AVIF", "HEIF"])
+def test_colours_are_converted_from_the_profile_of_the_picture(name: str) -> None:
+    data = encoded(Image.new("RGB", (32, 32), (220, 60, 20)), name, icc_profile=profile(swapped=True))
+    np.testing.assert_allclose(decoded(data)[16, 16], (20, 60, 220), atol=12)
+    np.testing.assert_allclose(scaled(data, 100)[5, 5], (20, 60, 220), atol=12)
+
+
+def test_transparent_colours_are_converted_before_they_lie_over_the_background() -> None:
+    pixels = np.array([[[220, 60, 20, 255], [220, 60, 20, 0]]], np.uint8)
+    data = encoded(Image.fromarray(pixels, "RGBA"), "PNG", icc_profile=profile(swapped=True))
+    np.testing.assert_allclose(decoded(data), [[[20, 60, 220], [255, 255, 255]]], atol=3)
+
+
+@pytest.mark.parametrize("icc", [b"not a profile", bytes(200), profile(swapped=True)[:300]])
+def test_a_profile_that_can_t_be_read_is_taken_for_srgb(icc: bytes) -> None:
+    data = encoded(Image.fromarray(noise()), "PNG", icc_profile=icc)
+    np.testing.assert_array_equal(decoded(data), noise())
+
+
+def test_a_profile_of_other_colours_is_taken_for_srgb() -> None:
+    data = encoded(Image.fromarray(noise()).convert("L"), "PNG", icc_profile=profile(swapped=True))
+    np.testing.assert_array_equal(decoded(data)[:, :, 0], np.asarray(Image.fromarray(noise()).convert("L")))
+
+
+# -- HEIC and AVIF --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["HEIF", "AVIF"])
+def test_the_pictures_inside_are_measured_and_not_their_container(name: str) -> None:
+    data = bytearray(encoded(Image.new("RGB", (640, 480), "teal"), name))
+    place = data.index(b"ispe") + 8
+    data[place : place + 8] = struct.pack(">II", 64, 48)
+    with pytest.raises(MediaError, match="640 x 480 pixels, more than the 100000"):
+        probe(bytes(data), PictureLimits(max_pixels=100_000))
+    data[place : place + 8] = struct.pack(">II", 60_000, 60_000)
+    with pytest.raises(MediaError, match=r"pixels|damaged"):
+        probe(bytes(data), LIMITS)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_avif_is_turned(orientation: int) -> None:
+    exif = with_orientation(orientation)
+    expected = as_pillow_shows_it(encoded(Image.fromarray(noise()), "PNG", exif=exif))
+    pixels = decoded(encoded(Image.fromarray(noise()), "AVIF", exif=exif))
+    assert pixels.shape == expected.shape
+    assert np.abs(pixels.astype(int) - expected).mean() < 12
+
+
+def test_a_heic_is_turned_by_its_container_alone() -> None:
+    data = encoded(Image.fromarray(noise()), "HEIF", exif=with_orientation(6))
+    assert probe(data, LIMITS).shape == (HEIGHT, WIDTH, 3)
+
+
+def test_a_heic_in_tiles_is_decoded_as_phones_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pillow_heif.options, "GRID_TILE_SIZE", 128)
+    pixels = np.asarray(Image.fromarray(noise(20, 15)).resize((300, 200), Image.Resampling.BICUBIC))
+    data = encoded(Image.fromarray(pixels), "HEIF")
+    assert b"grid" in data
+    assert np.abs(decoded(data).astype(int) - pixels).mean() < 6
+    with pytest.raises(MediaError, match="300 x 200 pixels, more than the 59999"):
+        probe(data, PictureLimits(max_pixels=59_999))
+    with pytest.raises(MediaError, match="parts of the picture have 98304 pixels together"):
+        probe(data, PictureLimits(max_pixels=20_000))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import struct
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,6 +14,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from PIL import Image
 
 from engine.protocol import VideoSpec
@@ -302,10 +305,10 @@ def test_an_mp4_without_its_index_is_refused(clip_of: Clip) -> None:
         prepared(data[: data.index(b"moov") - 4])
 
 
-def test_an_mp4_without_its_end_is_refused(clip_of: Clip, tmp_path: Path) -> None:
+def with_index_first(data: bytes, tmp_path: Path) -> bytes:
     path = tmp_path / "fast.mp4"  # libav moves the index to the front only of a file that has a name
     with (
-        av.open(io.BytesIO(clip_of(LEVELS))) as source,
+        av.open(io.BytesIO(data)) as source,
         av.open(str(path), "w", container_options={"movflags": "faststart"}) as output,
     ):
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -313,18 +316,180 @@ def test_an_mp4_without_its_end_is_refused(clip_of: Clip, tmp_path: Path) -> Non
             if packet.dts is not None:
                 packet.stream = stream
                 output.mux(packet)
-    data = path.read_bytes()
-    assert numbers(decoded(data)[0]) == expected_numbers()
-    for nbytes in range(1, data[::-1].index(b"tadm")):
-        with pytest.raises(MediaError, match="truncated"):
-            prepared(data[:-nbytes])
+    return path.read_bytes()
 
 
-def test_fragments_without_their_end_are_refused(clip_of: Clip) -> None:
-    data = clip_of(LEVELS, g="10", container_options={"movflags": "frag_keyframe+empty_moov"})
+def test_an_mp4_without_its_end_is_taken_as_far_as_it_goes_or_refused(clip_of: Clip, tmp_path: Path) -> None:
+    data = with_index_first(clip_of(LEVELS, bf="0"), tmp_path)
+    frames, clip = decoded(data)
+    assert (numbers(frames), clip.shortfall) == (expected_numbers(), "")
+    for nbytes in range(1, 100, 7):
+        frames, clip = decoded(data[:-nbytes], num_frames=100)
+        missing = NUM_FRAMES - len(frames)
+        assert 1 <= missing <= 5
+        assert numbers(frames) == list(range(len(frames)))
+        assert clip.shortfall == f"the clip is damaged or truncated: {missing} of 50 frames ({2 * missing} %) are missing"
+    with pytest.raises(MediaError, match="max_missing_share"):
+        decoded(data[: data.index(b"mdat") + 1000])
+
+
+def test_fragments_without_their_end_are_taken_as_far_as_they_go_or_refused(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, g="10", bf="0", container_options={"movflags": "frag_keyframe+empty_moov"})
     last = data.rindex(b"mdat")
-    with pytest.raises(MediaError, match="truncated"):
+    with pytest.raises(MediaError, match=r"\d+ of 50 frames .*max_missing_share"):
         prepared(data[: last + 50])
+    assert len(prepared(data[: last + 50], MediaLimits(max_missing_share=0.2)).shortfalls) >= 1
+    frames, clip = decoded(data[: data.rindex(b"moof") + 50], num_frames=100)
+    assert numbers(frames) == list(range(40))
+    assert clip.shortfall == "the clip is damaged or truncated: its end is missing (MP4)"
+
+
+HALVES = [
+    ("mp4", "libx264", {"bf": "0", "g": "5"}, "frames"),
+    ("webm", "libvpx", {"deadline": "realtime"}, "s"),
+    ("avi", "mpeg4", {}, "s"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec", "options", "unit"), HALVES)
+def test_half_a_clip_is_refused_and_taken_where_that_is_wanted(
+    clip_of: Clip, tmp_path: Path, container: str, codec: str, options: dict[str, str], unit: str
+) -> None:
+    data = clip_of(LEVELS, container, codec, **options)
+    data = with_index_first(data, tmp_path) if container == "mp4" else data
+    begin = data.index(b"mdat") if container == "mp4" else 0  # its index is as large as its frames
+    half = data[: (begin + len(data)) // 2 + len(data) // 20]
+    with pytest.raises(MediaError, match=rf"the clip is damaged or truncated: .* of \d+ {unit} .*max_missing_share"):
+        decoded(half)
+    frames, clip = decoded(half, MediaLimits(max_missing_share=1.0), num_frames=100)
+    assert numbers(frames) == list(range(len(frames)))
+    assert f" {unit} (" in clip.shortfall
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("matroska", "libx264")])
+def test_bad_bytes_in_the_middle_cost_the_frames_that_they_are_in(clip_of: Clip, container: str, codec: str) -> None:
+    data = bytearray(clip_of(LEVELS, container, codec, size=(192, 128), bf="0", g="10"))
+    with av.open(io.BytesIO(data)) as source:
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+    place = bytes(data).index(bytes(packets[25])) + 5
+    count = min(64, packets[25].size - 10)  # what is behind it is another packet's
+    data[place : place + count] = bytes(count)
+    frames, clip = decoded(bytes(data), num_frames=100)
+    assert len(frames) >= 45
+    assert re.match(r"the clip is damaged or truncated: \d of 50 frames \(\d %\) can't be decoded", clip.shortfall)
+
+
+def test_an_ogg_or_gif_without_its_end_says_so(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, "gif", "gif", pixel_format="gray")
+    assert decoded(data)[1].shortfall == ""
+    assert decoded(data[: len(data) // 2])[1].shortfall == "the clip is damaged or truncated: its end is missing (GIF)"
+
+
+# -- formats and tracks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [0, 100])
+def test_a_transport_stream_is_a_clip(clip_of: Clip, before: int) -> None:
+    frames, clip = decoded(clip_of(LEVELS, "mpegts", g="10")[before:], num_frames=100)
+    assert numbers(frames)[-30:] == list(range(20, 50))
+    assert clip.timestamps_s[1] - clip.timestamps_s[0] == pytest.approx(1 / 25)
+
+
+@pytest.mark.parametrize("box", [b"uuid", b"free", b"emsg"])
+def test_an_mp4_may_begin_with_any_box(clip_of: Clip, box: bytes) -> None:
+    data = clip_of(LEVELS)
+    assert numbers(decoded(struct.pack(">I", 24) + box + bytes(16) + data)[0]) == expected_numbers()
+    fragments = clip_of(LEVELS, g="10", container_options={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
+    assert numbers(decoded(b"\0\0\0\x14stypmsdh\0\0\0\0msdh" + fragments)[0]) == expected_numbers()
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4")])
+def test_a_line_break_before_a_clip_is_left_out(clip_of: Clip, container: str, codec: str) -> None:
+    assert numbers(decoded(b"\n" + clip_of(LEVELS, container, codec))[0]) == expected_numbers()
+
+
+def two_tracks(first: bytes, second: bytes, default: int) -> bytes:
+    file = io.BytesIO()
+    with (
+        av.open(file, "w", format="matroska") as output,
+        av.open(io.BytesIO(first)) as one,
+        av.open(io.BytesIO(second)) as two,
+    ):
+        sources = [one, two]
+        streams = [output.add_stream_from_template(source.streams[0]) for source in sources]
+        for number, stream in enumerate(streams):
+            stream.disposition = Disposition.default if number == default else Disposition(0)
+        for source, stream in zip(sources, streams, strict=True):
+            for packet in source.demux(0):
+                if packet.size:
+                    packet.dts, packet.stream = packet.pts, stream
+                    output.mux(packet)
+    return file.getvalue()
+
+
+def test_the_track_is_the_default_one(clip_of: Clip) -> None:
+    dark, light = clip_of([20] * 10, "matroska", bf="0"), clip_of([180] * 10, "matroska", bf="0")
+    assert decoded(two_tracks(dark, light, 0))[0][0, -1, -1, 0] < 40
+    assert decoded(two_tracks(dark, light, 1))[0][0, -1, -1, 0] > 160
+
+
+def test_a_track_that_can_t_be_decoded_is_passed_over(clip_of: Clip) -> None:
+    data = two_tracks(clip_of(LEVELS, "matroska", "ffv1"), clip_of(LEVELS, "matroska", bf="0"), 0)
+    assert numbers(decoded(data)[0]) == expected_numbers()
+
+
+def animated(pictures: list[Image.Image], durations: list[int], name: str) -> bytes:
+    file = io.BytesIO()
+    options = {"lossless": True} if name == "WEBP" else {}
+    pictures[0].save(file, name, save_all=True, append_images=pictures[1:], duration=durations, loop=0, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["WEBP", "GIF"])
+def test_what_moves_is_shown_at_the_times_of_browsers(name: str) -> None:
+    colours = ["red", "lime", "blue", "white", "black"]
+    data = animated([Image.new("RGB", (20, 10), colour) for colour in colours], [100, 10, 0, 20, 300], name)
+    frames, clip = decoded(data)
+    np.testing.assert_array_equal(frames[:3, 3, 3], [[255, 0, 0], [0, 255, 0], [0, 0, 255]])
+    assert clip.timestamps_s == pytest.approx([0, 0.1, 0.2, 0.3, 0.32])
+    assert clip.duration_s == pytest.approx(0.62)
+
+
+def test_an_animated_webp_is_a_clip_within_the_limits() -> None:
+    pictures = [Image.new("RGBA", (40, 30), (level, 0, 0, 255 if level else 0)) for level in range(0, 250, 10)]
+    data = animated(pictures, [40] * 25, "WEBP")
+    frames, clip = decoded(data, num_frames=5, max_pixels=300)
+    assert frames.shape == (5, 15, 20, 3)
+    assert frames[:, 7, 7].tolist() == [[255, 255, 255], *([level, 0, 0] for level in (60, 120, 180, 240))]
+    assert clip.timestamps_s == pytest.approx([0, 0.24, 0.48, 0.72, 0.96])
+    assert prepared(data, io_kwargs=MediaIoKwargs(fps=3.0)).shape[0] == 3
+    for limits, reason in (
+        (MediaLimits(max_frame_pixels=1199), "40 x 30 pixels, more than the 1199"),
+        (MediaLimits(max_coded_frames=24), "more than the 24 frames"),
+        (MediaLimits(max_video_duration_s=0.9), r"longer than the 0.9 s"),
+        (MediaLimits(max_decoded_pixels=40 * 30 * 49), "max_decoded_pixels"),
+    ):
+        with pytest.raises(MediaError, match=reason):
+            prepared(data, limits)
+    with pytest.raises(MediaError, match="damaged or truncated"):
+        prepared(data[:-20])
+    with pytest.raises(MediaError, match="a picture, not a clip"):
+        prepared(animated(pictures[:1], [40], "WEBP"))
+
+
+@pytest.mark.parametrize(("ratio", "size"), [(Fraction(2), (192, 64)), (Fraction(1, 2), (48, 64)), (Fraction(4, 3), (128, 64))])
+def test_frames_have_the_size_that_they_are_shown_with(clip_of: Clip, ratio: Fraction, size: tuple[int, int]) -> None:
+    data = clip_of(LEVELS, "matroska", "libx264", **{"x264-params": f"sar={ratio.numerator}/{ratio.denominator}"})
+    frames, _ = decoded(data)
+    assert frames.shape[1:] == (size[1], size[0], 3)
+    assert numbers(frames) == expected_numbers()
+
+
+def test_the_size_that_frames_are_shown_with_is_limited_as_well(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, "matroska", "libx264", **{"x264-params": "sar=3/1"})
+    for limits in (MediaLimits(max_aspect_ratio=4.0), MediaLimits(max_frame_pixels=10_000)):
+        with pytest.raises(MediaError, match="as it is shown, has 288 x 64 pixels"):
+            prepared(data, limits)
 
 
 def test_a_recording_is_no_clip(recording_of: Callable[..., bytes]) -> None:
@@ -380,3 +545,15 @@ def test_looking_for_the_first_frame_ends() -> None:
             output.mux(packet)
     with pytest.raises(MediaError, match="none of its first 600 frames can be decoded"):
         prepared(file.getvalue())
+
+
+@pytest.mark.parametrize(("codec", "options"), [("libvpx", {"deadline": "realtime"}), ("libx264", {"bf": "0"})])
+def test_what_is_lost_in_the_middle_of_a_matroska_is_told(clip_of: Clip, codec: str, options: dict[str, str]) -> None:
+    levels = LEVELS * 10
+    data = bytearray(clip_of(levels, "matroska", codec, g="25", container_options={"cluster_time_limit": "2000"}, **options))
+    assert decoded(bytes(data))[1].shortfall == ""
+    middle = len(data) // 2
+    data[middle : middle + 64] = b"\xff" * 64
+    frames, clip = decoded(bytes(data), num_frames=500)
+    lost_s = float(re.search(r": ([\d.]+) of 20 s .* are missing in the middle", clip.shortfall)[1])  # type: ignore[index]
+    assert lost_s == pytest.approx((500 - len(frames)) / 25, abs=0.1)

@@ -1,0 +1,163 @@
+"""What of a medium is missing, and how much may be: one rule for all formats.
+
+What a file promises is compared with what could be read of it. What it promises is said by whatever says how much there is:
+
+===================================  ==========================================================
+WAV                                  bytes of samples; sizes that mean "written to a pipe" are no promise
+MP4, QuickTime                       the samples that its index lists, or that its fragments do
+Matroska, WebM                       the duration, if any of its tracks was to reach it; and no bytes that belong to nothing
+MP3                                  the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
+FLAC, AIFF, CAF, AVI                 samples or frames, in the header
+JPEG, PNG, BMP, GIF                  rows
+===================================  ==========================================================
+
+Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: what is there is all. An Ogg and a GIF at least mark their
+end, so that a missing one is told. Besides, packets that can't be decoded are left out and counted.
+
+If the share that is missing is larger than is accepted (:attr:`frontend.media.options.MediaLimits.max_missing_share`), the
+medium is refused. If it is smaller, the medium is taken as far as it goes, and its caller is told what is missing. Either
+text names what was promised. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in
+several passes) are refused whenever something is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import av.container
+from av.audio.stream import AudioStream
+from av.video.stream import VideoStream
+
+from frontend.media.errors import MediaError
+
+__all__ = [
+    "TOLERATED_PACKETS",
+    "Shortfall",
+    "accepted_shortfall",
+    "missing_end",
+    "missing_packets",
+    "missing_s",
+    "promised_s",
+]
+
+#: Packets that can't be decoded and are not counted: a stream that was cut out of another begins with one that needs the one
+#: before, and ends in the middle of one.
+TOLERATED_PACKETS = 2
+
+# Durations in headers count silence that decoders leave out, and are rounded to frames: 80 ms for Opus, 46 for AAC.
+_ROUNDING_S = 0.1
+_MP3_HEAD_NBYTES = 4096  # its first frame, which has 1441 at most, and some padding before
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """Something that a file promises and does not hold.
+
+    Attributes:
+        missing: how much, of the same as ``promised``; 0: it is not known.
+        promised: how much there should be.
+        unit: what it is counted in, such as ``"s"`` or ``"rows"``.
+        cause: why, if it is not that the file ends early.
+        tolerated: how much of it is not counted when shares are compared.
+    """
+
+    missing: float
+    promised: float
+    unit: str
+    cause: str = ""
+    tolerated: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Which share of the medium is missing, 0 to 1."""
+        return min(1.0, max(0.0, self.missing - self.tolerated) / self.promised) if self.promised > 0 else 0.0
+
+    def __str__(self) -> str:
+        if not self.missing:
+            return self.cause
+        percent = 100 * self.missing / self.promised
+        shown = f"{percent:.2g} %" if percent < 99.5 else "all"
+        amount = f"{_number(self.missing)} of {_number(self.promised)} {self.unit}"
+        return f"{amount} ({shown}) {self.cause or 'are missing'}"
+
+
+def accepted_shortfall(noun: str, shortfalls: Sequence[Shortfall], max_share: float) -> str:
+    """Returns what a medium's caller is told of what is missing; nothing if nothing is.
+
+    Args:
+        noun: ``"picture"``, ``"recording"`` or ``"clip"``.
+        shortfalls: all that was found; the largest counts, since the same gap may be noticed in several ways.
+        max_share: how much may be missing.
+
+    Raises:
+        MediaError: too much is missing.
+    """
+    if not shortfalls:
+        return ""
+    worst = max(shortfalls, key=lambda shortfall: shortfall.share)
+    if worst.share > max_share:
+        raise MediaError(
+            f"the {noun} is damaged or truncated: {worst}; at most {100 * max_share:g} % may be missing (max_missing_share). "
+            "Send the whole file, or save it again as far as it can be read"
+        )
+    return f"the {noun} is damaged or truncated: {'; '.join(dict.fromkeys(map(str, shortfalls)))}"
+
+
+def promised_s(
+    container: av.container.InputContainer, stream: AudioStream | VideoStream, data: bytes | memoryview
+) -> float | None:
+    """Returns how many seconds a track should have, as its file says it; None: it does not say so.
+
+    libav returns a duration for all files. For some it is a guess from what is there, which promises nothing. Of an MP4,
+    tables say more (:func:`frontend.media.mp4.missing_samples`); of a WAV file, sizes
+    (:func:`frontend.media.riff.wav_sizes`).
+    """
+    demuxer = container.format.name.split(",")[0]
+    if demuxer == "matroska":
+        return container.duration / 1e6 if container.duration else None
+    if demuxer == "avi" and isinstance(stream, VideoStream):
+        return float(stream.frames / stream.average_rate) if stream.frames and stream.average_rate else None
+    if demuxer in ("caf", "avi") and isinstance(stream, AudioStream):
+        return stream.frames / stream.codec_context.sample_rate if stream.frames else None
+    is_counted = demuxer in ("flac", "aiff") or (demuxer == "mov" and not stream.frames) or _is_counted_mp3(demuxer, data)
+    if is_counted and stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    return None
+
+
+def missing_end(demuxer: str, data: bytes | memoryview) -> Shortfall | None:
+    """Returns that a file has no end, of formats that mark it and do not say how long they are."""
+    if demuxer == "ogg":
+        last_page = bytes(data[-(1 << 17) :]).rfind(b"OggS")  # a page has 65 307 bytes at most
+        flags = bytes(data[-(1 << 17) :])[last_page + 5 : last_page + 6]
+        is_whole = bool(flags and flags[0] & 4)
+    elif demuxer == "gif":
+        is_whole = bytes(data[-16:]).rstrip(b"\0\r\n ").endswith(b";")
+    else:
+        return None
+    return None if is_whole else Shortfall(missing=0, promised=0, unit="", cause=f"its end is missing ({demuxer.upper()})")
+
+
+def missing_s(promised: float | None, read_s: float) -> list[Shortfall]:
+    """Compares seconds."""
+    if promised is None or promised - read_s <= _ROUNDING_S:
+        return []
+    return [Shortfall(missing=promised - read_s, promised=promised, unit="s")]
+
+
+def missing_packets(damaged: int, total: int, unit: str) -> list[Shortfall]:
+    """Counts what can't be decoded."""
+    if not damaged:
+        return []
+    cause = "can't be decoded"
+    return [Shortfall(missing=damaged, promised=total, unit=unit, cause=cause, tolerated=TOLERATED_PACKETS)]
+
+
+def _is_counted_mp3(demuxer: str, data: bytes | memoryview) -> bool:
+    head = bytes(data[:_MP3_HEAD_NBYTES])
+    return demuxer == "mp3" and any(name in head for name in (b"Xing", b"Info", b"VBRI"))
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
