@@ -1,10 +1,10 @@
 """Clips that are pictures which move: animated WebP, as browsers and messengers make it from GIFs. libav does not decode
 it; Pillow does.
 
-Theory of operation: :func:`probe` reads the number of frames and their size from the header, and refuses what would be too much
-work before anything is decoded. It then goes through the frames, because libwebp tells when a frame is shown only when it
-decodes it. :func:`decode_into` goes through them again, up to the last one that is wanted. So decoding costs twice, and
-memory is that of one frame.
+Theory of operation: :func:`probe_frames` reads the number of frames and their size from the header, and refuses what would
+be too much work before anything is decoded. It then goes through the frames, because libwebp tells when a frame is shown
+only when it decodes it. :func:`decode_frames` goes through them again, up to the last one that is wanted. So decoding costs
+twice, and memory is that of one frame.
 
 Delays of up to 10 ms are 100 ms, as in browsers. What is transparent shows the background colour.
 
