@@ -28,6 +28,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.bodies import BodyReader, BodyShare, HungUp
+from frontend.callers import caller, caller_of
 from frontend.errors import unavailable
 from frontend.settings import FrontendSettings
 
@@ -155,6 +156,7 @@ class Admission:
         self._line.check_length(self._places)  # before anything is read
         admitted = self.new_request()
         scope.setdefault("state", {})["admitted"] = admitted
+        caller.set(caller_of(scope))
         try:
             with contextlib.suppress(HungUp):
                 read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share)

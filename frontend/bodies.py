@@ -178,7 +178,8 @@ class BodyReader:
             share: grows with the body. Its owner releases it, also after an error.
 
         Raises:
-            ApiError: 413, it is too large, has too many values, or a text that is too long; 408, it is too slow; 503, no memory came free in time.
+            ApiError: 413, it is too large, has too many values, or a text that is too long; 408, it is too slow; 503, no memory
+                came free in time.
             HungUp: the caller has gone.
         """
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap

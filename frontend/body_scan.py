@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
 
 from frontend.errors import ApiError
 

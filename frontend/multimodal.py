@@ -160,6 +160,8 @@ class MediaIntake:
             yield media
             return
         check_counts(sources, self._settings.limit_mm_per_prompt, param)
+        for source in sources:
+            source.take_long(admitted.long_texts)
         files = await self._load(sources, spec, admitted, param)
         sources.clear()
         async with contextlib.AsyncExitStack() as stack:
@@ -372,15 +374,21 @@ class MediaIntake:
 
     async def _each(self, load: Callable[[_Source], Awaitable[_Loaded]], sources: Sequence[_Source]) -> list[_Loaded]:
         """Loads all sources, a few at a time: only then is it known whether they are too large together."""
-        at_a_time = asyncio.Semaphore(self._settings.decoders)
+        results: list[_Loaded | Exception | None] = [None] * len(sources)
+        places = iter(enumerate(sources))
 
-        async def load_in_turn(source: _Source) -> _Loaded:
-            async with at_a_time:
-                return await load(source)
+        async def load_in_turn() -> None:
+            for place, source in places:
+                try:
+                    results[place] = await load(source)
+                except Exception as error:  # noqa: BLE001 - it is the result, and raised below
+                    results[place] = error
 
-        results = await asyncio.gather(*map(load_in_turn, sources), return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(self._settings.decoders, len(sources))):
+                tasks.create_task(load_in_turn())
         _raise_first(results, [source.source if isinstance(source, _File) else source for source in sources])
-        return [result for result in results if not isinstance(result, BaseException)]
+        return [result for result in results if result is not None and not isinstance(result, Exception)]
 
     @contextlib.asynccontextmanager
     async def _decoded(

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import os
 import select
@@ -30,11 +31,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 import msgspec
 
+from frontend.callers import caller
 from frontend.import_path import without_working_directory
 from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 
@@ -173,8 +176,7 @@ class DecoderPool:
         is_small: bool,
         by_a_new_one: bool,
     ) -> Outcome:
-        await self._places.take(is_small)
-        give_back = functools.partial(self._places.give_back, is_small)
+        give_back = await self._places.take(is_small)
         decoder: _Decoder | None = None
         try:
             if by_a_new_one and self._idle:
@@ -210,25 +212,33 @@ class DecoderPool:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
+    who: bytes
     is_small: bool
     since_s: float
     granted: asyncio.Future[None]
 
 
 class _Places:
-    """Who may use a decoder: in order of arrival, but the last free place is for small media. One place is everybody's."""
+    """Who may use a decoder: the last free place is for small media, and one place is everybody's.
+
+    Callers have their turns, each with its media in order of arrival: next is the one that has the fewest places, and of those
+    the one whose last turn was first. So whoever has a hundred pictures decoded keeps nobody else waiting for more than one.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._count_for_large = max(1, count - 1)
-        self._taken = 0
+        self._taken = Counter[bytes]()  # by caller
         self._taken_by_large = 0
         self._waiting: list[_Waiter] = []
+        self._turns = itertools.count(1)
+        self._last_turn: dict[bytes, int] = {}  # of callers that wait or have places
 
-    async def take(self, is_small: bool) -> None:
-        """Waits for a place."""
+    async def take(self, is_small: bool) -> Callable[[], None]:
+        """Waits for a place; returns what gives it back, and lets the next waiters have it."""
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(is_small, loop.time(), loop.create_future())
+        waiter = _Waiter(caller.get(), is_small, loop.time(), loop.create_future())
+        give_back = functools.partial(self._give_back, waiter)
         self._waiting.append(waiter)
         self._grant()
         try:
@@ -236,32 +246,43 @@ class _Places:
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+                self._forget(waiter.who)
             else:
-                self.give_back(is_small)
+                give_back()
             raise
+        return give_back
 
-    def give_back(self, is_small: bool) -> None:
-        """Frees a place, and lets the next waiters have it."""
-        self._taken -= 1
-        self._taken_by_large -= not is_small
+    def _give_back(self, waiter: _Waiter) -> None:
+        self._taken[waiter.who] -= 1
+        self._taken_by_large -= not waiter.is_small
+        self._forget(waiter.who)
         self._grant()
+
+    def _forget(self, who: bytes) -> None:
+        if not self._taken[who]:
+            del self._taken[who]
+            if not any(waiter.who == who for waiter in self._waiting):
+                self._last_turn.pop(who, None)
 
     def statistics(self) -> DecoderStatistics:
         """Returns how many are free, and who waits."""
         waiting_s = asyncio.get_running_loop().time() - self._waiting[0].since_s if self._waiting else 0.0
-        return DecoderStatistics(self._count, self._count - self._taken, len(self._waiting), waiting_s)
+        return DecoderStatistics(self._count, self._count - self._taken.total(), len(self._waiting), waiting_s)
 
     def _grant(self) -> None:
-        still_waiting = []
-        for waiter in self._waiting:
-            has_room = self._taken < self._count and (waiter.is_small or self._taken_by_large < self._count_for_large)
-            if has_room and not waiter.granted.cancelled():
-                self._taken += 1
-                self._taken_by_large += not waiter.is_small
-                waiter.granted.set_result(None)
-            else:
-                still_waiting.append(waiter)
-        self._waiting = still_waiting
+        while self._taken.total() < self._count:
+            has_room_for_large = self._taken_by_large < self._count_for_large
+            fitting = [
+                waiter for waiter in self._waiting if (waiter.is_small or has_room_for_large) and not waiter.granted.cancelled()
+            ]
+            if not fitting:
+                return
+            waiter = min(fitting, key=lambda waiter: (self._taken[waiter.who], self._last_turn.get(waiter.who, 0)))
+            self._waiting.remove(waiter)
+            self._taken[waiter.who] += 1
+            self._taken_by_large += not waiter.is_small
+            self._last_turn[waiter.who] = next(self._turns)
+            waiter.granted.set_result(None)
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------

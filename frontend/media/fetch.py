@@ -104,22 +104,24 @@ class Fetcher:
                 ssl_context=ssl_context,
             )
 
-    async def fetch(self, url: str, kind: MediaKind, max_nbytes: int) -> bytes:
+    async def fetch(self, url: str | bytes | bytearray, kind: MediaKind, max_nbytes: int) -> bytes:
         """Returns the bytes of a medium. Whether they are one is for its decoder to say.
 
         Args:
-            url: ``data:``, or what the settings allow of ``https:``, ``http:`` and ``file:``.
+            url: ``data:``, or what the settings allow of ``https:``, ``http:`` and ``file:``. A long one is in bytes.
             kind: what is expected; it matters for the types of ``data:`` URLs only.
             max_nbytes: refused above, and before anything is decoded or read where its size is known by then.
 
         Raises:
             MediaError: the URL, its host or its file is to blame; the text is for the caller.
         """
+        loop = asyncio.get_running_loop()
+        if url[:5].lower() in ("data:", b"data:"):
+            return await loop.run_in_executor(self._pool, decode_data_url, url, max_nbytes, kind)
+        if not isinstance(url, str):
+            url = url.decode("utf-8", "replace")
         match = _SCHEME.match(url)
         scheme = match[1].lower() if match else ""
-        loop = asyncio.get_running_loop()
-        if scheme == "data":
-            return await loop.run_in_executor(self._pool, decode_data_url, url, max_nbytes, kind)
         if scheme in ("http", "https") and self._remote is not None:
             return await self._remote.get(url, max_nbytes)
         if scheme == "file" and self._directory is not None:
@@ -147,7 +149,8 @@ class Fetcher:
 _PIECE_CHARACTERS = 512 << 10
 _MAX_HEADER_CHARACTERS = 1024  # of "data:image/png;charset=...;base64": before the comma
 
-_BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_OF_URLS = bytes.maketrans(b"-_", b"+/")
 
 # A container is often called by what it can hold and not by what it does: sound comes as video/mp4, a clip as image/gif.
 _EXPECTED_TYPES: dict[MediaKind, re.Pattern[str]] = {
@@ -158,7 +161,7 @@ _EXPECTED_TYPES: dict[MediaKind, re.Pattern[str]] = {
 _UNTYPED = ("", "application/octet-stream")
 
 
-def decode_data_url(url: str, max_nbytes: int, kind: MediaKind = "image") -> bytes:
+def decode_data_url(url: str | bytes | bytearray, max_nbytes: int, kind: MediaKind = "image") -> bytes:
     """Returns the bytes of a ``data:`` URL. Takes a while: call it on a thread.
 
     Args:
@@ -169,24 +172,25 @@ def decode_data_url(url: str, max_nbytes: int, kind: MediaKind = "image") -> byt
     Raises:
         MediaError: it is another kind of URL, too large, or damaged.
     """
-    if url[:5].lower() != "data:":
+    text = _bytes_of(url)
+    if text[:5].lower() != b"data:":
         raise MediaError("only data: URLs are accepted")
-    comma = url.find(",", 5, _MAX_HEADER_CHARACTERS)
+    comma = text.find(b",", 5, _MAX_HEADER_CHARACTERS)
     if comma < 0:
         raise MediaError("the data: URL has no comma that ends its header")
-    media_type, *parameters = url[5:comma].split(";")
+    media_type, *parameters = text[5:comma].decode("utf-8", "replace").split(";")
     media_type = media_type.strip()
     if media_type.lower() not in _UNTYPED and not _EXPECTED_TYPES[kind].fullmatch(media_type):
         raise MediaError(f"the data: URL is of type {media_type[:64]!r}, where {kind}/... is expected")
     if parameters and parameters[-1].strip().lower() == "base64":
         start = comma + 1
-        if url.find("%", start) >= 0:  # URLs may spell "+", "/" and "=" that way
-            url, start = _unquote(url[start:], "the data: URL").decode("latin-1"), 0
-        return _decode_base64(url, start, max_nbytes, "the data: URL")
-    return _decode_percent(url, comma + 1, max_nbytes)
+        if text.find(b"%", start) >= 0:  # URLs may spell "+", "/" and "=" that way
+            text, start = _unquote(text[start:], "the data: URL"), 0
+        return _decode_base64(text, start, max_nbytes, "the data: URL")
+    return _decode_percent(text, comma + 1, max_nbytes)
 
 
-def decode_base64(text: str, max_nbytes: int) -> bytes:
+def decode_base64(text: str | bytes | bytearray, max_nbytes: int) -> bytes:
     """Returns the bytes of a medium that comes as base64 and not as a URL. Takes a while: call it on a thread.
 
     Args:
@@ -196,20 +200,25 @@ def decode_base64(text: str, max_nbytes: int) -> bytes:
     Raises:
         MediaError: it is too large, or damaged.
     """
-    if text[:5].lower() == "data:":
+    data = _bytes_of(text)
+    if data[:5].lower() == b"data:":
         raise MediaError("the data is a data: URL; only the base64 after its comma is accepted here")
-    return _decode_base64(text, 0, max_nbytes, "the data")
+    return _decode_base64(data, 0, max_nbytes, "the data")
 
 
-def _decode_base64(text: str, start: int, max_nbytes: int, name: str) -> bytes:
-    if text.find("\n", start) >= 0:  # lines, as tools write it
-        text, start = text[start:].replace("\n", "").replace("\r", ""), 0
+def _bytes_of(text: str | bytes | bytearray) -> bytes | bytearray:
+    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+
+
+def _decode_base64(text: bytes | bytearray, start: int, max_nbytes: int, name: str) -> bytes:
+    if text.find(b"\n", start) >= 0:  # lines, as tools write it
+        text, start = text[start:].replace(b"\n", b"").replace(b"\r", b""), 0
     _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
     pieces = []
     for offset in range(start, len(text), _PIECE_CHARACTERS):
-        characters = text[offset : offset + _PIECE_CHARACTERS].replace("-", "+").replace("_", "/")
+        characters = text[offset : offset + _PIECE_CHARACTERS].translate(_OF_URLS)
         try:
-            piece = pybase64.b64decode(characters + "=" * (-len(characters) % 4), validate=True)
+            piece = pybase64.b64decode(characters + b"=" * (-len(characters) % 4), validate=True)
         except ValueError:  # binascii.Error is one
             raise MediaError(f"{name} is not valid base64: other characters than its 64, or cut off") from None
         if offset + _PIECE_CHARACTERS < len(text) and len(piece) < _PIECE_CHARACTERS // 4 * 3:
@@ -218,13 +227,13 @@ def _decode_base64(text: str, start: int, max_nbytes: int, name: str) -> bytes:
     return b"".join(pieces)
 
 
-def _decode_percent(url: str, start: int, max_nbytes: int) -> bytes:
-    escapes = url.count("%", start)
+def _decode_percent(url: bytes | bytearray, start: int, max_nbytes: int) -> bytes:
+    escapes = url.count(b"%", start)
     _check_size(len(url) - start - 2 * escapes, max_nbytes, "the data: URL")
     return _unquote(url[start:], "the data: URL")
 
 
-def _unquote(text: str, name: str) -> bytes:
+def _unquote(text: bytes | bytearray, name: str) -> bytes:
     if _BAD_ESCAPE.search(text):
         raise MediaError(f"{name} is not valid: '%' without two hexadecimal digits")
     if not text.isascii():
@@ -310,7 +319,7 @@ def _path_of(url: str) -> bytes:
     match = _FILE_URL.fullmatch(url)
     if match is None or FORBIDDEN_CHARACTERS.search(url):
         raise MediaError("the file: URL is not of the form file:///path, with special characters percent-encoded")
-    path = _unquote(match[1], "the file: URL")
+    path = _unquote(match[1].encode("utf-8", "surrogatepass"), "the file: URL")
     if b"\0" in path or b".." in path.split(b"/"):
         raise MediaError("the file: URL has '..' or a null character in its path")
     return path

@@ -50,19 +50,26 @@ class MediaSource:
     Attributes:
         kind: what it is to be.
         param: where in the request it stands, for errors.
-        url: of any scheme that the fetcher takes.
+        url: of any scheme that the fetcher takes; in bytes, if it is a long ``data:`` URL.
         base64: the file itself, as OpenAI's ``input_audio`` has it.
     """
 
     kind: MediaKind
     param: str
-    url: str | None = dataclasses.field(default=None, repr=False)
-    base64: str | None = dataclasses.field(default=None, repr=False)
+    url: str | bytes | bytearray | None = dataclasses.field(default=None, repr=False)
+    base64: str | bytes | bytearray | None = dataclasses.field(default=None, repr=False)
+
+    def take_long(self, long_texts: dict[str, bytearray]) -> None:
+        """Takes what was cut out of the request's body (:mod:`frontend.body_scan`), if the source was."""
+        if isinstance(self.url, str) and self.url in long_texts:
+            self.url = long_texts.pop(self.url)
+        if isinstance(self.base64, str) and self.base64 in long_texts:
+            self.base64 = long_texts.pop(self.base64)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether somebody else has the file, who may take his time: a host, or a disk."""
-        return self.url is not None and self.url[:5].lower() != "data:"
+        return self.url is not None and self.url[:5].lower() not in ("data:", b"data:")
 
     @property
     def inline_nbytes(self) -> int:

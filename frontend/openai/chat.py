@@ -15,7 +15,16 @@ from engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPa
 from engine.protocol import TextPart as EngineTextPart
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import INT64, MAX_MESSAGES, MAX_PARTS, ContentPart, Priority, TextPart, source_of
+from frontend.openai.messages import (
+    INT64,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ContentPart,
+    Priority,
+    TextPart,
+    check_length,
+    source_of,
+)
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -33,6 +42,7 @@ __all__ = [
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TEXTS = 4  # as in OpenAI's API
+_MAX_CHARACTERS = 4 << 20  # of all texts together: a million tokens, and a few milliseconds of the loops that they pass
 
 _TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _StopText = Annotated[str, Meta(min_length=1)]
@@ -241,7 +251,20 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
         raise ApiError(400, text, code="too_many_parts", param="messages")
     sources: list[MediaSource] = []
     engine_messages = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
+    _check_texts(engine_messages)
     return GenerateRequest(engine_messages, sampling=_sampling(request), priority=request.priority or 0), sources
+
+
+def _check_texts(messages: list[ChatMessage]) -> None:
+    characters = 0
+    for index, message in enumerate(messages):
+        for part in message.parts:
+            if isinstance(part, EngineTextPart):
+                check_length(part.text, f"messages[{index}].content")
+                characters += len(part.text)
+    if characters > _MAX_CHARACTERS:
+        text = f"the messages have {characters} characters of text, at most {_MAX_CHARACTERS} are accepted"
+        raise ApiError(400, text, code="text_too_long", param="messages")
 
 
 def _check_supported(request: ChatRequest) -> None:

@@ -28,7 +28,16 @@ from msgspec import Meta
 from engine.protocol import Text
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, Priority, TextPart, data_url_kind, source_of
+from frontend.openai.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ContentPart,
+    Priority,
+    TextPart,
+    check_length,
+    data_url_kind,
+    source_of,
+)
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -157,7 +166,10 @@ def _of_text(text: str, param: str) -> Text | MediaSource:
     if not text:
         raise ApiError(400, "an empty text can't be embedded", code="invalid_value", param=param)
     kind = data_url_kind(text)
-    return Text(text) if kind is None else MediaSource(kind, param, url=text)
+    if kind is not None:
+        return MediaSource(kind, param, url=text)
+    check_length(text, param)
+    return Text(text)
 
 
 def _of_messages(messages: list[EmbeddingMessage]) -> list[Text | MediaSource]:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from frontend.body_scan import LONG_NBYTES, is_cut
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
 from frontend.media.options import MediaKind
@@ -24,6 +25,7 @@ __all__ = [
     "Priority",
     "TextPart",
     "check_counts",
+    "check_length",
     "data_url_kind",
     "source_of",
 ]
@@ -117,6 +119,17 @@ def source_of(part: ImagePart | InputAudioPart | AudioPart | VideoPart, param: s
 
 def _url_of(place: MediaUrl | str) -> str:
     return place if isinstance(place, str) else place.url
+
+
+def check_length(text: str, param: str) -> None:
+    """Checks that a text was not cut out of its body because it is long.
+
+    Raises:
+        ApiError: it was.
+    """
+    if is_cut(text):
+        message = f"a text has more than the {LONG_NBYTES} bytes that are accepted"
+        raise ApiError(400, message, code="text_too_long", param=param)
 
 
 def data_url_kind(text: str) -> MediaKind | None:

@@ -1,4 +1,4 @@
-"""Values are counted as they come, and cost little."""
+"""A body is looked through as it comes: its values are counted, what is long is cut out, and little is done for each byte."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend import value_count
-from frontend.value_count import MAX_VALUES, ValueCount
+from frontend import body_scan
+from frontend.body_scan import LONG_NBYTES, MAX_VALUES, BodyScan, is_cut
+from frontend.errors import ApiError
 
 TEXTS = st.text('a"\\,[{]}:é\n', max_size=8)
 DOCUMENTS = st.recursive(
@@ -25,15 +27,30 @@ def values_of(document: Any) -> int:
     return 0 if inside is None else max(1, len(inside)) + sum(map(values_of, inside))
 
 
+def scanned(body: bytes, size: int | Random) -> tuple[bytes, BodyScan]:
+    scan, left = BodyScan(), bytearray()
+    while body:
+        nbytes = size if isinstance(size, int) else size.randint(1, 9)
+        left += scan.add(body[:nbytes])
+        body = body[nbytes:]
+    return bytes(left + scan.finish()), scan
+
+
 @given(document=DOCUMENTS, is_ascii=st.booleans(), seed=st.integers(0, 99))
 def test_values_are_counted_however_they_come(document: Any, is_ascii: bool, seed: int) -> None:
     body = json.dumps(document, ensure_ascii=is_ascii).encode()
-    random, count = Random(seed), ValueCount()
-    while body:
-        size = random.randint(1, 9)
-        assert count.add(body[:size])
-        body = body[size:]
-    assert count._values == 1 + values_of(document)
+    left, scan = scanned(body, Random(seed))
+    assert left == body
+    assert scan._values == 1 + values_of(document)
+    assert scan.long_texts == {}
+
+
+@given(
+    body=st.lists(st.sampled_from([b'"', b"\\", b"a", b",", b"[", b"\\u00e9"]), max_size=30).map(b"".join),
+    seed=st.integers(0, 99),
+)
+def test_what_is_no_json_comes_out_as_it_is(body: bytes, seed: int) -> None:
+    assert scanned(body, Random(seed))[0] == body
 
 
 LARGE = {
@@ -48,28 +65,76 @@ LARGE = {
 
 @pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("size", [1000, 65_536])
-def test_too_many_are_noticed(body: bytes, size: int) -> None:
-    count = ValueCount()
-    assert not all(count.add(body[start : start + size]) for start in range(0, len(body), size))
+def test_too_many_values_are_refused(body: bytes, size: int) -> None:
+    with pytest.raises(ApiError) as raised:
+        scanned(body, size)
+    assert (raised.value.status, raised.value.code) == (413, "too_many_values")
 
 
-SMALL = {
-    "a text": b'["' + b"[]{}, \\\\ \\n\\u00e9" * 100_000 + b'"]',
-    "a file": b'{"a":"' + b"QUJD" * 1_000_000 + b'"}',
-    "as many as there may be": b"[" + b"1," * (MAX_VALUES - 2) + b"1]",
-    "blanks": b" " * 1_000_000,
+def test_as_many_values_as_there_may_be_are_taken() -> None:
+    body = b"[" + b"1," * (MAX_VALUES - 2) + b"1]"
+    assert scanned(body, 65_536)[0] == body
+
+
+# -- what is long --------------------------------------------------------------------------------------------------------
+
+FILE = b"data:image/png;base64," + b"QUJD" * (LONG_NBYTES // 2)
+
+
+@pytest.mark.parametrize("size", [99_999, 262_144, 10 << 20])
+def test_a_long_file_is_cut_out(size: int) -> None:
+    body = b'{"a": [1, "b\\"", "' + FILE + b'"], "c": "' + FILE[:-4] + b'", "d": "e"}'
+    left, scan = scanned(body, size)
+    if size > len(body):
+        assert left == body, "what came at once is decoded at once"
+        return
+    document = msgspec.json.decode(left)
+    assert document["a"][:2] == [1, 'b"']
+    assert document["d"] == "e"
+    names = [document["a"][2], document["c"]]
+    assert all(is_cut(name) and name.startswith("data:image/png;base64,QUJD") and len(name) < 128 for name in names)
+    assert [scan.long_texts[name] for name in names] == [FILE, FILE[:-4]]
+
+
+@pytest.mark.parametrize("size", [99_999, 100_000, 100_001])
+def test_slashes_and_lines_of_a_long_file_may_be_escaped(size: int) -> None:
+    escaped = b'"' + (b"QU\\/D" * 19 + b"\\r\\n") * (LONG_NBYTES // 50) + b'"'
+    left, scan = scanned(escaped, size)
+    assert [*scan.long_texts] == [msgspec.json.decode(left)]
+    assert [*scan.long_texts.values()] == [b"QU/D" * 19 * (LONG_NBYTES // 50)]
+
+
+LONG_TEXTS = {
+    "words": b"ab cd " * (LONG_NBYTES // 5),
+    "escapes": b"ab\\u00e9" * (LONG_NBYTES // 5),
+    "quotes": b'ab\\"' * (LONG_NBYTES // 3),
+    "words after a while": b"a" * 2 * LONG_NBYTES + b" " + b"a" * LONG_NBYTES,
 }
 
 
-@pytest.mark.parametrize("body", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("size", [999, 65_536])
-def test_long_ones_are_not_many(body: bytes, size: int) -> None:
-    count = ValueCount()
-    assert all(count.add(body[start : start + size]) for start in range(0, len(body), size))
+@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
+@pytest.mark.parametrize("size", [9_999, 65_536])
+def test_a_long_text_that_is_no_file_is_refused(text: bytes, size: int) -> None:
+    with pytest.raises(ApiError) as raised:
+        scanned(b'["' + text + b'"]', size)
+    assert (raised.value.status, raised.value.code) == (413, "text_too_long")
+
+
+def test_a_text_as_long_as_one_may_be_is_taken() -> None:
+    body = b'["' + b"ab\\n " * (LONG_NBYTES // 5) + b'"]'
+    assert scanned(body, 65_536)[0] == body
+
+
+def test_what_is_never_closed_is_left_to_the_decoder() -> None:
+    left, scan = scanned(b'["' + FILE, 65_536)
+    assert len(left) < 200
+    assert len(scan.long_texts) == 1
+    assert scanned(b'["ab\\', 2)[0] == b'["ab\\'
 
 
 def test_the_midst_of_a_text_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = ValueCount()
-    assert count.add(b'["ab')
-    monkeypatch.setattr(value_count, "_STRING", None)
-    assert count.add(b"ab,[]" * 1000)
+    scan = BodyScan()
+    assert scan.add(b'["ab') == b'["'
+    monkeypatch.setattr(body_scan, "_STRING", None)
+    monkeypatch.setattr(body_scan, "_REST_OF_STRING", None)
+    assert scan.add(b"ab,[]" * 1000) == b""
