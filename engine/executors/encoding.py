@@ -8,8 +8,8 @@ for the end of a slice. Two rules say whose input is next:
   expects. Whoever asks for little is answered at once, however many ask for much.
 - Of the others, the one that has had least time. One of them has a turn at least so often, however many small ones come.
 
-A slice ends when its time is over, or as soon as all small requests of the step are answered: their answers are sent between
-two slices.
+A slice ends when its time is over; or as soon as all small requests of the step are answered, unless the others have waited for
+long: answers are sent between two slices.
 
 Invariants: an input is encoded once; a request's embeddings are in the order of its inputs; between two steps nothing keeps a
 view but an input that takes steps, until it is encoded or its request is forgotten.
@@ -121,14 +121,14 @@ class EncodingLine:
         small = deque(number for number, progress in mine if progress.is_small)
         large = [(progress.seconds, number) for number, progress in mine if not progress.is_small]
         heapq.heapify(large)
-        had_small, has_begun = bool(small), False
+        ends_early = bool(small) and now - self._large_at < _STARVING_S
+        has_begun = False
         end = now + self._slice_s
         while (small or large) and (now < end or not has_begun):
-            is_starving = bool(large) and now - self._large_at > _STARVING_S
-            if had_small and not small and not is_starving:
+            if ends_early and not small:
                 break
             has_begun = True
-            if small and not is_starving:
+            if small and (not large or now - self._large_at < _STARVING_S):
                 number = small.popleft()
             else:
                 _, number = heapq.heappop(large)

@@ -288,10 +288,21 @@ def test_sounds_clips_and_texts_find_their_like(server: Server) -> None:
 
 
 async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+    async def slab_bytes() -> float:
+        return (await settled(http))["shmring_frontend_slab_bytes_total"]
+
+    earlier = await slab_bytes()
+    await asyncio.sleep(0.5)
+    while (now := await slab_bytes()) != earlier:  # the other frontend says now and then what it has counted
+        earlier = now
+        await asyncio.sleep(0.5)
     before = await numbers(http)
     responses = await asyncio.gather(*(http.post("/v1/embeddings", content=body) for _ in range(20)))
     assert {response.status_code for response in responses} == {200}
     assert {response.headers["x-shmring-copies"] for response in responses} == {"0"}
+    async with asyncio.timeout(30):
+        while await slab_bytes() < before["shmring_frontend_slab_bytes_total"] + 20 * 1600 * 1250 * 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     after = await settled(http)
     nbytes = 20 * 1600 * 1250 * 3
     assert after["shmring_frontend_slab_bytes_total"] - before["shmring_frontend_slab_bytes_total"] == nbytes
