@@ -15,7 +15,7 @@ no key, or a wrong one                                 401     invalid_api_key
 no such model; no such route                           404     model_not_found, not_found
 no such method                                         405     method_not_allowed
 the body did not arrive in time                        408     body_timeout
-body too large; of too many values                     413     body_too_large, too_many_values
+body too large; of too many values; of a long text     413     body_too_large, too_many_values, text_too_long
 media too large together                               413     media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
 the body does not say it is JSON; it is compressed     415     unsupported_media_type, unsupported_content_encoding
