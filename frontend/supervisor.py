@@ -33,6 +33,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import logging
 import math
 import os
@@ -247,6 +248,7 @@ class _Supervisor:
         """
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
+        gc.freeze()  # what was imported is no garbage
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)
         tasks: list[asyncio.Task[None]] = []

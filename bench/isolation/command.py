@@ -124,6 +124,7 @@ def _beside_neutral(server: _Server, seconds: float) -> _Waits:
 
 def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -> _Waits:
     arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
+    arguments += ["hangs-up"] * attack.hangs_up
     with body.open("rb") as file, subprocess.Popen(arguments, stdin=file, stdout=subprocess.PIPE) as heavy:
         try:
             time.sleep(_LEAD_S)

@@ -1,7 +1,7 @@
-"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy HOST PORT CONNECTIONS < body``.
+"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy HOST PORT CONNECTIONS [hangs-up] < body``.
 
-It posts the body again and again on so many connections until it is ended, and reads the answers. On SIGTERM it says on stdout,
-as JSON, how many answers of each status it got.
+It posts the body again and again on so many connections until it is ended, and reads the answers, or hangs up. On SIGTERM it
+says on stdout, as JSON, how many answers of each status it got.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 _CHUNK_NBYTES = 256 << 10
 
 
-async def _post(host: str, port: int, body: bytes) -> str:
+async def _post(host: str, port: int, body: bytes, *, hangs_up: bool) -> str:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(
@@ -26,6 +26,8 @@ async def _post(host: str, port: int, body: bytes) -> str:
         for start in range(0, len(body), _CHUNK_NBYTES):
             writer.write(view[start : start + _CHUNK_NBYTES])
             await writer.drain()
+        if hangs_up:
+            return "hung up"
         status = (await reader.readline()).split(b" ")[1].decode()
         while await reader.read(_CHUNK_NBYTES):
             pass
@@ -34,18 +36,18 @@ async def _post(host: str, port: int, body: bytes) -> str:
         writer.close()
 
 
-async def _repeat(host: str, port: int, body: bytes, answers: collections.Counter[str]) -> None:
+async def _repeat(host: str, port: int, body: bytes, answers: collections.Counter[str], *, hangs_up: bool) -> None:
     while True:
         try:
-            answers[await _post(host, port, body)] += 1
+            answers[await _post(host, port, body, hangs_up=hangs_up)] += 1
         except (OSError, IndexError) as error:
             answers[type(error).__name__] += 1
             await asyncio.sleep(0.01)
 
 
-async def _main(host: str, port: int, connections: int) -> None:
+async def _main(host: str, port: int, connections: int, *, hangs_up: bool) -> None:
     body, answers = sys.stdin.buffer.read(), collections.Counter[str]()
-    tasks = [asyncio.create_task(_repeat(host, port, body, answers)) for _ in range(connections)]
+    tasks = [asyncio.create_task(_repeat(host, port, body, answers, hangs_up=hangs_up)) for _ in range(connections)]
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     await told.wait()
@@ -56,4 +58,4 @@ async def _main(host: str, port: int, connections: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), hangs_up="hangs-up" in sys.argv))
