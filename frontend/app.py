@@ -68,6 +68,8 @@ _EXPOSED_HEADERS = (
     *("X-Shmring-Slab-Bytes", "X-Shmring-Copies", "X-Shmring-Synthetic", "X-Shmring-Ignored-Fields"),
 )
 
+_LARGE_BODY_NBYTES = 16 << 10  # some hundred values
+
 _MAX_PATH_CHARACTERS = 200  # of what an error repeats
 
 _SAMPLING_S = 0.2  # how old the numbers of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
@@ -147,6 +149,7 @@ class _Routes:
         self, engine: EngineClientProtocol, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
     ) -> None:
         self.metrics = FrontendMetrics(list(engine.engines))
+        self._parsing = asyncio.Lock()  # one large body in a turn of the loop
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
@@ -178,8 +181,24 @@ class _Routes:
         for name, client in self._engine.engines.items():
             self.metrics.take_over(name, client.statistics())
 
+    async def _read(self, parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:
+        """Returns a request, and headers that tell its caller which fields of it were ignored."""
+        # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
+        chunks = [chunk async for chunk in http_request.stream() if chunk]
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if len(body) > _LARGE_BODY_NBYTES:
+            async with self._parsing:  # what follows, until it is sent to the engine, takes some milliseconds
+                await asyncio.sleep(0)
+        request = parser.parse(body)
+        names = parser.ignored_fields(request, body)
+        if not names:
+            return request, {}
+        text = ", ".join(names)
+        logger.warning("fields of a request that this server does not know were ignored: %s", text)
+        return request, {"x-shmring-ignored-fields": text}
+
     async def chat(self, http_request: Request) -> Response:
-        request, notes = await _read(CHAT_PARSER, http_request)
+        request, notes = await self._read(CHAT_PARSER, http_request)
         if request.stream:
             return await self._stream(request, http_request.scope, notes)
         completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
@@ -198,7 +217,7 @@ class _Routes:
         return api_error
 
     async def embed(self, http_request: Request) -> Response:
-        request, notes = await _read(EMBEDDING_PARSER, http_request)
+        request, notes = await self._read(EMBEDDING_PARSER, http_request)
         embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         return JsonPieces(embedded.response, notes | _headers(embedded))
 
@@ -241,20 +260,6 @@ def _told(answer: Answer | Completed | Embedded) -> dict[str, str]:
     """Headers about what a caller may not expect."""
     synthetic = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
     return synthetic | ({"x-shmring-media-shortfall": answer.shortfalls} if answer.shortfalls else {})
-
-
-async def _read(parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:
-    """Returns a request, and headers that tell its caller which fields of it were ignored."""
-    # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
-    chunks = [chunk async for chunk in http_request.stream() if chunk]
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    request = parser.parse(body)
-    names = parser.ignored_fields(request, body)
-    if not names:
-        return request, {}
-    text = ", ".join(names)
-    logger.warning("fields of a request that this server does not know were ignored: %s", text)
-    return request, {"x-shmring-ignored-fields": text}
 
 
 async def _answer_error(http_request: Request, error: Exception) -> Response:
