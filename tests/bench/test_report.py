@@ -13,9 +13,15 @@ from click.testing import CliRunner
 
 from bench import plots, report
 from bench.__main__ import main
+from bench.allocation.command import Result as Filled
+from bench.command_line import ROOT
+from bench.cost import Cost
+from bench.fan_out import report as fan_out
+from bench.gpu.command import Plotted
 from bench.messages import Case
 from bench.records import Results
-from bench.results import Coverage, Planned, Spread, Status, write_json
+from bench.results import Coverage, Findings, Planned, Spread, Status, write_json
+from bench.vllm import command as vllm
 
 Make = Callable[..., Any]
 KB = 1 << 10
@@ -66,6 +72,22 @@ def test_results_are_read_back_as_they_were_written(stored: Path, made_results: 
     assert results.find("shmring", Case(4 * KB)) is not None
     write_json(results, stored / "again.json")
     assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
+    """No field that no report, plot or comparison knows; no single repetition or request of a mode that draws none."""
+    content = json.loads(path.read_bytes())
+    if content["mode"] == "transport":
+        write_json(read(path), tmp_path / path.name)
+    else:
+        findings = msgspec.json.decode(path.read_bytes(), type=Findings)
+        drawn = {"vllm": list[vllm.Stored], "fan-out": list[fan_out.Stored], "gpu": Plotted, "cost": list[Cost]}
+        compared = {"allocator": list[Filled]}
+        kind: Any = (drawn | compared).get(findings.mode)
+        results = None if kind is None else msgspec.convert(findings.results, kind)
+        write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
+    assert json.loads((tmp_path / path.name).read_bytes()) == content
 
 
 def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None:
