@@ -150,7 +150,7 @@ def test_the_document_has_a_section(tmp_path: Path) -> None:
     assert "| 64 MB | slot, pinned slab | 50.00 |" in section
     assert "(benchmarks/gpu.svg)" in section
     assert (tmp_path / "docs" / "benchmarks" / "gpu.svg").exists()
-    assert "Not yet measured" not in text
+    assert "no result of `python -m bench gpu` is stored" not in text
     assert "python -m bench gpu --json bench/results/gpu.json" in text
 
 

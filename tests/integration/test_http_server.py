@@ -301,7 +301,7 @@ async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncCl
     assert {response.status_code for response in responses} == {200}
     assert {response.headers["x-shmring-copies"] for response in responses} == {"0"}
     async with asyncio.timeout(30):
-        while await slab_bytes() < before["shmring_frontend_slab_bytes_total"] + 20 * 1600 * 1250 * 3:  # noqa: ASYNC110
+        while await slab_bytes() < before["shmring_frontend_slab_bytes_total"] + 20 * 1600 * 1250 * 3:
             await asyncio.sleep(0.05)
     after = await settled(http)
     nbytes = 20 * 1600 * 1250 * 3
