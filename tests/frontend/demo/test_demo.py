@@ -56,7 +56,7 @@ def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_a
 def test_a_server_that_is_not_ready_in_time_says_so_itself(capfd: pytest.CaptureFixture[str]) -> None:
     """The limit is that of ``serve``, and so are the words: a demonstration has no shorter one."""
     started = serving(["--port=0", "--slab-nbytes=1MiB", "--start-timeout=0.001", f"--name=demo-{os.getpid()}"])
-    with pytest.raises(RuntimeError, match="^the server did not start; its own message is above$"), started:
+    with pytest.raises(RuntimeError, match="did not start; its own message"), started:
         pass
     assert "not ready within 0.001 s (--start-timeout): the engine" in capfd.readouterr().err
 
