@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
 from bench.results import Coverage, Findings, Repetitions
-from bench.vllm import command
+from bench.vllm import command, load
 from bench.vllm.command import draw, report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
 
@@ -112,15 +112,20 @@ def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
 
 
-def test_a_repetition_is_long_enough_to_be_believed() -> None:
-    bodies = [b""] * 100
-    assert len(list(for_a_while(iter(bodies), 3, time.perf_counter()))) == 3  # slow ones: as many as were asked for
-    began_s = time.perf_counter()
-    taken = 0
-    for _ in for_a_while(iter(bodies), 3, began_s + 0.05):
-        taken += 1
-        time.sleep(0.005)
-    assert 3 < taken <= 11  # quick ones: until the time is over
+def test_a_repetition_is_long_enough_to_be_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s))
+
+    def taken(each_s: float) -> int:
+        nonlocal now_s
+        count = 0
+        for _ in for_a_while(iter([b""] * 100), 3, now_s + 10.0):
+            count += 1
+            now_s += each_s
+        return count
+
+    assert taken(each_s=60.0) == 3  # slow ones: as many as were asked for
+    assert taken(each_s=1.0) == 10  # quick ones: until the time is over
 
 
 @pytest.mark.parametrize(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
