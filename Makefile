@@ -140,18 +140,22 @@ install: $(INSTALLED)
 # itself takes for CC when nobody says anything.)
 COMPILER = $(or $(filter-out cc,$(CC)),$(shell command -v gcc || command -v clang || command -v cc))
 
+# pip, with a line for each package that is fetched and each module that is compiled.
+INSTALL = $(BIN)/python tests/installing.py -c constraints.txt
+
 # torch first and pinned: whatever else depends on it then takes this one.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
 	@echo 'Installing into $(VENV), once; this takes a minute or two, and longer where torch brings CUDA (some 3 GB).'
+	@echo '  1 of 3: an empty environment ...'
 	@$(PYTHON) -m venv $(VENV)
 	$(if $(COMPILER),,@echo '  No C compiler is on the PATH (gcc, clang, cc): taking one from the package index (ziglang, 100 MB) ...')
-	$(if $(COMPILER),,@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ziglang \
+	$(if $(COMPILER),,@$(INSTALL) ziglang \
 		|| { echo '  It did not come. Install gcc or clang (Debian: apt install gcc python3-dev).'; exit 1; })
-	@echo '  1 of 2: torch ...'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@echo '  2 of 2: shmring, and what serving, tests and benchmarks need ...'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@echo '  2 of 3: torch ...'
+	@$(INSTALL) torch
+	@echo '  3 of 3: shmring, and what serving, tests and benchmarks need ...'
+	@$(INSTALL) -e '.[test]'
 	@touch $@
 	@echo '  installed'
 

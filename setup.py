@@ -77,6 +77,7 @@ class Build(build_ext):
         )
         self.compiler.set_library_dirs([])  # those of Python, which Zig's compiler would write into what it links
         for extension in self.extensions:
+            print(f"translating '{extension.name}' to C", flush=True)  # which tests/installing.py shows
             [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build", quiet=True)
             extension.sources, extension.depends = translated.sources, translated.depends
         super().build_extensions()

@@ -72,7 +72,6 @@ class Cost(msgspec.Struct, frozen=True):
     case: str
     cpu_us: Spread
     messages: int
-    runs: list[float]
 
 
 async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float, int]:
@@ -158,7 +157,7 @@ def measure(
     costs = {}
     for case, measured in runs.measured.items():
         each_us, messages = zip(*measured[_SUBJECT], strict=True)
-        costs[case] = Cost(case.title, Spread.of(each_us), sum(messages), list(each_us))
+        costs[case] = Cost(case.title, Spread.of(each_us), sum(messages))
     rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs.values()]
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
     return Findings(

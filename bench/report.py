@@ -4,21 +4,25 @@ Nothing is measured here and no number is written by hand: what the document say
 this again gives the same text. A transport run (``"mode": "transport"``) gives tables, plots, the targets, and the section
 about where shmring is not the best choice, which is found by looking for peers that were better. Results of other modes
 are shown as they tell it themselves (:class:`bench.results.Findings`).
+
+A verdict counts while the code that it is about is the code that was measured (:mod:`bench.ages`). Others say that they are
+stale, and what they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import click
 import msgspec
 
-from bench import plots, targets
+from bench import ages, plots, targets
 from bench.command_line import gaps_table, machine_line
 from bench.fan_out import report as fan_out
 from bench.gpu import command as gpu
+from bench.isolation import command as isolation
 from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, peer_title, transport_tables
@@ -60,16 +64,32 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 """
 
 
+_COUNTED = """\
+A verdict counts while the code that it is about is the code that was measured. The table above says of each result how many
+commits have changed that code since, up to {head}. A verdict that is *stale* says what it was, and is not counted. Nor is one
+of unknown age: this repository does not have its commit, or not all that was measured was in one.
+"""
+
 _GPU = "gpu"
-#: What knows the targets of a mode; and a plot, but for the last.
-_MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "serve": serving}
-_NO_GPU = """\
+#: What knows the targets of a mode; some know a plot, too.
+_MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "serve": serving, "isolation": isolation}
+#: What is said of modes of which no result is stored.
+_NOT_MEASURED = {
+    _GPU: """\
 ## GPU
 
 Not yet measured: no result of `python -m bench gpu` is stored. It measures bandwidth from a slot to the GPU beside memory of
 `pin_memory()`, pageable memory and what vLLM does; how long the engine's loop is held up; and hand-overs between processes
 through a host slot, the device slab and torch's CUDA IPC.
-"""
+""",
+    "isolation": """\
+## Isolation
+
+Not yet measured: no result of `python -m bench isolation` is stored. It measures how long the small requests of one caller
+take while another caller of the same server is heavy (large bodies, long texts, many small parts, media), beside how long they
+take while two processes that are no part of the server compute: the machine is as busy in both.
+""",
+}
 
 
 class ReportError(click.ClickException):
@@ -82,24 +102,30 @@ class _Mode(msgspec.Struct):
 
 #: Results by the names of their files; transports first.
 _Stored: TypeAlias = Mapping[str, Results | Findings]
+#: How many commits have changed what a mode measures since a commit: see :func:`bench.ages.age`.
+_Age: TypeAlias = Callable[[str, str | None], int | None]
 
 
-def build(results_directory: Path, docs_directory: Path) -> Path:
+def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -> Path:
     """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents; returns the document's path.
+
+    Args:
+        results_directory, docs_directory: where results are, and where the document goes.
+        age: of a result.
 
     Raises:
         ReportError: there is no result, or a file is none.
         MissingPlotter: matplotlib is not installed.
     """
     stored = _read(results_directory)
-    sections = [_HEAD, "## Stored results\n", _stored_table(stored).markdown()]
-    sections += ["## Targets\n", *_targets(stored), "## Method\n", _METHOD]
+    sections = [_HEAD, "## Stored results\n", _stored_table(stored, age).markdown()]
+    sections += ["## Targets\n", *_targets(stored, age), "## Method\n", _METHOD]
     for name, result in stored.items():
         drawn = _draw(results_directory / f"{name}.json", result, docs_directory / "benchmarks" / name)
         plotted = [f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn]
         sections += _transport(name, result, plotted) if isinstance(result, Results) else _other(name, result, plotted)
-    if not any(result.mode == _GPU for result in stored.values()):
-        sections.append(_NO_GPU)
+    modes = {result.mode for result in stored.values()}
+    sections += [text for mode, text in _NOT_MEASURED.items() if mode not in modes]
     sections += ["## Measuring again\n", _again(stored)]
     path = docs_directory / "benchmarks.md"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,12 +134,12 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
 
 
 def status(results_directory: Path) -> Table:
-    """Returns a table of the stored results: what each has of its plan, and what sources it comes from.
+    """Returns a table of the stored results: what each has of its plan, what sources it comes from, and how old it is.
 
     Raises:
         ReportError: there is no result, or a file is none.
     """
-    return _stored_table(_read(results_directory))
+    return _stored_table(_read(results_directory), ages.age)
 
 
 def _read(directory: Path) -> _Stored:
@@ -152,12 +178,16 @@ def _draw(path: Path, result: Results | Findings, stem: Path) -> list[Path]:
 # -- of all results ----------------------------------------------------------------------------------------------------
 
 
-def _stored_table(stored: _Stored) -> Table:
-    columns = ["result", "measured, of what was planned", "sources"]
+def _commit(result: Results | Findings) -> str | None:
+    return None if result.machine is None else result.machine.commit
+
+
+def _stored_table(stored: _Stored, age: _Age) -> Table:
+    columns = ["result", "measured, of what was planned", "sources", "the code that it is about, since then"]
     rows = []
     for name, result in sorted(stored.items()):
         measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
-        rows.append([name, measured, checkout(None if result.machine is None else result.machine.commit)])
+        rows.append([name, measured, checkout(_commit(result)), ages.age_in_words(age(result.mode, _commit(result)))])
     return Table("stored results", columns, rows, texts=tuple(columns))
 
 
@@ -171,45 +201,87 @@ def _missing(coverage: Coverage | None) -> Iterator[str]:
         yield gaps_table(coverage).markdown()
 
 
-def _targets(stored: _Stored) -> Iterator[str]:
-    """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
-    runs = [result for result in stored.values() if isinstance(result, Results)]
-    runs.sort(key=lambda run: -run.repetitions * run.timed_s * len(run.results))
-    told: dict[str, list[Verdict]] = {}
-    for result in stored.values():
-        if isinstance(result, Findings) and result.targets:
-            told.setdefault(result.mode, []).extend(result.targets)
-    verdicts: list[Verdict] = []
+class _Judged(NamedTuple):
+    """A verdict; the name of the result that it comes from, and the age of that."""
+
+    verdict: Verdict
+    result: str = ""
+    changes: int | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it was measured, with the code as it is."""
+        return self.verdict.met is not None and self.changes == 0
+
+    @property
+    def is_stale(self) -> bool:
+        return self.verdict.met is not None and bool(self.changes)
+
+    @property
+    def word(self) -> str:
+        if self.verdict.met is None or self.counts:
+            return f"**{self.verdict.word}**"
+        return f"{'stale' if self.is_stale else 'age unknown'}: was {self.verdict.word}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What it is about."""
+        return self.verdict.what, self.verdict.at
+
+
+def _targets(stored: _Stored, age: _Age) -> Iterator[str]:
+    """The table of targets, and how many of them are met and missed by the code as it is."""
+    judged = list(_judged(stored, {name: age(result.mode, _commit(result)) for name, result in stored.items()}))
+    counted = [one.verdict for one in judged if one.counts]
+    met, missed = (sum(verdict.met is which for verdict in counted) for which in (True, False))
+    explained = missed - sum(verdict.fails for verdict in counted)
+    explained_too = f" ({explained} of them for a reason that a decision gives)" if explained else ""
+    unmeasured = sum(one.verdict.met is None for one in judged)
+    stale = sum(one.is_stale for one in judged)
+    unknown = len(judged) - len(counted) - stale - unmeasured
+    yield (
+        f"{len(counted)} of {len(judged)} verdicts count: {met} met, {missed} missed{explained_too}. Not counted: {stale} "
+        f"stale, {unknown} of unknown age, {unmeasured} not measured.\n"
+    )
+    yield _COUNTED.format(head=ages.head() or "the present one")
+    rows = [
+        (one.verdict.what, one.verdict.at, one.verdict.asked, one.verdict.measured, one.word, one.result, one.verdict.detail)
+        for one in judged
+    ]
+    yield Table("", ["target", "at", "asked", "measured", "", "result", "in detail"], rows).markdown()
+
+
+def _judged(stored: _Stored, changes: Mapping[str, int | None]) -> Iterator[_Judged]:
+    """Of each target, what the longest run says that measured it, one of this code before others; or what another mode says."""
+    runs = [(name, result) for name, result in stored.items() if isinstance(result, Results)]
+    runs.sort(key=lambda run: (changes[run[0]] != 0, -run[1].repetitions * run[1].timed_s * len(run[1].results)))
     for target in targets.TARGETS:
-        judged = [target.judge(run) for run in runs]
-        measured = [verdict for verdict in judged if verdict.met is not None]
-        verdicts += [*measured, *judged][:1]
+        judged = [_Judged(target.judge(run), name, changes[name]) for name, run in runs]
+        measured = [one for one in judged if one.verdict.met is not None]
+        yield from [*measured, *judged][:1]
+    told: dict[str, list[_Judged]] = {}
+    for name, result in stored.items():
+        if isinstance(result, Findings) and result.targets:
+            told.setdefault(result.mode, []).extend(_Judged(verdict, name, changes[name]) for verdict in result.targets)
     for mode, module in _MODES.items():
         if mode not in told:
             detail = targets.command_of(mode)
-            verdicts += [msgspec.structs.replace(verdict, detail=detail) for verdict in module.announced()]
-    verdicts += [verdict for of_mode in told.values() for verdict in _said_once(of_mode)]
-    met = sum(verdict.met is True for verdict in verdicts)
-    missed = sum(verdict.met is False for verdict in verdicts)
-    explained = missed - sum(verdict.fails for verdict in verdicts)
-    explained_too = f" ({explained} of them for a reason that a decision gives)" if explained else ""
-    yield f"{met} met, {missed} missed{explained_too}, {len(verdicts) - met - missed} not measured.\n"
-    rows = [
-        (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
-        for verdict in verdicts
-    ]
-    yield Table("", ["target", "at", "asked", "measured", "", "in detail"], rows).markdown()
+            yield from (_Judged(msgspec.structs.replace(verdict, detail=detail)) for verdict in module.announced())
+    for of_mode in told.values():
+        yield from _said_once(of_mode)
 
 
-def _said_once(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
-    """Leaves out what one run did not measure and another one did."""
-    known = {(verdict.what, verdict.at) for verdict in verdicts if verdict.met is not None}
-    for verdict in verdicts:
-        if verdict.met is not None:
-            yield verdict
-        elif (verdict.what, verdict.at) not in known:
-            known.add((verdict.what, verdict.at))
-            yield verdict
+def _said_once(judged: Sequence[_Judged]) -> Iterator[_Judged]:
+    """Leaves out what one run did not measure and another one did, or measured with older code than another one."""
+    known = {one.place for one in judged if one.verdict.met is not None}
+    counted = {one.place for one in judged if one.counts}
+    for one in judged:
+        if one.verdict.met is not None:
+            if one.counts or one.place not in counted:
+                yield one
+        elif one.place not in known:
+            known.add(one.place)
+            yield one
 
 
 def _again(stored: _Stored) -> str:

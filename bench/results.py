@@ -344,7 +344,8 @@ class Findings(msgspec.Struct, frozen=True):
         mode: which benchmark.
         tables, notes: as shown to people.
         targets: what the run says of those that it measured.
-        results: the numbers behind them, as the mode has them.
+        results: what the mode's plot draws, or what a later run is compared with; None where there is neither. Nothing else is
+            ever read again, so nothing else is stored: no single repetitions, and no single requests.
         plan: what was asked for, where that is more than the command.
         command: what was typed; empty where it was not kept.
         coverage: what was planned, and what is missing of it; None in results that are older than the record.

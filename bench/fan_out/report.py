@@ -47,12 +47,12 @@ _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The runs of a subject in a case, as they are stored."""
+    """Messages a second of a subject in a case, the median, as they are stored and drawn."""
 
     workers: int
     nbytes: int
     subject: str
-    runs: list[Run]
+    per_s: float
 
 
 def title(workers: int, nbytes: int) -> str:
@@ -84,7 +84,11 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
         tables=[Table("a message to each of several workers", columns, rows, texts=("peer",), grouped=True)],
         notes=notes,
         targets=_verdicts(measured),
-        results=[Stored(*case, subject, runs) for case, found in measured.items() for subject, runs in found.items()],
+        results=[
+            Stored(*case, subject, statistics.median(run.per_s for run in runs))
+            for case, found in measured.items()
+            for subject, runs in found.items()
+        ],
         coverage=coverage,
     )
 
@@ -213,7 +217,7 @@ def _figure(stored: Sequence[Stored]) -> Any:
     ordered = sorted(stored, key=lambda entry: subjects.index(entry.subject))
     for nbytes, panel in zip(sizes, axes, strict=True):
         here = [entry for entry in ordered if entry.nbytes == nbytes]
-        points = [(entry.subject, entry.workers, statistics.median(run.per_s for run in entry.runs)) for entry in here]
+        points = [(entry.subject, entry.workers, entry.per_s) for entry in here]
         plots.draw_lines(panel, points, style)
         panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log")
         counts = sorted({entry.workers for entry in stored})

@@ -33,7 +33,7 @@ from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes, median_ratio
 from bench.targets import judge
 
-__all__ = ["Measured", "Plan", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
+__all__ = ["Measured", "Plan", "Plotted", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
 
 _MB = 1 << 20
 #: The targets, and where they hold.
@@ -84,6 +84,34 @@ class Results(msgspec.Struct, frozen=True):
         return {(measured.nbytes, measured.name): measured for measured in self.measured if measured.what == what}
 
 
+#: A line's name, the size of a tensor in bytes, and the median.
+_Point = tuple[str, int, float]
+
+
+class Plotted(msgspec.Struct, frozen=True):
+    """What is stored and drawn of a run.
+
+    Attributes:
+        gpu: its name.
+        gb_per_s: from host memory to the GPU, by way and size.
+        hand_over_us: from submit until usable in the other process, by route and size.
+    """
+
+    gpu: str
+    gb_per_s: list[_Point]
+    hand_over_us: list[_Point]
+
+    @classmethod
+    def of(cls, results: Results) -> Plotted:
+        """Takes the medians of a run."""
+        rates, hand_overs = results.of(BANDWIDTH).values(), results.of(HAND_OVERS).values()
+        return cls(
+            results.gpu.name,
+            [(one.name, one.nbytes, statistics.median(one.medians("gb_per_s"))) for one in rates],
+            [(one.name, one.nbytes, _p50_us(one)) for one in hand_overs],
+        )
+
+
 def report(results: Results) -> Findings:
     """Lays a run out as people and ``bench report`` read it."""
     return Findings(
@@ -92,7 +120,7 @@ def report(results: Results) -> Findings:
         tables=[_copies_table(results), _hand_overs_table(results)],
         notes=_notes(results),
         targets=_targets(results),
-        results=results,
+        results=Plotted.of(results),
         coverage=results.coverage,
     )
 
@@ -206,18 +234,17 @@ _OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
 _OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
-def _figure(results: Results) -> Any:
-    figure, (bandwidth, hand_overs) = plots.panels(2, results.gpu.name, (12.8, 5.2))
-    rates = results.of(BANDWIDTH).values()
-    _draw_lines(bandwidth, [(one.name, one.nbytes, statistics.median(one.medians("gb_per_s"))) for one in rates])
+def _figure(plotted: Plotted) -> Any:
+    figure, (bandwidth, hand_overs) = plots.panels(2, plotted.gpu, (12.8, 5.2))
+    _draw_lines(bandwidth, plotted.gb_per_s)
     bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
-    _draw_lines(hand_overs, [(one.name, one.nbytes, _p50_us(one)) for one in results.of(HAND_OVERS).values()])
+    _draw_lines(hand_overs, plotted.hand_over_us)
     hand_overs.axhline(_HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
     hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
     return figure
 
 
-def _draw_lines(axes: Any, points: Sequence[tuple[str, int, float]]) -> None:
+def _draw_lines(axes: Any, points: Sequence[_Point]) -> None:
     """Draws a line for each name: its numbers by size."""
     others = iter(_OTHERS)
 
@@ -232,7 +259,7 @@ def _draw_lines(axes: Any, points: Sequence[tuple[str, int, float]]) -> None:
 
 
 #: Draws bandwidth and hand-overs by size, a line for each way and route.
-draw = functools.partial(plots.draw_stored, Results, _figure)
+draw = functools.partial(plots.draw_stored, Plotted, _figure)
 
 
 #: What is measured, and at which size.

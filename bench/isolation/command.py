@@ -39,7 +39,7 @@ from bench.results import Findings, Repetitions, Table, Verdict, format_nbytes
 from bench.serving.plan import Load, ServerOptions
 from bench.serving.run import serving
 
-__all__ = ["isolation_command"]
+__all__ = ["announced", "isolation_command"]
 
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
 _BURNERS = 2
@@ -197,6 +197,16 @@ def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
         longest = [(result.attack, result.heavy_ms[2]) for result in results]
         allowed = max(_LONGEST_MS, *(result.neutral_ms[2] for result in results))
         yield targets.judge("longest wait of a small request", "beside all of them", allowed, "ms", longest, at_least=False)
+
+
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    asked = f"<= {_TIMES:g} x that beside a neutral load, or {_LEAST_MS:g} ms ({_LEAST_LARGE_MS:g} ms if bodies are over 1 MB)"
+    longest = f"<= {_LONGEST_MS:g} ms, or the longest beside a neutral load"
+    return [
+        *(Verdict(f"p99 of small requests beside: {attack}", "one frontend", asked) for attack in ATTACKS),
+        Verdict("longest wait of a small request", "beside all of them", longest),
+    ]
 
 
 @click.command("isolation", context_settings=SETTINGS)

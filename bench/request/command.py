@@ -69,7 +69,6 @@ def report(results: Results, reply_nbytes: int) -> Findings:
         tables=tables,
         notes=notes,
         targets=_targets(results),
-        results=results.results,
         coverage=results.coverage,
     )
 
@@ -101,7 +100,6 @@ def scaling_report(results: Results) -> Findings:
         tables=[Table(title, _SCALING_COLUMNS, rows, _TEXT_COLUMNS)],
         notes=notes,
         targets=[*_scaling_targets(results)],
-        results=results.results,
         coverage=results.coverage,
     )
 

@@ -17,7 +17,6 @@ import uvloop
 
 from bench.children import BenchError
 from bench.command_line import SETTINGS, NotMeasured, deliver, json_option, shown_progress
-from bench.results import Findings
 from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from engine.option_types import COUNT, SECONDS, FiniteRange
@@ -115,9 +114,9 @@ def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> 
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; decoding into slots or copying."""
-    findings = _run(_plan(preset, **values))
-    deliver(findings, json_path)
-    if not all(measurement.completed for measurement in findings.results):
+    results = _run(_plan(preset, **values))
+    deliver(report.report(results), json_path)
+    if not all(measurement.completed for measurement in results.measurements):
         raise NotMeasured("of a load, no request had an answer")
 
 
@@ -163,16 +162,15 @@ def _taken(kind: type[_Struct], values: dict[str, Any]) -> _Struct:
 # -- running it ----------------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan) -> Findings:
-    """Carries a plan out; returns what it has shown."""
+def _run(plan: Plan) -> run.Results:
+    """Carries a plan out; returns what was measured."""
     try:
         with shown_progress(run.steps(plan)) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            results = runner.run(_until_terminated(run.run(plan, progress)))
+            return runner.run(_until_terminated(run.run(plan, progress)))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     except (BenchError, OSError) as error:
         raise NotMeasured(str(error)) from error
-    return report.report(results)
 
 
 async def _until_terminated(running: Coroutine[Any, Any, run.Results]) -> run.Results:

@@ -79,7 +79,6 @@ def report(results: Results) -> Findings:
         tables=[_table(results)],
         notes=_notes(results),
         targets=list(_targets(results)),
-        results=results.measurements,
         plan=results.plan,
         coverage=Coverage.of(planned(results.plan), there),
     )

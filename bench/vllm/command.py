@@ -55,12 +55,23 @@ _COLUMNS += ["lag p99 ms", "tensors"]
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The repetitions of a case and way, as they are stored."""
+    """Medians of a case and way, as they are stored and drawn.
+
+    Attributes:
+        cpu_ms: milliseconds of CPU for each request, of all processes.
+    """
 
     fleet: str
     case: str
     way: str
-    runs: Sequence[Measurement]
+    requests_per_s: float
+    cpu_ms: float
+
+    @classmethod
+    def of(cls, case: Case, way: str, runs: Sequence[Measurement]) -> Stored:
+        """Sums the repetitions up."""
+        speed, cpu_ms = _median(runs, lambda run: run.requests_per_s), _median(runs, lambda run: sum(run.cpu_ms.values()))
+        return cls(case.fleet.title, case.title, way, speed, cpu_ms)
 
 
 def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
@@ -88,14 +99,13 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
         "the last repetition.",
         ", ".join(f"{name} {version}" for name, version in environment.items()),
     ]
-    results = [Stored(case.fleet.title, case.title, way, runs) for (case, way), runs in measured.items()]
     return Findings(
         mode="vllm",
         machine=Machine.here(),
         tables=tables,
         notes=notes,
         targets=_targets(measured),
-        results=results,
+        results=[Stored.of(case, way, runs) for (case, way), runs in measured.items()],
         coverage=coverage,
     )
 
@@ -185,29 +195,30 @@ def _lags(measured: Measured, case: Case) -> Numbers:
 def _figure(stored: Sequence[Stored]) -> Any:
     cases = list(dict.fromkeys((entry.fleet, entry.case) for entry in stored))
     figure, (speed, cpu) = plots.panels(2, "vLLM, by how its tensors travel", (12.8, 1.6 + 0.62 * len(cases)))
-    _draw_bars(speed, stored, cases, lambda run: run.requests_per_s)
-    speed.set(title="requests per second", xscale="log")
+    _draw_bars(speed, stored, cases, lambda entry: entry.requests_per_s)
+    speed.set(title="requests per second")
     speed.set_yticks(range(len(cases)), [f"{fleet}:\n{case}" for fleet, case in cases])
-    _draw_bars(cpu, stored, cases, lambda run: sum(run.cpu_ms.values()))
-    cpu.set(title="CPU of all processes for a request, milliseconds: lower is better", xscale="log")
+    _draw_bars(cpu, stored, cases, lambda entry: entry.cpu_ms)
+    cpu.set(title="CPU of all processes for a request, milliseconds: lower is better")
     cpu.set_yticks([])
     cpu.legend(fontsize="small")
     return figure
 
 
 def _draw_bars(
-    axes: Any, stored: Sequence[Stored], cases: Sequence[tuple[str, str]], number: Callable[[Measurement], float]
+    axes: Any, stored: Sequence[Stored], cases: Sequence[tuple[str, str]], number: Callable[[Stored], float]
 ) -> None:
-    """A group of bars for each case, the first on top."""
+    """A group of bars for each case, the first on top; from zero, since what is seen of a bar is its length."""
     height = 0.8 / len(_COLOURS)
     for place, (way, colour) in enumerate(_COLOURS.items()):
-        medians = {(entry.fleet, entry.case): _median(entry.runs, number) for entry in stored if entry.way == way}
+        medians = {(entry.fleet, entry.case): number(entry) for entry in stored if entry.way == way}
         tops = [cases.index(case) + (place - 1) * height for case in medians]
         bars = axes.barh(tops, list(medians.values()), height, color=colour, label=way)
         axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
     axes.margins(x=0.08)
+    axes.set_xlim(left=0)
 
 
 #: Draws requests per second and CPU, a bar for each way.

@@ -211,4 +211,5 @@ def test_the_plot_has_a_line_for_each_subject(tmp_path: Path) -> None:
     measured = {(workers, SMALL): {OURS: [run(31.0)], QUEUE: [run(20.5)]} for workers in (1, 4)}
     stored = msgspec.json.decode(msgspec.json.encode(report(measured, no_plan())), type=Findings)
     (svg,) = draw(stored, tmp_path / "fan-out", kinds=("svg",))
+    assert stored.results[0] == {"workers": 1, "nbytes": SMALL, "subject": OURS, "per_s": 31.0}
     assert {"4 KB", SUBJECTS[OURS], SUBJECTS[QUEUE]} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))

@@ -13,9 +13,15 @@ from click.testing import CliRunner
 
 from bench import plots, report
 from bench.__main__ import main
+from bench.allocation.command import Result as Filled
+from bench.command_line import ROOT
+from bench.cost import Cost
+from bench.fan_out import report as fan_out
+from bench.gpu.command import Plotted
 from bench.messages import Case
 from bench.records import Results
-from bench.results import Coverage, Planned, Spread, Status, write_json
+from bench.results import Coverage, Findings, Planned, Spread, Status, write_json
+from bench.vllm import command as vllm
 
 Make = Callable[..., Any]
 KB = 1 << 10
@@ -57,6 +63,11 @@ def read(path: Path) -> Results:
     return msgspec.json.decode(path.read_bytes(), type=Results)
 
 
+def current(mode: str, commit: str | None) -> int | None:
+    """The age of results of the code as it is."""
+    return 0
+
+
 def section(text: str, title: str) -> str:
     return text.partition(f"{title}\n")[2].partition("\n#")[0]
 
@@ -66,6 +77,22 @@ def test_results_are_read_back_as_they_were_written(stored: Path, made_results: 
     assert results.find("shmring", Case(4 * KB)) is not None
     write_json(results, stored / "again.json")
     assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
+    """No field that no report, plot or comparison knows; no single repetition or request of a mode that draws none."""
+    content = json.loads(path.read_bytes())
+    if content["mode"] == "transport":
+        write_json(read(path), tmp_path / path.name)
+    else:
+        findings = msgspec.json.decode(path.read_bytes(), type=Findings)
+        drawn = {"vllm": list[vllm.Stored], "fan-out": list[fan_out.Stored], "gpu": Plotted, "cost": list[Cost]}
+        compared = {"allocator": list[Filled]}
+        kind: Any = (drawn | compared).get(findings.mode)
+        results = None if kind is None else msgspec.convert(findings.results, kind)
+        write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
+    assert json.loads((tmp_path / path.name).read_bytes()) == content
 
 
 def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None:
@@ -129,7 +156,7 @@ def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_pa
     ]
     longer = msgspec.structs.replace(results, repetitions=results.repetitions + 1, results=faster)
     write_json(longer, stored / "longer.json")
-    targets = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
+    targets = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
     [connecting] = [line for line in targets.splitlines() if line.startswith("| connecting")]
     assert "**missed**" in connecting
     assert targets.count("| connecting") == 1
@@ -139,8 +166,8 @@ def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_pa
 def test_targets_of_other_modes_stand_with_the_rest(stored: Path, tmp_path: Path) -> None:
     target = {"what": "fill", "at": "a trace", "asked": ">= 90 %", "measured": "93 %", "met": True}
     other(stored, "allocator", mode="allocator", tables=[], targets=[target])
-    found = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
-    assert "| fill | a trace | >= 90 % | 93 % | **met** |  |" in found
+    found = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
+    assert "| fill | a trace | >= 90 % | 93 % | **met** | allocator |  |" in found
     assert "fill at first failure" not in found  # what was only announced
 
 
@@ -158,9 +185,72 @@ def test_what_one_run_leaves_out_is_not_missing_if_another_measured_it(stored: P
     nowhere = target | {"what": "memory"}
     other(stored, "serve", mode="serve", targets=[target | {"measured": "2 x", "met": True}, nowhere])
     other(stored, "serve-more", mode="serve", targets=[target, nowhere])
-    found = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
+    found = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
     assert "| speed | all | >= 1 x | 2 x | **met** |" in found
     assert (found.count("| speed |"), found.count("| memory |")) == (1, 1)
+
+
+# -- verdicts of other code ----------------------------------------------------------------------------------------------
+
+
+def machine_of(commit: str) -> dict[str, Any]:
+    names = ("cpu", "kernel", "python", "torch", "numpy", "msgspec", "uvloop", "shmring")
+    return {**dict.fromkeys(names, "1"), "cores": 2, "memory_nbytes": 1, "commit": commit}
+
+
+def of_age(changes: dict[str | None, int | None]) -> Callable[[str, str | None], int | None]:
+    return lambda mode, commit: changes.get(commit)
+
+
+def test_a_verdict_of_other_code_says_so_and_is_not_counted(tmp_path: Path) -> None:
+    good = {"what": "a", "at": "all", "asked": ">= 1 x", "measured": "2 x", "met": True}
+    bad = good | {"what": "b", "measured": "0.5 x", "met": False}
+    directory = tmp_path / "results"
+    other(directory, "serve", mode="serve", machine=machine_of("new"), targets=[good, bad])
+    other(directory, "vllm", mode="vllm", machine=machine_of("old"), results=[], targets=[good, bad])
+    other(directory, "fan-out", mode="fan-out", machine=machine_of("nobody's"), results=[], targets=[bad])
+    text = report.build(directory, tmp_path / "docs", age=of_age({"new": 0, "old": 7})).read_text()
+    found = section(text, "## Targets")
+    assert "verdicts count: 1 met, 1 missed. Not counted: 2 stale, 1 of unknown age, " in found
+    assert "| a | all | >= 1 x | 2 x | **met** | serve |" in found
+    assert "| b | all | >= 1 x | 0.5 x | **missed** | serve |" in found
+    assert "| a | all | >= 1 x | 2 x | stale: was met | vllm |" in found
+    assert "| b | all | >= 1 x | 0.5 x | stale: was missed | vllm |" in found
+    assert "| b | all | >= 1 x | 0.5 x | age unknown: was missed | fan-out |" in found
+    ages = {row.split(" | ")[0].strip("| "): row.split(" | ")[-1] for row in section(text, "## Stored results").splitlines()}
+    assert (ages["serve"], ages["vllm"], ages["fan-out"]) == ("the same |", "changed by 7 commits |", "not known |")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_of_this_code_judges_before_a_longer_one_of_other_code(stored: Path, tmp_path: Path) -> None:
+    results = read(stored / "transport.json")
+    machine = msgspec.structs.replace(results.machine, commit="old")
+    write_json(msgspec.structs.replace(results, repetitions=99, machine=machine), stored / "longer.json")
+    text = report.build(stored, tmp_path / "docs", age=of_age({"abc": 0, "old": 1})).read_text()
+    [connecting] = [line for line in section(text, "## Targets").splitlines() if line.startswith("| connecting")]
+    assert "| **met** | transport |" in connecting
+
+
+def test_what_was_measured_again_with_this_code_is_said_once(tmp_path: Path) -> None:
+    target = {"what": "speed", "at": "all", "asked": ">= 1 x", "measured": "0.5 x", "met": False}
+    directory = tmp_path / "results"
+    other(directory, "serve", mode="serve", machine=machine_of("old"), targets=[target])
+    other(directory, "serve-new", mode="serve", machine=machine_of("new"), targets=[target | {"measured": "2 x", "met": True}])
+    text = report.build(directory, tmp_path / "docs", age=of_age({"old": 1, "new": 0})).read_text()
+    [speed] = [line for line in section(text, "## Targets").splitlines() if line.startswith("| speed")]
+    assert "| 2 x | **met** | serve-new |" in speed
+
+
+def test_what_isolation_will_be_held_against_is_announced(tmp_path: Path) -> None:
+    other(tmp_path, "soak", mode="soak")
+    text = report.build(tmp_path, tmp_path / "docs").read_text()
+    assert "## Isolation\n\nNot yet measured: no result of `python -m bench isolation` is stored." in text
+    assert "| p99 of small requests beside: " in text
+    other(tmp_path, "isolation", mode="isolation", tables=[{"title": "Waits", "columns": ["a"], "rows": [[1]]}])
+    text = report.build(tmp_path, tmp_path / "docs").read_text()
+    assert "Waits:" in section(text, "## Isolation")
+    assert "no result of `python -m bench isolation`" not in text
+    assert "python -m bench isolation --json bench/results/isolation.json" in text
 
 
 def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
 from bench.results import Coverage, Findings, Repetitions
-from bench.vllm import command
+from bench.vllm import command, load
 from bench.vllm.command import draw, report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
 
@@ -79,7 +79,20 @@ def test_the_plot_has_a_bar_for_each_way(tmp_path: Path) -> None:
     findings = report({(jpeg, "shmring"): [measurement(31)], (jpeg, "inline"): [measurement(20.5)]}, Coverage.of([], {}), {})
     stored = msgspec.json.decode(msgspec.json.encode(findings), type=Findings)
     (svg,) = draw(stored, tmp_path / "vllm", kinds=("svg",))
+    assert [entry.keys() for entry in stored.results] == [{"fleet", "case", "way", "requests_per_s", "cpu_ms"}] * 2
     assert {"31", "20.5", "shmring", "inline"} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))
+
+
+def test_bars_begin_at_zero_and_are_as_long_as_their_numbers() -> None:
+    """On a logarithmic axis, which has no zero, a bar of twice the number is hardly longer, or of any length."""
+    jpeg = QUICK[0]
+    figure = command._figure(
+        [command.Stored.of(jpeg, way, [measurement(per_s)]) for way, per_s in (("shmring", 30), ("inline", 15))]
+    )
+    for axes in figure.axes:
+        assert axes.get_xscale() == "linear"
+        assert axes.get_xlim()[0] == 0
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [30, 15]
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
@@ -99,15 +112,20 @@ def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
 
 
-def test_a_repetition_is_long_enough_to_be_believed() -> None:
-    bodies = [b""] * 100
-    assert len(list(for_a_while(iter(bodies), 3, time.perf_counter()))) == 3  # slow ones: as many as were asked for
-    began_s = time.perf_counter()
-    taken = 0
-    for _ in for_a_while(iter(bodies), 3, began_s + 0.05):
-        taken += 1
-        time.sleep(0.005)
-    assert 3 < taken <= 11  # quick ones: until the time is over
+def test_a_repetition_is_long_enough_to_be_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s))
+
+    def taken(each_s: float) -> int:
+        nonlocal now_s
+        count = 0
+        for _ in for_a_while(iter([b""] * 100), 3, now_s + 10.0):
+            count += 1
+            now_s += each_s
+        return count
+
+    assert taken(each_s=60.0) == 3  # slow ones: as many as were asked for
+    assert taken(each_s=1.0) == 10  # quick ones: until the time is over
 
 
 @pytest.mark.parametrize(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
@@ -154,6 +172,6 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     assert started == ["shmring", "inline", "torch_shm", "shmring"]  # nor is what did not start started again
     assert played == ["shmring", "torch_shm", "shmring", "shmring"]  # what fails is not tried again
     stored = json.loads(path.read_bytes())
-    assert [(entry["way"], len(entry["runs"])) for entry in stored["results"]] == [("shmring", 3)]
+    assert [(entry["way"], entry["requests_per_s"], entry["cpu_ms"]) for entry in stored["results"]] == [("shmring", 30, 55)]
     reasons = {gap["subject"]: gap["reason"].partition(" (")[0] for gap in stored["coverage"]["gaps"]}
     assert reasons == {"inline": "the server did not start", "torch_shm": "OSError: it has gone"}

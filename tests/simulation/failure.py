@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import time
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Self
@@ -16,7 +16,7 @@ from tests.simulation.simulation import Simulation
 
 __all__ = ["Failure", "replay", "shorten"]
 
-_SHORTENING_S = 60.0  # most failures come down to a dozen actions in a second
+_SHORTENING_S = 60.0  # of CPU; most failures come down to a dozen actions in a second
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -89,20 +89,27 @@ def _violation_in(failure: Failure, simulation: Simulation) -> Violation | None:
 def shorten(failure: Failure) -> Failure:
     """Leaves out of a trace what its failure does not need: pieces, then smaller pieces, then single actions.
 
+    What comes of it does not depend on what else the machine does: CPU time bounds it.
+
     Source: the delta debugging of Zeller and Hildebrandt, without its tests of single pieces.
     """
-    deadline = time.perf_counter() + _SHORTENING_S
+    deadline = _cpu_s() + _SHORTENING_S
     piece = max(1, len(failure.trace) // 2)
     while True:
         shorter = _without_pieces(failure, piece, deadline)
-        if time.perf_counter() >= deadline or (piece == 1 and len(shorter.trace) == len(failure.trace)):
+        if _cpu_s() >= deadline or (piece == 1 and len(shorter.trace) == len(failure.trace)):
             return shorter
         failure, piece = shorter, max(1, piece // 2)
 
 
+def _cpu_s() -> float:
+    """CPU time of this process, and of the children that have replayed a crash."""
+    return sum(os.times()[:4])
+
+
 def _without_pieces(failure: Failure, piece: int, deadline: float) -> Failure:
     position = 0
-    while position < len(failure.trace) and time.perf_counter() < deadline:
+    while position < len(failure.trace) and _cpu_s() < deadline:
         trace: Sequence[Action] = failure.trace[:position] + failure.trace[position + piece :]
         shorter = msgspec.structs.replace(failure, trace=trace)
         violation = replay(shorter)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -32,9 +34,9 @@ from tests.simulation import books
 from tests.simulation.command import simulate_command
 from tests.simulation.engine import Handling
 from tests.simulation.exploration import EXPLORATIONS, explore
-from tests.simulation.failure import replay
+from tests.simulation.failure import Failure, replay, shorten
 from tests.simulation.frontend import Caller, HeldReply
-from tests.simulation.scenario import Action, Kind, Scenario
+from tests.simulation.scenario import Action, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
@@ -545,3 +547,18 @@ def test_a_violation_can_be_run_again_until_it_holds(tmp_path: Path, arguments: 
     fixed = CliRunner().invoke(simulate_command, ["--replay", str(path)])
     assert fixed.exit_code == 0
     assert "it holds now" in fixed.output
+
+
+def test_a_failure_comes_down_to_the_same_actions_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an hour passes between any two looks at a clock that others than this process move on."""
+    clock = itertools.count(step=3600)
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: float(next(clock)))
+    needed = {Action(Kind.TICK, 3), Action(Kind.TICK, 77)}
+
+    def replayed(failure: Failure) -> Violation | None:
+        return Violation("it broke") if needed <= set(failure.trace) else None
+
+    monkeypatch.setattr("tests.simulation.failure.replay", replayed)
+    trace = tuple(Action(Kind.TICK, number) for number in range(100))
+    assert set(shorten(Failure("it broke", EXPLORATIONS["requests"], trace, settles=False)).trace) == needed

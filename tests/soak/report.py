@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from bench.machine import Machine
 from bench.results import Findings, Table, Verdict
@@ -45,18 +43,8 @@ def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Finding
             "Flat: medians of equal phases, in the last quarter of the cycles against the first, the warm-up left out.",
             "Loop lag is the longest by which a timer of 5 ms was late, between two looks; waiting for a core counts, too.",
         ],
-        results=[msgspec.to_builtins(sample) for sample in _kept(seen.samples)],
         targets=[_target(checks)],
     )
-
-
-def _kept(samples: Sequence[Sample]) -> Iterator[Sample]:
-    """Of each phase the first and the last, between which things were done, and the one in which a loop was held up longest."""
-    for _, phase in itertools.groupby(samples, lambda sample: (sample.cycle, sample.phase)):
-        inside = list(phase)
-        worst = max(inside, key=lambda sample: max(process.seen.lag_s for process in sample.processes.values()))
-        chosen = sorted((inside[0], worst, inside[-1]), key=lambda sample: sample.at_s)
-        yield from {id(sample): sample for sample in chosen}.values()
 
 
 def _target(checks: Sequence[Check]) -> Verdict:

@@ -148,17 +148,15 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     assert b"<svg" in (tmp_path / "soak.svg").read_bytes()
 
 
-def test_what_is_kept_of_a_run_has_its_longest_stall_and_its_ends() -> None:
+def test_what_is_kept_of_a_run_has_its_longest_stall_and_no_samples() -> None:
     seen = observed(cycles=3)
     late = msgspec.structs.replace(seen.samples[8].processes[ENGINE].seen, lag_s=0.5)
     processes = seen.samples[8].processes
     processes[ENGINE] = msgspec.structs.replace(processes[ENGINE], seen=late)
     found = report.findings(Plan.of(1), seen, judge(seen))
-    stretches = {(sample.cycle, sample.phase) for sample in seen.samples}
-    assert len(stretches) <= len(found.results) <= 3 * len(stretches)
-    kept = msgspec.convert(found.results, list[Sample])
-    assert max(sample.processes[ENGINE].seen.lag_s for sample in kept) == 0.5
-    assert (kept[0], kept[-1]) == (seen.samples[0], seen.samples[-1])
+    assert found.results is None
+    lags = {row[0]: row[4].split(" / ")[1] for row in found.tables[1].rows}
+    assert lags[seen.samples[8].phase.value] == "500.0"
 
 
 def test_the_benchmarks_report_shows_a_stored_run_and_its_plot(tmp_path: Path) -> None:
@@ -218,12 +216,10 @@ def test_a_short_run_passes(runs: dict[str, Run]) -> None:
     assert status == 0, output
     assert found["mode"] == "soak"
     assert set(verdicts(runs["clean"]).values()) == {"passed"}
-    samples: list[Sample] = msgspec.convert(found["results"], list[Sample])
-    assert {sample.phase for sample in samples} == set(Phase)
-    assert set(samples[0].processes) == {"engine", "frontend 1"}
-    counts = samples[-1].processes["frontend 1"].seen
-    assert counts.requests > 20
-    assert counts.aborted > 0
+    phases = {row[0]: row[1:] for row in found["tables"][1]["rows"]}  # type: ignore[index]
+    assert set(phases) == {phase.value for phase in Phase}
+    assert float(phases[Phase.SMALL.value][0].replace(",", "")) > 0
+    assert float(phases[Phase.ABORTS.value][2].replace(",", "")) > 0
 
 
 @pytest.mark.slow

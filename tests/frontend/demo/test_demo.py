@@ -15,7 +15,7 @@ import pytest
 from frontend import demo
 from frontend.demo.client import Answer
 from frontend.demo.media import Sample
-from frontend.demo.server import DemoServer, left_behind
+from frontend.demo.server import DemoServer, left_behind, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -51,6 +51,14 @@ def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_a
         process.kill()
     assert alive == []
     assert not list(Path("/dev/shm").glob(f"shmring-*-demo-{demonstration.pid}-*"))
+
+
+def test_a_server_that_is_not_ready_in_time_says_so_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    """The limit is that of ``serve``, and so are the words: a demonstration has no shorter one."""
+    started = serving(["--port=0", "--slab-nbytes=1MiB", "--start-timeout=0.001", f"--name=demo-{os.getpid()}"])
+    with pytest.raises(RuntimeError, match="did not start; its own message"), started:
+        pass
+    assert "not ready within 0.001 s (--start-timeout): the engine" in capfd.readouterr().err
 
 
 def answer(*embedding: float, copies: int = 0, slab_nbytes: int = 1) -> Answer:

@@ -1,4 +1,4 @@
-"""Whatever the bytes are: a MediaError or a medium, within seconds and with bounded memory; never anything else.
+"""Whatever the bytes are: a MediaError or a medium, within seconds of CPU and with bounded memory; never anything else.
 
 The files are made here. Some claim what they do not hold, some ask for other files, some are damaged in ways that chance
 decides (by a fixed seed).
@@ -39,7 +39,7 @@ KINDS: tuple[Kind, ...] = ("image", "audio", "video")
 
 LIMITS = MediaLimits(max_image_pixels=16_000_000)
 SPEC = InputSpec(picture=PictureSpec(max_pixels=250_000), sound=SoundSpec(), video=VideoSpec(num_frames=4, max_pixels=250_000))
-MAX_SECONDS = 5.0
+MAX_SECONDS = 5.0  # of CPU: how long it takes depends on who else computes; what waits for ever, pytest ends
 MAX_NBYTES = 100 << 20
 
 
@@ -65,7 +65,7 @@ def load(data: bytes, kind: Kind) -> tuple[int, ...]:
 
 def outcome(data: bytes, kind: Kind) -> str:
     """What came of it: "decoded", or the error's text."""
-    began = time.monotonic()
+    began_s = time.process_time()
     try:
         load(data, kind)
         result = "decoded"
@@ -73,7 +73,7 @@ def outcome(data: bytes, kind: Kind) -> str:
         result = str(error)
         assert len(result) < 300
         assert "<none>" not in result
-    assert time.monotonic() - began < MAX_SECONDS
+    assert time.process_time() - began_s < MAX_SECONDS
     return result
 
 
