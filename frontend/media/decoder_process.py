@@ -50,6 +50,7 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG = 1
 _MAX_STDERR_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
 _MAX_QUOTED = 160  # characters of it that an error quotes
+_NICENESS = 5  # a decoder works for one caller, and the loops that want its core answer everybody
 _OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a decoder rather than an engine
 
 
@@ -101,6 +102,7 @@ def _serve(connection: socket.socket) -> NoReturn:
         file.write(str(_OOM_SCORE))
     jobs = msgspec.msgpack.Decoder(Probe | Decode)
     encode = msgspec.msgpack.Encoder().encode
+    os.nice(_NICENESS)
     connection.send(encode(Ready(os.getpid())))
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_NBYTES, 2)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from engine.inputs import InputSpec, PictureSpec, VideoSpec
+from frontend.callers import caller
 from frontend.media import decoder_pool
-from frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool
+from frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, _Places
 from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
@@ -262,3 +263,51 @@ def test_decoders_end_with_a_frontend_that_is_killed(many_scans: Callable[..., b
         time.sleep(0.01)
     frontend.stdin.close()
     frontend.stdout.close()
+
+
+async def test_decoders_let_the_loops_go_first(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
+    await decode(pool, "image", many_scans(1))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, child) for child in children_of(nursery())} == {min(19, own + 5)}
+    assert os.getpriority(os.PRIO_PROCESS, nursery()) == own
+
+
+async def test_callers_have_decoders_in_turn() -> None:
+    places, order = _Places(2), list[bytes]()
+    give_back = [await places.take(is_small=True) for _ in range(2)]
+
+    async def wait(who: bytes) -> None:
+        caller.set(who)
+        done = await places.take(is_small=True)
+        order.append(who)
+        give_back.append(done)
+
+    tasks = [asyncio.create_task(wait(who)) for who in (b"heavy", b"heavy", b"heavy", b"heavy", b"light", b"other", b"heavy")]
+    await asyncio.sleep(0)
+    assert places.statistics().waiting == 7
+    while give_back:
+        give_back.pop(0)()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert order == [b"heavy", b"light", b"other", b"heavy", b"heavy", b"heavy", b"heavy"]
+    assert places.statistics().free == 2
+    assert places._last_turn == {}
+    assert not places._taken
+
+
+async def test_one_caller_s_media_have_their_order_and_small_ones_the_last_place() -> None:
+    places = _Places(2)
+    first_large = await places.take(is_small=False)
+    large = asyncio.ensure_future(places.take(is_small=False))
+    await asyncio.sleep(0)
+    assert not large.done(), "the last free place is for small ones"
+    (await places.take(is_small=True))()
+    cancelled = asyncio.ensure_future(places.take(is_small=False))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    first_large()
+    (await large)()
+    await asyncio.wait([cancelled])
+    assert places.statistics().free == 2
+    assert places._last_turn == {}
