@@ -27,5 +27,4 @@ cdef class HeldSlots:
     cdef void remember(self, uint64_t address, object tensor) noexcept
     cdef bint has_made(self, object tensor, uint64_t address) noexcept
     cdef void _forget_recent(self, uint32_t place) noexcept
-    cdef bint holds_any(self) noexcept
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1

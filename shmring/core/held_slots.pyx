@@ -129,10 +129,6 @@ cdef class HeldSlots:
                 return address - self._recent[i].address < self._recent[i].nbytes
         return False
 
-    cdef bint holds_any(self) noexcept:
-        """Whether there is any slot."""
-        return self._recent_count > 0 or bool(self._slots)
-
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
         """Finds the slot in which bytes lie, if they may be submitted from there.
 

@@ -89,7 +89,6 @@ cdef class Packer:
     cdef HeldSlots _held
 
     cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=*)
-    cdef bint _find(self, Part part, Packed packed) except -1
     cdef Part _tensor(self, tensor, DLTensor* described)
     cdef uint64_t _storage_nbytes(self, tensor, uint64_t last, uint64_t item_nbytes) noexcept
     cdef int _place(self, Part part) except -1

@@ -75,8 +75,6 @@ cdef enum:
     _COUNT_SHIFT = 2            # what is encoded here counts 4 a byte at most: an empty array
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
 
-cdef list _NONE_FOUND = []  # of payloads whose callers hold no slots; nobody adds to it
-
 cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
 cdef uint64_t _PLAIN_NBYTES = <uint64_t>1 << 40
 
@@ -385,7 +383,7 @@ cdef class Packer:
         packed.parts.append(part)
         if not part.nbytes:
             return 0
-        if part.location and self._held is not None and self._held.holds_any() and self._find(part, packed):
+        if part.location and self._held is not None and self._held.find(part.location, part.nbytes, &part.region, &part.offset, packed.slots):
             part.is_in_place = True
             packed.in_place += 1
             packed.in_place_nbytes += part.nbytes
@@ -419,12 +417,6 @@ cdef class Packer:
         if not is_plain or not 0 < part.nbytes < _PLAIN_NBYTES:
             _check_extension(data)
         return Ext(TENSOR_EXTENSION, data)
-
-    cdef bint _find(self, Part part, Packed packed) except -1:
-        """Whether a tensor's bytes lie in a slot that is held; notes where."""
-        if packed.slots is _NONE_FOUND:
-            packed.slots = []
-        return self._held.find(part.location, part.nbytes, &part.region, &part.offset, packed.slots)
 
     cdef Part _tensor(self, tensor, DLTensor* described):
         """A dense tensor in host memory that has all of its bytes, as DLPack describes it; None for any other."""
@@ -525,7 +517,7 @@ cdef class Packed:
 
     def __cinit__(self) -> None:
         self.parts = []
-        self.slots = _NONE_FOUND
+        self.slots = []
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
         """Decides what travels in the record and what in a slot."""
