@@ -219,16 +219,17 @@ def nothing_is_lost() -> Iterator[None]:
 
 _MAPS_SLABS = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that do
 _mapped_by: str | None = None  # the last of them
+_left_mapped = 0  # slabs, by tests that were told so
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_mapped(request: pytest.FixtureRequest) -> None:
     """The last test that mapped a slab has left none: another one would count it. What fixtures held has gone only now."""
-    global _mapped_by
-    if _mapped_by is not None:
-        left = Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
-        assert not left, f"{_mapped_by} has left {left} slabs mapped"
-    _mapped_by = None if _MAPS_SLABS.isdisjoint(request.fixturenames) else request.node.nodeid
+    global _left_mapped, _mapped_by
+    mapped_by, _mapped_by = _mapped_by, None if _MAPS_SLABS.isdisjoint(request.fixturenames) else request.node.nodeid
+    if mapped_by is not None:
+        before, _left_mapped = _left_mapped, Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+        assert _left_mapped <= before, f"{mapped_by} has left {_left_mapped - before} slabs mapped"
 
 
 # -- waiting ------------------------------------------------------------------------------------------------------------
