@@ -162,7 +162,7 @@ engine_messages: st.SearchStrategy[Any] = st.one_of(
         Welcome,
         st.integers(0, 9),
         generations,
-        *[unsigned] * 12,
+        *[unsigned] * 13,
         base_lease=st.none() | grants,
         device_slab=st.none() | devices,
     ),
@@ -173,7 +173,7 @@ engine_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(Refused, st.text()),
     st.builds(Found, unsigned, generations, unsigned, unsigned, st.booleans(), st.binary(min_size=1, max_size=40)),
     st.builds(NotKept, unsigned, st.sampled_from(["absent", "large", "full", "pins"])),
-    st.builds(WorkerWelcome, st.integers(0, 9), generations, *[unsigned] * 7),
+    st.builds(WorkerWelcome, st.integers(0, 9), generations, *[unsigned] * 8),
     st.builds(RankTaken, ranks, st.integers(0, 2**31)),
 )
 worker_messages: st.SearchStrategy[Any] = st.one_of(
