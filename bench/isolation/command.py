@@ -172,7 +172,6 @@ def _measured(
             "The neutral load are two processes that compute, which are no part of the server."
         ],
         targets=list(_verdicts(results)),
-        results=list(results),
         coverage=runs.coverage(),
     )
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -78,7 +77,6 @@ def test_a_run_measures_both_and_stores_them(tmp_path: Path) -> None:
     ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code in (0, 1), ran.output
     stored: dict[str, Any] = json.loads(path.read_text())
-    one = msgspec.convert(stored["results"][0], Isolation)
-    assert one.attack == case
-    assert min(one.requests) > 0
-    assert set(one.answers) <= {"200"}
+    [row] = stored["tables"][0]["rows"]
+    assert row[0] == case
+    assert row[-1] == "none yet" or row[-1].endswith(" x 200")
