@@ -220,7 +220,8 @@ class EngineCore:
 
     async def _step(self, batch: list[EngineRequest]) -> None:
         outputs = await self._execute([StepInput(request.number, request.payload) for request in batch])
-        for request, output in zip(batch, outputs, strict=True):
+        for request, checked_output in zip(batch, outputs, strict=True):
+            output = request.counted(checked_output)
             if isinstance(output, Exception):
                 self.metrics.failed_requests += 1
                 request.fail(output)

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 
 import shmring
+from engine.executors.interface import StepOutput
 from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 
 __all__ = ["EngineRequest", "check_media_indices"]
@@ -38,7 +39,8 @@ class EngineRequest:
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)
-        self._left_to_encode = len(payload.inputs) if isinstance(payload, EncodeRequest) else None
+        self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
+        self._encoded = 0
         self.expired = False
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
@@ -59,6 +61,16 @@ class EngineRequest:
         """Whether no step should spend time on it any more."""
         return self.ended or self.expired or self.claim.aborted
 
+    def counted(self, output: StepOutput | Exception) -> StepOutput | Exception:
+        """Counts the embeddings of an output; returns it, or what is wrong: all parts together have one for each input."""
+        if isinstance(output, Exception):
+            return output
+        if isinstance(output.reply, EncodeReply):
+            self._encoded += len(output.reply.embeddings)
+        if self._encoded > self._inputs or (output.finished and self._encoded < self._inputs):
+            return RuntimeError(f"the executor's embeddings are {self._encoded}, where {self._inputs} are expected")
+        return output
+
     def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> asyncio.Task[None] | None:
         """Sends a reply, and ends the request if it is finished; or keeps them if that would have to wait.
 
@@ -66,11 +78,6 @@ class EngineRequest:
             A task that sends what had to be kept, if one was started; its end is none of the caller's business, but whoever
             closes the ring cancels it first.
         """
-        if isinstance(reply, EncodeReply) and self._left_to_encode is not None:
-            self._left_to_encode -= len(reply.embeddings)
-        if finished and self._left_to_encode:
-            self.fail(RuntimeError(f"the executor's embeddings are {self._left_to_encode} fewer than the request's inputs"))
-            return None
         if reply is not None:
             self._keep(reply)
         self._complete = finished

@@ -72,17 +72,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    directory = tmp_path_factory.mktemp("certificate")
-    names = directory / "certificate.pem", directory / "key.pem"
-    command = (program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1")
-    files = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-out", str(names[0]), "-keyout", str(names[1]))
-    subprocess.run((*command, *files), check=True, capture_output=True)
-    return names
+def certificate_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """``certificate_of("media.test", "DNS:media.test")``: a certificate that signs itself for these names, and its key."""
+
+    def make(subject: str, *names: str) -> tuple[Path, Path]:
+        program = shutil.which("openssl")
+        if program is None:
+            pytest.skip("there is no openssl to make a certificate with")
+        directory = tmp_path_factory.mktemp("certificate")
+        certificate, key = directory / "certificate.pem", directory / "key.pem"
+        command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        command += ["-subj", f"/CN={subject}", "-addext", f"subjectAltName={','.join(names)}"]
+        subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+        return certificate, key
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def certificate(certificate_of: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+    """A certificate for this machine, and its key."""
+    return certificate_of("127.0.0.1", "IP:127.0.0.1", "DNS:localhost")
 
 
 @pytest.fixture

@@ -62,7 +62,6 @@ class Isolation(msgspec.Struct, frozen=True):
 
     Attributes:
         neutral_ms, heavy_ms: the 50th and 99th percentile of the waits, and the longest, beside each.
-        requests: small ones, beside each.
         answers: that the heavy caller got, by status.
     """
 
@@ -70,7 +69,6 @@ class Isolation(msgspec.Struct, frozen=True):
     body_nbytes: int
     neutral_ms: tuple[float, float, float]
     heavy_ms: tuple[float, float, float]
-    requests: tuple[int, int]
     answers: dict[str, int]
 
     @property
@@ -162,7 +160,7 @@ def _measured(
         neutral, heavy = (list(itertools.chain(*(run.waits_s for run in measured[subject]))) for subject in (_NEUTRAL, _HEAVY))
         answers = sum((collections.Counter(run.answers) for run in measured[_HEAVY]), collections.Counter[str]())
         figures = _figures(neutral), _figures(heavy)
-        results.append(Isolation(case, sizes[case], *figures, (len(neutral), len(heavy)), dict(answers)))
+        results.append(Isolation(case, sizes[case], *figures, dict(answers)))
     return Findings(
         mode="isolation",
         machine=Machine.here(),

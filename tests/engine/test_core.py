@@ -31,6 +31,7 @@ from engine.protocol import (
     ModelDescription,
     Picture,
     SamplingParams,
+    Text,
 )
 from engine.scheduler import SchedulerConfig
 
@@ -296,6 +297,23 @@ async def test_streams_and_embeddings_share_steps(socket_dir: Path) -> None:
 
 
 # -- failures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"), [([3], "are 3, where 2 are"), ([1], "are 1, where 2 are"), ([1, 2, 9], "are 3, where 2 are")]
+)
+async def test_too_many_or_too_few_embeddings_fail_their_request(socket_dir: Path, counts: list[int], message: str) -> None:
+    left = list(counts)
+
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        reply = EncodeReply(torch.ones(left.pop(0), 4))
+        return [StepOutput(reply, finished=not left, keep_inputs=bool(left)) for _ in batch]
+
+    async with engine_and_client(compute, socket_dir) as (core, client):
+        with pytest.raises(shmring.RemoteError, match=f"the executor's embeddings {message} expected") as raised:
+            _ = [output async for output in client.encode(EncodeRequest([Text("a"), Text("b")]))]
+        assert raised.value.type_name == "RuntimeError"
+        assert (core.metrics.failed_requests, core.metrics.finished_requests) == (1, 0)
 
 
 async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from PIL import Image
 
 _STRIP_OFFSETS = 273  # the TIFF tag that says where the pixels begin
@@ -30,6 +31,21 @@ def _recording(samples: Array, rate: int, container: str = "wav", codec: str = "
         for part in [*resampler.resample(frame), *resampler.resample(None)]:
             output.mux(stream.encode(part))
         output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def _two_tracks(first: bytes, second: bytes, default: int) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output, av.open(io.BytesIO(first)) as one, av.open(io.BytesIO(second)) as two:
+        sources = (one, two)
+        streams = [output.add_stream_from_template(source.streams[0]) for source in sources]
+        for number, stream in enumerate(streams):
+            stream.disposition = Disposition.default if number == default else Disposition(0)
+        for source, stream in zip(sources, streams, strict=True):
+            for packet in source.demux(0):
+                if packet.size:
+                    packet.dts, packet.stream = packet.pts, stream
+                    output.mux(packet)
     return file.getvalue()
 
 
@@ -130,3 +146,9 @@ def damaged_tiff() -> bytes:
     strip = Image.open(io.BytesIO(data)).tag_v2[_STRIP_OFFSETS][0]
     data[strip : strip + 2] = bytes(2)  # no header of zlib's, so that no decoder can take the bytes behind it for something
     return bytes(data)
+
+
+@pytest.fixture
+def two_tracks() -> Callable[[bytes, bytes, int], bytes]:
+    """``two_tracks(first, second, default)``: the first tracks of two files in one, of which one is the default."""
+    return _two_tracks

@@ -14,7 +14,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from av.stream import Disposition
 
 from engine.protocol import SoundSpec
 from frontend.media.audio import DecodedSound, SoundHeader, decode_into, probe
@@ -404,28 +403,15 @@ def test_what_phones_make_is_decoded(recording_of: Callable[..., bytes], contain
     assert np.abs(samples[RATE // 2 : -RATE // 2]).max() == pytest.approx(0.5, abs=0.2)  # AAC of so few bits is rough
 
 
-def two_tracks(first: bytes, second: bytes, default: int) -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="matroska") as output, av.open(io.BytesIO(first)) as one, av.open(io.BytesIO(second)) as two:
-        sources = (one, two)
-        streams = [output.add_stream_from_template(source.streams[0]) for source in sources]
-        for number, stream in enumerate(streams):
-            stream.disposition = Disposition.default if number == default else Disposition(0)
-        for source, stream in zip(sources, streams, strict=True):
-            for packet in source.demux(0):
-                if packet.size:
-                    packet.dts, packet.stream = packet.pts, stream
-                    output.mux(packet)
-    return file.getvalue()
-
-
-def test_a_track_that_can_t_be_decoded_is_passed_over(recording_of: Callable[..., bytes]) -> None:
+def test_a_track_that_can_t_be_decoded_is_passed_over(
+    recording_of: Callable[..., bytes], two_tracks: Callable[..., bytes]
+) -> None:
     first, second = (recording_of(chirp(44_100), 44_100, "matroska", codec) for codec in ("wavpack", "flac"))
     data = two_tracks(first, second, 0)
     assert decoded(data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
 
 
-def test_the_track_is_the_default_one(recording_of: Callable[..., bytes]) -> None:
+def test_the_track_is_the_default_one(recording_of: Callable[..., bytes], two_tracks: Callable[..., bytes]) -> None:
     quiet, loud = (recording_of(scale * chirp(RATE), RATE, "matroska", "flac") for scale in (0.1, 1.0))
     for default, peak in ((0, 0.05), (1, 0.5)):
         samples, _ = decoded(two_tracks(quiet, loud, default))
@@ -433,7 +419,7 @@ def test_the_track_is_the_default_one(recording_of: Callable[..., bytes]) -> Non
 
 
 def test_sound_that_ends_before_the_picture_is_not_missing(
-    clip_of: Callable[..., bytes], recording_of: Callable[..., bytes]
+    clip_of: Callable[..., bytes], recording_of: Callable[..., bytes], two_tracks: Callable[..., bytes]
 ) -> None:
     data = two_tracks(recording_of(chirp(RATE), RATE, "matroska", "flac"), clip_of([20] * 250, "matroska", bf="0"), 0)
     samples, sound = decoded(data)

@@ -11,9 +11,7 @@ import contextlib
 import gzip
 import ipaddress
 import logging
-import shutil
 import ssl
-import subprocess
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -587,17 +585,9 @@ async def test_errors_hold_nothing_of_what_was_sent(server: Server, open_client:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for media.test that signs itself, and its key."""
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    directory = tmp_path_factory.mktemp("certificate")
-    names = directory / "certificate.pem", directory / "key.pem"
-    command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    command += ["-subj", "/CN=media.test", "-addext", "subjectAltName=DNS:media.test"]
-    subprocess.run([*command, "-out", names[0], "-keyout", names[1]], check=True, capture_output=True)
-    return names
+def certificate(certificate_of: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+    """A certificate for media.test, and its key."""
+    return certificate_of("media.test", "DNS:media.test")
 
 
 @pytest.fixture

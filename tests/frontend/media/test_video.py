@@ -14,7 +14,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from av.stream import Disposition
 from PIL import Image
 
 from engine.protocol import VideoSpec
@@ -408,32 +407,13 @@ def test_a_line_break_before_a_clip_is_left_out(clip_of: Clip, container: str, c
     assert numbers(decoded(b"\n" + clip_of(LEVELS, container, codec))[0]) == expected_numbers()
 
 
-def two_tracks(first: bytes, second: bytes, default: int) -> bytes:
-    file = io.BytesIO()
-    with (
-        av.open(file, "w", format="matroska") as output,
-        av.open(io.BytesIO(first)) as one,
-        av.open(io.BytesIO(second)) as two,
-    ):
-        sources = [one, two]
-        streams = [output.add_stream_from_template(source.streams[0]) for source in sources]
-        for number, stream in enumerate(streams):
-            stream.disposition = Disposition.default if number == default else Disposition(0)
-        for source, stream in zip(sources, streams, strict=True):
-            for packet in source.demux(0):
-                if packet.size:
-                    packet.dts, packet.stream = packet.pts, stream
-                    output.mux(packet)
-    return file.getvalue()
-
-
-def test_the_track_is_the_default_one(clip_of: Clip) -> None:
+def test_the_track_is_the_default_one(clip_of: Clip, two_tracks: Callable[..., bytes]) -> None:
     dark, light = clip_of([20] * 10, "matroska", bf="0"), clip_of([180] * 10, "matroska", bf="0")
     assert decoded(two_tracks(dark, light, 0))[0][0, -1, -1, 0] < 40
     assert decoded(two_tracks(dark, light, 1))[0][0, -1, -1, 0] > 160
 
 
-def test_a_track_that_can_t_be_decoded_is_passed_over(clip_of: Clip) -> None:
+def test_a_track_that_can_t_be_decoded_is_passed_over(clip_of: Clip, two_tracks: Callable[..., bytes]) -> None:
     data = two_tracks(clip_of(LEVELS, "matroska", "ffv1"), clip_of(LEVELS, "matroska", bf="0"), 0)
     assert numbers(decoded(data)[0]) == expected_numbers()
 
