@@ -30,8 +30,8 @@ DIRECTIVES = {
     "annotation_typing": False,
 }
 
-CFLAGS = "-O2 -fwrapv -DNDEBUG -Wall"
-SHARED = ["-fPIC", "-fvisibility=hidden", "-pthread"]
+CFLAGS = "-O3 -fwrapv -DNDEBUG -Wall"
+SHARED = ["-fPIC", "-fno-plt", "-fvisibility=hidden", "-pthread"]  # most calls are of Python's functions, in another library
 
 #: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. It compiles for
 #: this machine's processor and with debug information, unless it is told not to.

@@ -100,6 +100,7 @@ cdef class ClientEnd(RecordTaker):
     cdef Bounds _bounds
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
+    cdef uint64_t _content(self, ClientSlotRecord slot) except 0
     cdef bint is_usable(self) noexcept
     cdef bint is_forked(self) noexcept
     cdef bint is_writable(self) noexcept

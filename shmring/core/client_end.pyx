@@ -654,6 +654,9 @@ cdef class ClientEnd(RecordTaker):
 
     def content_address(self, ClientSlotRecord slot not None) -> int:
         """Where a slot's content is in this process."""
+        return self._content(slot)
+
+    cdef uint64_t _content(self, ClientSlotRecord slot) except 0:
         return <uint64_t>self._mapping.at(slot.start * _BLOCK_NBYTES + HEADER_NBYTES, slot.nbytes)
 
     cpdef object send_now(self, Packed packed, str name, object stream):
@@ -675,7 +678,7 @@ cdef class ClientEnd(RecordTaker):
         sent = None
         try:
             if slot is not None:
-                packed.copy_into(self.content_address(slot))
+                packed.copy_into(self._content(slot))
                 self.copied_into_slots += packed.slot_nbytes
             sent = self.send(packed, slot, name, stream)
         finally:

@@ -62,6 +62,7 @@ cdef class Packed:
     cdef object _copy_into_cache
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1
+    cpdef int copy_into(self, uint64_t address) except -1
     cdef int copy_to(self, uint8_t* to, bint without_lock) except -1
     cdef void choose_way(self, uint64_t turnover_nbytes, uint64_t cache_nbytes) noexcept
     cdef int make_contiguous(self) except -1

@@ -545,9 +545,9 @@ cdef class Packed:
         self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as anybody knows
         return 0
 
-    def copy_into(self, address: int) -> None:
+    cpdef int copy_into(self, uint64_t address) except -1:
         """Copies all that does not travel in the record to a slot's content at an address; may run on any thread."""
-        self.copy_to(<uint8_t*><uint64_t>address, self.slot_nbytes >= _WITHOUT_LOCK_NBYTES)
+        return self.copy_to(<uint8_t*>address, self.slot_nbytes >= _WITHOUT_LOCK_NBYTES)
 
     cdef int copy_to(self, uint8_t* to, bint without_lock) except -1:
         cdef Part part

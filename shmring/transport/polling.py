@@ -6,9 +6,9 @@ of ours in an idle process.
 
 Looking costs less than sleeping, if what is looked for comes soon: for a sleeper, one end rings, the kernel wakes the other,
 and that takes both of them tens of microseconds. So a link looks for about as long before it sleeps: never more than a small
-multiple of the cost of what would have been best. A turn that finds nothing lets other processes run first, one of which may be
-about to answer. Where a link has looked in vain several times in a row it sleeps at once, and tries again now and then: its
-peer takes longer.
+multiple of the cost of what would have been best. A second turn in a row that finds nothing lets other processes run first, one
+of which may be about to answer. Where a link has looked in vain several times in a row it sleeps at once, and tries again now
+and then: its peer takes longer.
 
 Two ends that both sleep answer each other slowly *because* they sleep. Each of them would find out if it looked for longer than
 its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
@@ -114,6 +114,7 @@ class Poller:
         self.records = 0
         self._awake: deque[Polled] = deque()
         self._armed = False
+        self._found_nothing = False  # in its last turn
 
     def wake(self, link: Polled) -> None:
         """Gives a link, which is asleep, a turn in the loop's next one."""
@@ -164,11 +165,12 @@ class Poller:
                 break
         if awake:
             self._arm()
-        if awake and not had_records:
+        if awake and self._found_nothing and not had_records:
             os.sched_yield()
             back = time.perf_counter()
             if back - now > _YIELD_S:
                 self._has_lost(back - now, back)
+        self._found_nothing = not had_records
 
     def _has_lost(self, seconds: float, now: float) -> None:
         """Others had the core for long."""

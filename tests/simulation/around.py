@@ -240,9 +240,9 @@ class CopyingThreads(Copier):
         await super().copy(packed, mapping, address)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        copying = Copying(asyncio.current_task(), *self._to, work, asyncio.get_running_loop().create_future())
-        self.running.append(copying)
-        return await uninterrupted(copying.ended)
+        ended = asyncio.get_running_loop().create_future()
+        self.running.append(Copying(asyncio.current_task(), *self._to, work, ended))  # no frame of the task's keeps its task
+        return await uninterrupted(ended)
 
     def end(self, index: int) -> None:
         """A copy has been made."""

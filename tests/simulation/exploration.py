@@ -223,6 +223,15 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         in_code=frozenset({Kind.REQUEST_NOW, Kind.LEAVE}),
         without=_NEVER - {Kind.ACQUIRE, Kind.REQUEST_NOW} | DISTURBANCES | {Kind.REQUEST, Kind.TENSOR, Kind.CLAIM},
     ),
+    # The same where the payload is then copied on a thread, and its caller gives up meanwhile.
+    "code before copies": msgspec.structs.replace(
+        _ALONE,
+        leasable_blocks=2,
+        max_slots=2,
+        copies_wait=True,
+        in_code=frozenset({Kind.LEAVE}),
+        without=_NEVER - {Kind.ACQUIRE} | (DISTURBANCES - {Kind.CANCEL}) | {Kind.REQUEST, Kind.TENSOR, Kind.CLAIM},
+    ),
     # Code of a shape, which leaves the slot, or has the session end.
     "code of shapes": msgspec.structs.replace(
         _ALONE,

@@ -56,6 +56,10 @@ def test_code_of_a_reply_may_end_its_request() -> None:
     require_sound("code of handlers")
 
 
+def test_code_of_a_payload_may_leave_its_slot_before_a_copy_that_is_cancelled() -> None:
+    require_sound("code before copies")
+
+
 def test_a_reply_or_an_end_may_come_as_its_caller_looks() -> None:
     require_sound("looking for replies")
 
