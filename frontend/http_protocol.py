@@ -17,8 +17,9 @@ what comes behind it is dropped, as HTTP allows.
 
 A caller may close its half of the connection when its request is complete, and wait for the answer. A caller that has gone
 looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: to bytes for a socket
-that is closed, the kernel at the other end answers with a reset. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak it, and
-close at once) and with TLS, the end of one half is the end of both.
+that is closed, the kernel at the other end answers with a reset. The first is sent before the request is handled: on the same
+machine the reset is there at once, and nothing is done for who has gone. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak
+it, and close at once) and with TLS, the end of one half is the end of both.
 
 An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
 
@@ -29,8 +30,10 @@ The bytes of a head and of trailers are also counted as they were parsed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import logging
+import os
 import re
 import secrets
 import select
@@ -176,6 +179,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_large())
         elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()  # uvicorn stops its keep-alive timer, whatever bytes came
+        elif self._may_wait and self._tells(select.POLLRDHUP):  # asyncio says so in the next turn, when the body is decoded
+            self._end_if_gone()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -226,8 +231,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as its base has it
         """The peer sends nothing more. Returns whether it may still wait for answers."""
-        waits = self._running is not None and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
-        if not waits or self.transport.get_extra_info("sslcontext") is not None:
+        if not self._may_wait:
             return False
         if not self._half_closed:
             self._half_closed = True
@@ -236,19 +240,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._look_for_the_peer(_FIRST_LOOK_S)
         return True
 
+    @property
+    def _may_wait(self) -> bool:
+        """Whether the peer, if it closes its half of the connection now, may still wait for an answer, and can be asked."""
+        waits = self._running is not None and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
+        return waits and self.transport.get_extra_info("sslcontext") is None
+
     def _look_for_the_peer(self, next_s: float) -> None:
         """Ends a half-closed connection once its other half is closed as well."""
+        if not self._end_if_gone():
+            self.loop.call_later(next_s, self._look_for_the_peer, min(2 * next_s, _LONGEST_LOOK_S))
+
+    def _end_if_gone(self) -> bool:
+        """Asks whether the peer of a half-closed connection is there. Returns whether nobody waits any more."""
         running = self._running
         if self._lost or self.transport.is_closing() or running is None:
-            return
+            return True
+        if not running.response_started and not self.transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):
+                os.write(self._fd, _CONTINUE)  # at once, not as the turn ends: who is on the same machine has answered by then
+        if not self._tells(0):  # POLLHUP and POLLERR are always told
+            return False
+        running.disconnected = True  # for a handler that has a turn before the end of the connection is reported
+        running.message_event.set()
+        self._abort()
+        return True
+
+    @property
+    def _fd(self) -> int:
+        return int(self.transport.get_extra_info("socket").fileno())
+
+    def _tells(self, events: int) -> bool:
+        """Whether one of these events is true of the connection, or it has ended."""
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # POLLHUP and POLLERR are always reported
-        if poll.poll(0):
-            self._abort()
-            return
-        if not running.response_started:
-            self.transport.write(_CONTINUE)
-        self.loop.call_later(next_s, self._look_for_the_peer, min(2 * next_s, _LONGEST_LOOK_S))
+        poll.register(self._fd, events)
+        return bool(poll.poll(0))
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Has the application answer; to a caller of HTTP/1.0, without chunks, which that version does not have."""

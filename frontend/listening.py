@@ -19,9 +19,10 @@ from typing import NoReturn
 
 from frontend.settings import ProcessSettings, TlsSettings
 
-__all__ = ["UnixListener", "check_tls", "listen", "place_of", "url_of"]
+__all__ = ["UnixListener", "check_tls", "listen", "place_of", "repeated", "url_of"]
 
 _BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
+_ACCEPTED_IN_TURN = 8
 _MODE = 0o666  # as a port is there for all users of the machine; who may enter the directory may connect
 
 
@@ -46,6 +47,14 @@ def listen(settings: ProcessSettings) -> socket.socket:
         return _listen_at_path(os.path.abspath(settings.uds))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+
+
+def repeated(listening: socket.socket) -> list[socket.socket]:
+    """Returns a socket that listens several times over: uvloop's libuv accepts one connection from each in a turn of the loop.
+
+    Under load a turn takes milliseconds. So a thousand connections of one caller would keep another one waiting for seconds.
+    """
+    return [listening, *(socket.socket(fileno=os.dup(listening.fileno())) for _ in range(_ACCEPTED_IN_TURN - 1))]
 
 
 def place_of(settings: ProcessSettings) -> str:

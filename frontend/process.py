@@ -24,7 +24,7 @@ from engine.client import EngineClient
 from engine.settings import engine_names
 from engine.supervision import SupervisorLink
 from frontend.app import create_app
-from frontend.listening import listen, place_of
+from frontend.listening import listen, place_of, repeated
 from frontend.malloc import make_malloc_return_memory
 from frontend.server import Server
 from frontend.settings import ProcessSettings
@@ -87,10 +87,10 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
         gc.collect()
         gc.freeze()  # what was imported and made is no garbage: looking through it stops the loop for 0.1 s now and then
         if settings.listen_fd is not None:
-            await server.serve([socket.socket(fileno=settings.listen_fd)])
+            await server.serve(repeated(socket.socket(fileno=settings.listen_fd)))
         else:
             with _listening(settings) as listening:
-                await server.serve([listening])
+                await server.serve(repeated(listening))
 
 
 def _listening(settings: ProcessSettings) -> socket.socket:

@@ -193,6 +193,15 @@ async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.S
     await eventually(lambda: not server.server_state.connections)
 
 
+async def test_of_who_has_gone_before_its_request_is_read_nothing_is_read(port: int, eventually: Any) -> None:
+    """Else bodies that nobody asks about any more would be decoded one after the other, and others would wait."""
+    TOLD.clear()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+    await eventually(lambda: TOLD)
+    assert TOLD == [0]
+
+
 async def test_what_is_no_http_gets_the_envelope(port: int) -> None:
     answer = await exchange(port, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")

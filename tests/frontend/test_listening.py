@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from frontend import supervisor
-from frontend.listening import check_tls, listen, place_of, url_of
+from frontend.listening import check_tls, listen, place_of, repeated, url_of
 from frontend.settings import ProcessSettings, TlsSettings
 from frontend.supervisor import ServeError
 
@@ -49,6 +51,27 @@ def test_a_socket_has_a_file_as_long_as_somebody_listens(tmp_path: Path) -> None
         assert not os.get_inheritable(listening.fileno())
     assert list(tmp_path.iterdir()) == []
     listening.close()
+
+
+def test_several_connections_are_accepted_in_one_turn_of_a_loop() -> None:
+    accepted: list[asyncio.BaseTransport] = []
+
+    class Accepting(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.append(transport)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with listen(ProcessSettings(port=0)) as listening:
+            servers = [await loop.create_server(Accepting, sock=each) for each in repeated(listening)]
+            callers = [socket.create_connection(listening.getsockname()) for _ in range(8)]
+            for _ in range(4):  # libuv alone would have accepted four by then
+                await asyncio.sleep(0)
+            assert len(accepted) == 8
+            for closing in (*accepted, *callers, *servers):
+                closing.close()
+
+    uvloop.run(run())
 
 
 def test_what_a_killed_server_left_blocks_nobody(tmp_path: Path) -> None:
