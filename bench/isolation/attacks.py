@@ -92,6 +92,7 @@ def _every() -> Iterator[Attack]:
     ))  # fmt: skip
     yield Attack("numbers, 40 MB", 1, lambda: _filled(f'{{"model":"{MODEL}","input":[', "1", "]}", 40 * _MB))
     yield Attack("a text of 15 MB", 1, lambda: _texts(1, "ab cd " * (15 * _MB // 6)))
+    yield Attack("a text of quotes, 1 MB", 4, lambda: _filled(f'{{"model":"{MODEL}","input":["', r"\"\"", '"]}', 1 * _MB))
     yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up=True)
     yield Attack("a picture of 56 megapixels", 4, lambda: _parts([_picture(8640, 6480)]))
     yield Attack("a clip of 720p", 4, _clip)

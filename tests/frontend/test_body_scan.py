@@ -27,8 +27,10 @@ def values_of(document: Any) -> int:
     return 0 if inside is None else max(1, len(inside)) + sum(map(values_of, inside))
 
 
-def scanned(body: bytes, size: int | Random) -> tuple[bytes, BodyScan]:
+def scanned(body: bytes, size: int | Random, *, counted_first: bool = True) -> tuple[bytes, BodyScan]:
     scan, left = BodyScan(), bytearray()
+    if not counted_first:
+        scan._unread = None
     while body:
         nbytes = size if isinstance(size, int) else size.randint(1, 9)
         left += scan.add(body[:nbytes])
@@ -39,7 +41,7 @@ def scanned(body: bytes, size: int | Random) -> tuple[bytes, BodyScan]:
 @given(document=DOCUMENTS, is_ascii=st.booleans(), seed=st.integers(0, 99))
 def test_values_are_counted_however_they_come(document: Any, is_ascii: bool, seed: int) -> None:
     body = json.dumps(document, ensure_ascii=is_ascii).encode()
-    left, scan = scanned(body, Random(seed))
+    left, scan = scanned(body, Random(seed), counted_first=False)
     assert left == body
     assert scan._values == 1 + values_of(document)
     assert scan.long_texts == {}
@@ -50,7 +52,25 @@ def test_values_are_counted_however_they_come(document: Any, is_ascii: bool, see
     seed=st.integers(0, 99),
 )
 def test_what_is_no_json_comes_out_as_it_is(body: bytes, seed: int) -> None:
-    assert scanned(body, Random(seed))[0] == body
+    assert scanned(body, Random(seed), counted_first=False)[0] == scanned(body, Random(seed))[0] == body
+
+
+@given(document=DOCUMENTS, seed=st.integers(0, 99), most=st.integers(1, 12), long=st.integers(1, 40))
+def test_what_is_counted_first_makes_no_difference(document: Any, seed: int, most: int, long: int) -> None:
+    def outcome(*, counted_first: bool) -> tuple[bytes, list[bytearray]] | str | None:
+        try:
+            left, scan = scanned(body, Random(seed), counted_first=counted_first)
+        except ApiError as error:
+            return error.code
+        return left.replace(body_scan._MARK.encode(), b""), [*scan.long_texts.values()]
+
+    body = json.dumps(document).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_scan, "MAX_VALUES", most)
+        patch.setattr(body_scan, "LONG_NBYTES", long)
+        exact = outcome(counted_first=False)
+        if exact == "too_many_values" or len(body) <= long:
+            assert outcome(counted_first=True) == exact
 
 
 LARGE = {
@@ -58,7 +78,7 @@ LARGE = {
     "numbers": b"[" + b"1," * MAX_VALUES,
     "objects": b"[" + b'{"a":1},' * (MAX_VALUES // 2),
     "texts": b"[" + b'"\\"",' * MAX_VALUES,
-    "texts without commas": b'""' * (2 * MAX_VALUES + 17),
+    "texts without commas": b'""' * LONG_NBYTES,
     "escaped": b'["\\\\"' + b",[]" * MAX_VALUES,
 }
 
@@ -134,7 +154,8 @@ def test_what_is_never_closed_is_left_to_the_decoder() -> None:
 
 def test_the_midst_of_a_text_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     scan = BodyScan()
-    assert scan.add(b'["ab') == b'["'
+    before = b"[1," + b" " * LONG_NBYTES
+    assert scan.add(before + b'"ab') == before + b'"'
     monkeypatch.setattr(body_scan, "_STRING", None)
     monkeypatch.setattr(body_scan, "_REST_OF_STRING", None)
     assert scan.add(b"ab,[]" * 1000) == b""
