@@ -6,9 +6,9 @@ of ours in an idle process.
 
 Looking costs less than sleeping, if what is looked for comes soon: for a sleeper, one end rings, the kernel wakes the other,
 and that takes both of them tens of microseconds. So a link looks for about as long before it sleeps: never more than a small
-multiple of the cost of what would have been best. A second turn in a row that finds nothing lets other processes run first, one
-of which may be about to answer. Where a link has looked in vain several times in a row it sleeps at once, and tries again now
-and then: its peer takes longer.
+multiple of the cost of what would have been best. A turn that finds nothing lets other processes run first, one of which may be
+about to answer; if nobody wanted the core the last time, only a second such turn in a row does. Where a link has looked in vain
+several times in a row it sleeps at once, and tries again now and then: its peer takes longer.
 
 Two ends that both sleep answer each other slowly *because* they sleep. Each of them would find out if it looked for longer than
 its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
@@ -48,6 +48,7 @@ _TURN_S = 0.004  # for all of them together: what an event loop is expected to t
 _VIGIL_S = 0.0002  # to wake a peer whose core sleeps, too, takes up to 0.05 ms, and to copy a megabyte for an answer as long
 _VAIN_VIGILS = 4  # in a row, after which a link sleeps at once
 _RETRY = 32  # how many times it does so before it looks again
+_SWITCH_S = 0.000003  # a yield to nobody takes half a microsecond, and one to somebody at least two switches of context
 _YIELD_S = 0.001  # a yield that took longer was lost to others: who is about to answer gives the core back sooner
 _LOST_S = 0.02  # after so much of it, or so many records, it is settled whether yielding is worth it
 _WAKE_S = 0.00008  # that may be lost for a record: what sleeping and being woken takes both ends
@@ -115,6 +116,7 @@ class Poller:
         self._awake: deque[Polled] = deque()
         self._armed = False
         self._found_nothing = False  # in its last turn
+        self._others_ran = True  # when the core was last given to whoever wants it
 
     def wake(self, link: Polled) -> None:
         """Gives a link, which is asleep, a turn in the loop's next one."""
@@ -165,9 +167,10 @@ class Poller:
                 break
         if awake:
             self._arm()
-        if awake and self._found_nothing and not had_records:
+        if awake and not had_records and (self._found_nothing or self._others_ran):
             os.sched_yield()
             back = time.perf_counter()
+            self._others_ran = back - now > _SWITCH_S
             if back - now > _YIELD_S:
                 self._has_lost(back - now, back)
         self._found_nothing = not had_records
