@@ -113,7 +113,7 @@ def check_place(fault: Fault, root: Path = ROOT) -> str:
 def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
     """Tries faults, and yields how the check of each ended, as soon as it has.
 
-    Ends the program if a check fails without any fault.
+    Ends the program if a check fails without any fault. Where it is skipped, on a machine with one core say, nothing is tried.
 
     Args:
         faults: that are built.
@@ -123,9 +123,13 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
         check_place(fault)
     with tempfile.TemporaryDirectory() as directory:
         copies = _build_copies(faults, Path(directory))
-        took_s = _passes_without(chosen, copies)
+        took_s, skipped = _passes_without(chosen, copies)
+        for fault in chosen:
+            if fault.test in skipped:
+                print(f"not tried  {fault.name}: {fault.test} is skipped here: {skipped[fault.test]}", flush=True)
         numbers = {fault: number for number, fault in enumerate(faults, 1)}
-        jobs = [_Job(fault.test, _timeout_s(fault.test, took_s), fault, numbers[fault]) for fault in chosen]
+        tried = [fault for fault in chosen if fault.test not in skipped]
+        jobs = [_Job(fault.test, _timeout_s(fault.test, took_s), fault, numbers[fault]) for fault in tried]
         for job, outcome in _run(jobs, copies):
             sweep()  # a test that has failed may leave a segment, which others would take for their own
             if job.fault is not None:
@@ -188,22 +192,24 @@ class _Job:
     number: int = 0
 
 
-def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> dict[str, float]:
-    """Ends the program unless all checks pass without a fault; returns how many seconds each test took."""
+def _passes_without(chosen: Sequence[Fault], copies: Sequence[Path]) -> tuple[dict[str, float], dict[str, str]]:
+    """Ends the program unless all checks pass without a fault; returns the seconds of each test, and why some are skipped."""
     begun_s = time.monotonic()
     tests = sorted({fault.test for fault in chosen})
     plain = [test for test in tests if " " not in test]
     parts = [" ".join(plain[place :: len(copies)]) for place in range(min(len(copies), len(plain)))]
     jobs = [_Job(test, _ALL_TIMEOUT_S) for test in (*parts, *(test for test in tests if " " in test))]
     took_s: dict[str, float] = {}
+    skipped: dict[str, str] = {}
     for job, outcome in _run(jobs, copies):
         if outcome.is_noticed:
             sys.exit(f"without a fault, {outcome.who or job.test} {outcome.how}:\n{outcome.output}")
         took_s |= {
             name: float(seconds) for seconds, name in re.findall(r"^([\d.]+)s call +(\S+)", outcome.output, re.MULTILINE)
         }
+        skipped |= dict(re.findall(r"^SKIPPED (\S+) - (.*)$", outcome.output, re.MULTILINE))
     print(f"without a fault, all pass in {time.monotonic() - begun_s:.0f} s", flush=True)
-    return took_s
+    return took_s, skipped
 
 
 def _timeout_s(test: str, took_s: Mapping[str, float]) -> float:
@@ -272,8 +278,9 @@ def _be_pytest(job: _Job, copy: Path, environment: Mapping[str, str], printed: P
         sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
             del sys.modules[name]
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={job.timeout_s}", "--hypothesis-profile=unshrunk"]
-        code = pytest.main([*arguments, "--durations=0", "--durations-min=1", *shlex.split(job.test)])
+        says = ["-q", "-rs", "--no-fold-skipped", "--durations=0", "--durations-min=1"]
+        arguments = ["-x", "-p", "no:cacheprovider", f"--timeout={job.timeout_s}", "--hypothesis-profile=unshrunk"]
+        code = pytest.main([*arguments, *says, *shlex.split(job.test)])
     except Exception:  # noqa: BLE001 - it ends here, and says so
         traceback.print_exc()
     finally:
