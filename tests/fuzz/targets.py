@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from frontend.body_scan import BodyScan
 from frontend.errors import ApiError
 from frontend.media.errors import MediaError
 from frontend.media.image import probe
@@ -800,6 +801,19 @@ def _check_lies_in(value: object, start: int, nbytes: int, inline_nbytes: int) -
         assert start <= at <= start + nbytes - value.nbytes or value.nbytes <= inline_nbytes
 
 
+def bodies(data: bytes) -> None:
+    """A body is left as it came, in whatever pieces, whether its strings are looked through or its values counted first."""
+    nbytes, body = 1 + (data[0] if data else 0), data[1:]
+    for is_counted_first in (False, True):
+        scan, left = BodyScan(), bytearray()
+        if not is_counted_first:
+            scan._unread = None
+        for start in range(0, len(body), nbytes):
+            left += scan.add(body[start : start + nbytes])
+        assert left + scan.finish() == body
+        assert not scan.long_texts
+
+
 def requests(data: bytes) -> None:
     """A body over HTTP is a request, or a 400 with a message."""
     for parser in (CHAT_PARSER, EMBEDDING_PARSER):
@@ -842,7 +856,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records, shared_claims),
         *(hostile_engine.attaching, hostile_engine.attached_engines, hostile_engine.joining, hostile_engine.joined_engines),
-        *(hostile_worker.joined_workers, requests, addresses, media_headers),
+        *(hostile_worker.joined_workers, bodies, requests, addresses, media_headers),
     )
 }
 
@@ -1017,6 +1031,10 @@ SEEDS: dict[str, list[bytes]] = {
         bytes(32),
         bytes(range(32)),
         _header(_SLOT) + (0).to_bytes(4, "little") + (99).to_bytes(2, "little"),
+    ],
+    "bodies": [
+        b'\3{"model":"m\\"","input":["a,[{\\\\",1,{}]}',
+        b'\xff["\\"\\"\\"\\\\',
     ],
     "requests": [
         b'{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}]}',
