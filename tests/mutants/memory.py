@@ -187,13 +187,13 @@ FAULTS = (
             "a copy is over while helpers are at its last pieces",
             "(inside = atomic_load(&shared.inside)) != 0",
             "(inside = 0) != 0",
-            "tests/memory/test_copying.py::test_a_long_copy_goes_past_the_cache_while_that_is_a_good_deal_quicker",
+            "tests/memory/test_copying.py::test_nobody_writes_any_more_when_a_long_copy_returns",
         ),
         (
             "the last piece is as long as the others",
             "left < PIECE ? left : PIECE",
             "PIECE",
-            "tests/memory/test_copying.py",
+            "tests/memory/test_copying.py::test_a_long_copy_is_whole_when_it_returns_whoever_made_it",
         ),
         (
             "who has had the helpers keeps them",
