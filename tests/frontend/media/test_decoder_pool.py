@@ -181,11 +181,14 @@ async def test_a_decoder_that_dies_costs_nobody_a_picture(
 async def test_idle_decoders_that_die_cost_nobody_a_picture(
     pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
 ) -> None:
+    killed = set()
     for _ in range(10):
         await asyncio.gather(*(decode(pool, "image", many_scans(1, 64)) for _ in range(2)))
         for pid in nurseries():  # none: it was just killed, and those that it had started took the pictures before they died
             os.kill(pid, signal.SIGKILL)  # its children get their signal a moment later: one that lives may be as good as dead
-    await decode(pool, "image", many_scans(1, 64))
+            killed.add(pid)
+    while killed.issuperset(nurseries()):  # what was killed is waited for when the next one is started
+        await decode(pool, "image", many_scans(1, 64))
 
 
 async def test_a_medium_that_kills_its_decoders_kills_two_and_that_is_another_error_than_a_bad_one(
