@@ -152,14 +152,14 @@ class Admission:
         Raises:
             ApiError: 413 or 415, its body is refused; 408, that took too long; 503, its place did not come.
         """
-        self._bodies.check_head(scope)
+        nbytes = self._bodies.check_head(scope)
         self._line.check_length(self._places)  # before anything is read
         admitted = self.new_request()
         scope.setdefault("state", {})["admitted"] = admitted
         caller.set(caller_of(scope))
         try:
             with contextlib.suppress(HungUp):
-                read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share)
+                read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, nbytes)
                 body = [read]  # whoever takes it out can let go of it
                 del read
                 async with self._place():

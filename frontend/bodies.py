@@ -145,8 +145,8 @@ class BodyReader:
         self._timeout_s = settings.body_timeout_s
         self._wait_timeout_s = settings.queue_timeout_s
 
-    def check_head(self, scope: Scope) -> None:
-        """Refuses a body if the request's head shows that it can't be accepted.
+    def check_head(self, scope: Scope) -> int:
+        """Refuses a body if the request's head shows that it can't be accepted; returns how many bytes it announces, or 0.
 
         A body must say that it is ``application/json``. A browser lets any web page post a body of another type, or of none,
         to a server on the user's own machine. Before it posts ``application/json``, it asks that server, and this server does
@@ -155,10 +155,11 @@ class BodyReader:
         Raises:
             ApiError: 413, it is too large; 415, it is something else.
         """
-        types, codings = [], []
+        types, codings, nbytes = [], [], 0
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():
-                self._check_size(int(value))
+                nbytes = int(value)
+                self._check_size(nbytes)
             elif name == b"content-type":
                 types.append(value.partition(b";")[0].strip().lower())
             elif name == b"content-encoding":
@@ -169,13 +170,15 @@ class BodyReader:
         if any(coding not in (b"", b"identity") for coding in codings):
             message = "the request's body must not be compressed: send it without Content-Encoding"
             raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
+        return nbytes
 
-    async def read(self, receive: Receive, share: BodyShare) -> Body:
+    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int = 0) -> Body:
         """Reads a body.
 
         Args:
             receive: as ASGI has it.
             share: grows with the body. Its owner releases it, also after an error.
+            announced_nbytes: what :meth:`check_head` returned.
 
         Raises:
             ApiError: 413, it is too large, has too many values, or a text that is too long; 408, it is too slow; 503, no memory
@@ -184,7 +187,7 @@ class BodyReader:
         """
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
-        scan = BodyScan()
+        scan = BodyScan(announced_nbytes)
         nbytes, more = 0, True
         try:
             while more:

@@ -6,12 +6,13 @@ has been decoded, and holds the interpreter meanwhile, so a thread would not hel
 stands before each comma, and one is the first in brackets or braces, outside of strings.
 
 What is long is a file in base64. It is cut out: in the body stands a short text in its place, which begins as it does, and its
-bytes wait beside it (:class:`LongTexts`) until a thread makes the file of them. So what is left of a body is decoded in a few
-milliseconds, however large the file. A text that is as long and no file is refused.
+bytes wait beside it (:attr:`BodyScan.long_texts`) until a thread makes the file of them. So what is left of a body is decoded
+in a few milliseconds, however large the file. A text that is as long and no file is refused.
 
 What is looked through is the grammar of strings, and nothing else: whatever else is wrong with a body, its decoder says. That
-takes longer than decoding. So commas and brackets are counted first, those in strings as well, in a thirtieth of the time; as
-long as that many values would be accepted, and no text can be long, nothing is looked through.
+takes longer than decoding, where strings are short. So of a body in which no text can be long, commas and brackets are counted
+first, those in strings as well, in a thirtieth of the time; as long as that many values would be accepted, nothing is looked
+through.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _MAX_STRINGS = 2 * MAX_VALUES + 16  # a name and a text for each value; more are
 
 # Possessive: what a string may hold is never looked at twice. Where a string does not end, a search for one would begin anew at
 # each quote in it; so the search is among those that end.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_ALL_THAT_END = re.compile(rb'[^"]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"]*+)*+', re.DOTALL)
-_REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'  # of a string, behind its first quote
+_REST_OF_STRING = re.compile(_REST, re.DOTALL)
+_STRING = re.compile(b'"' + _REST, re.DOTALL)
+_ALL_THAT_END = re.compile(b'[^"]*+(?:"' + _REST + b'[^"]*+)*+', re.DOTALL)
 _BEGINNING = re.compile(rb"[A-Za-z0-9+/=:;,.-]{0,64}")  # of a text, that stands in its place: a data: URL's type is in it
 
 # In no text that a caller sends, unless it was told to him; and then it stands for nothing.
@@ -51,13 +53,17 @@ def is_cut(text: str) -> bool:
 class BodyScan:
     """Looks through one body, piece by piece.
 
+    Args:
+        nbytes: that it will have, if that is known; a body that is large enough for a long text is looked through at once.
+
     Attributes:
         long_texts: what was cut out, by what stands in its place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 0) -> None:
         self.long_texts: dict[str, bytearray] = {}
-        self._unread: bytearray | None = bytearray()  # all that came, while nothing of it can be too much
+        # All that came, while nothing of it can be too much.
+        self._unread: bytearray | None = bytearray() if nbytes <= LONG_NBYTES else None
         self._at_most = 1  # values in it
         self._values = 1
         self._strings = 0
@@ -79,13 +85,13 @@ class BodyScan:
         ending = b""
         if self._text is not None:
             piece = self._held + piece
-            end = _REST_OF_STRING.match(piece) if b'"' in piece else None
-            if end is None:
+            end = _end_of_string(piece)
+            if end < 0:
                 self._continue(self._text, piece)
                 return b""
-            self._continue(self._text, piece[: end.end() - 1])
+            self._continue(self._text, piece[:end])
             ending = self._end_text() + b'"'
-            piece = piece[end.end() :]
+            piece = piece[end + 1 :]
         outside, strings, ended = _without_strings(piece)
         self._strings += strings
         self._values += _count_values(outside)
@@ -134,6 +140,15 @@ class BodyScan:
         if b"\\" in plain:
             raise _too_long()
         text[start:] = plain
+
+
+def _end_of_string(json: bytes) -> int:
+    """Returns where the quote is that ends a string that was begun, or -1."""
+    quote = json.find(b'"')
+    if quote < 0 or json.find(b"\\", 0, quote) < 0:
+        return quote
+    rest = _REST_OF_STRING.match(json)
+    return -1 if rest is None else rest.end() - 1
 
 
 def _without_strings(json: bytes) -> tuple[bytes, int, int]:

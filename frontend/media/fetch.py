@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import io
 import os
 import re
 import ssl
@@ -146,7 +147,8 @@ class Fetcher:
 # -- data: --------------------------------------------------------------------------------------------------------------
 
 # The decoder holds the interpreter lock: for a piece, well below a millisecond, also on processors whose vectors it can't use.
-_PIECE_CHARACTERS = 512 << 10
+# What malloc would map for larger pieces costs more than decoding them.
+_PIECE_CHARACTERS = 256 << 10
 _MAX_HEADER_CHARACTERS = 1024  # of "data:image/png;charset=...;base64": before the comma
 
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -214,17 +216,21 @@ def _decode_base64(text: bytes | bytearray, start: int, max_nbytes: int, name: s
     if text.find(b"\n", start) >= 0:  # lines, as tools write it
         text, start = text[start:].replace(b"\n", b"").replace(b"\r", b""), 0
     _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
-    pieces = []
+    of_urls = text.find(b"-", start) >= 0 or text.find(b"_", start) >= 0
+    data = io.BytesIO()  # it grows in place, and what is read from it in the end is not copied
+    view = memoryview(text)
     for offset in range(start, len(text), _PIECE_CHARACTERS):
-        characters = text[offset : offset + _PIECE_CHARACTERS].translate(_OF_URLS)
+        characters: bytes | memoryview = view[offset : offset + _PIECE_CHARACTERS]
+        if of_urls or len(characters) % 4:
+            characters = bytes(characters).translate(_OF_URLS) + b"=" * (-len(characters) % 4)
         try:
-            piece = pybase64.b64decode(characters + b"=" * (-len(characters) % 4), validate=True)
+            piece = pybase64.b64decode(characters, validate=True)
         except ValueError:  # binascii.Error is one
             raise MediaError(f"{name} is not valid base64: other characters than its 64, or cut off") from None
         if offset + _PIECE_CHARACTERS < len(text) and len(piece) < _PIECE_CHARACTERS // 4 * 3:
             raise MediaError(f"{name} is not valid base64: padding before its end")
-        pieces.append(piece)
-    return b"".join(pieces)
+        data.write(piece)
+    return data.getvalue()
 
 
 def _decode_percent(url: bytes | bytearray, start: int, max_nbytes: int) -> bytes:

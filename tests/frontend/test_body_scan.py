@@ -28,9 +28,7 @@ def values_of(document: Any) -> int:
 
 
 def scanned(body: bytes, size: int | Random, *, counted_first: bool = True) -> tuple[bytes, BodyScan]:
-    scan, left = BodyScan(), bytearray()
-    if not counted_first:
-        scan._unread = None
+    scan, left = BodyScan(0 if counted_first else LONG_NBYTES + 1), bytearray()
     while body:
         nbytes = size if isinstance(size, int) else size.randint(1, 9)
         left += scan.add(body[:nbytes])
@@ -102,9 +100,10 @@ FILE = b"data:image/png;base64," + b"QUJD" * (LONG_NBYTES // 2)
 
 
 @pytest.mark.parametrize("size", [99_999, 262_144, 10 << 20])
-def test_a_long_file_is_cut_out(size: int) -> None:
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_a_long_file_is_cut_out(size: int, counted_first: bool) -> None:
     body = b'{"a": [1, "b\\"", "' + FILE + b'"], "c": "' + FILE[:-4] + b'", "d": "e"}'
-    left, scan = scanned(body, size)
+    left, scan = scanned(body, size, counted_first=counted_first)
     if size > len(body):
         assert left == body, "what came at once is decoded at once"
         return
@@ -117,9 +116,10 @@ def test_a_long_file_is_cut_out(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [99_999, 100_000, 100_001])
-def test_slashes_and_lines_of_a_long_file_may_be_escaped(size: int) -> None:
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_slashes_and_lines_of_a_long_file_may_be_escaped(size: int, counted_first: bool) -> None:
     escaped = b'"' + (b"QU\\/D" * 19 + b"\\r\\n") * (LONG_NBYTES // 50) + b'"'
-    left, scan = scanned(escaped, size)
+    left, scan = scanned(escaped, size, counted_first=counted_first)
     assert [*scan.long_texts] == [msgspec.json.decode(left)]
     assert [*scan.long_texts.values()] == [b"QU/D" * 19 * (LONG_NBYTES // 50)]
 
