@@ -21,7 +21,7 @@ _M_ARENA_MAX = -8
 # memory afterwards, and then 480; with these settings 270 to 410, and does not grow. Mappings from 256 KiB on would keep as
 # much, but so much is read of a body at a time, and copied three times on its way: each copy would be mapped, and its pages
 # faulted in anew, which took a third of the CPU of a large body.
-_MMAP_THRESHOLD_NBYTES = 512 << 10  # from here on a block has a mapping of its own; setting it also stops glibc from moving it
+_MMAP_THRESHOLD_NBYTES = 320 << 10  # from here on a block has a mapping of its own; setting it also stops glibc from moving it
 _TRIM_THRESHOLD_NBYTES = 2 << 20  # free memory at the top of the heap from which it shrinks
 _ARENAS = 1  # threads rarely allocate at the same time: the interpreter lock sees to that
 
