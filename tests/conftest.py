@@ -119,9 +119,13 @@ def _limit_s(item: pytest.Item) -> float:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What may take longest begins first, so that no process is left with it while the others have nothing more to do.
 
-    What hypothesis marks may take longer where it tries many examples: how long a busy machine takes says nothing.
+    A limit of time is there for what hangs. What is slow, or what hypothesis marks where it tries many examples, may take
+    longer: how long a busy machine takes says nothing.
     """
     items.sort(key=_limit_s, reverse=True)
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             if item.get_closest_marker("hypothesis") is not None and item.get_closest_marker("timeout") is None:

@@ -7,7 +7,6 @@ import base64
 import importlib.util
 import io
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,8 +21,10 @@ from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-MAX_WAIT_S = 1.0 if len(os.sched_getaffinity(0)) > 1 else 3.0  # for a small picture, beside whatever else this machine does
 ATTACKERS = 20
+# Of those that are decoded for long, that may be answered while one small picture waits: as many as are decoded at a time. Were
+# it in line behind them, it would be nearly all. In seconds, that would depend on what else this machine does.
+MOST_ANSWERED_BEFORE = ATTACKERS // 3
 
 
 def _module(name: str, path: Path) -> Any:
@@ -68,52 +69,53 @@ async def embed(http: httpx.AsyncClient, body: bytes) -> httpx.Response:
     return await http.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
 
 
-def small_picture() -> bytes:
+def small_picture(seed: int) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)).save(file, "JPEG")
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 64, 3), np.uint8)).save(file, "JPEG")
     return file.getvalue()
 
 
-async def attack(http: httpx.AsyncClient, hostile: bytes) -> tuple[list[httpx.Response], list[float]]:
-    """Sends it many times at once; returns the answers, and how long small pictures took meanwhile."""
-    small = body_of("image", small_picture())
-    assert (await embed(http, small)).status_code == 200  # a decoder is there
+async def attack(http: httpx.AsyncClient, hostile: bytes) -> tuple[list[httpx.Response], int]:
+    """Sends it many times at once, and small pictures beside it.
+
+    Returns:
+        The answers, and how many of them came, at most, while one small picture waited for its own.
+    """
+    assert (await embed(http, body_of("image", small_picture(0)))).status_code == 200  # a decoder is there
     attackers = [asyncio.create_task(embed(http, hostile)) for _ in range(ATTACKERS)]
-    waits_s = []
-    while not waits_s or not all(attacker.done() for attacker in attackers):
-        began_s = time.monotonic()
-        response = await embed(http, small)
-        waits_s.append(time.monotonic() - began_s)
+    pictures, most = 0, 0
+    while not pictures or not all(attacker.done() for attacker in attackers):
+        before = sum(attacker.done() for attacker in attackers)
+        pictures += 1
+        response = await embed(http, body_of("image", small_picture(pictures)))  # one that is not kept: it has to be decoded
+        most = max(most, sum(attacker.done() for attacker in attackers) - before)
         assert response.status_code == 200, response.text
-    print(f"{len(waits_s)} small pictures, the slowest after {max(waits_s):.2f} s")
-    return [await attacker for attacker in attackers], waits_s
+    print(f"{pictures} small pictures; {most} of {ATTACKERS} attackers were answered during one of them")
+    return [await attacker for attacker in attackers], most
 
 
 async def all_are_free(http: httpx.AsyncClient, total: int = 4) -> None:
     """Waits until every decoder that was killed is dead."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (await http.get("/health")).json()["decoders"] != {"total": total, "free": total, "waiting": 0, "waiting_s": 0.0}:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
 
 async def test_585_kb_of_scans_cost_nobody_anything(http: httpx.AsyncClient) -> None:
-    began_s = time.monotonic()
-    responses, waits_s = await attack(http, body_of("image", files._many_scans(23_000)))
+    responses, _ = await attack(http, body_of("image", files._many_scans(23_000)))
     for response in responses:
         assert response.status_code == 400
-        assert "max_image_scans" in response.json()["error"]["message"]
-    assert max(waits_s) < MAX_WAIT_S
-    assert time.monotonic() - began_s < 20  # and not 20 x 39
+        assert "max_image_scans" in response.json()["error"]["message"], "it was decoded, which takes 39 s"
 
 
 async def test_clips_that_spend_their_budget_keep_no_picture_waiting(http: httpx.AsyncClient) -> None:
     clip = files._long_clip(220)  # few enough to be let in; two or three seconds each
-    responses, waits_s = await attack(http, body_of("video", clip))
+    responses, most = await attack(http, body_of("video", clip))
     for response in responses:
         assert response.status_code == 400
         assert "max_decode_s" in response.json()["error"]["message"]
-    assert max(waits_s) < MAX_WAIT_S
+    assert most <= MOST_ANSWERED_BEFORE
     await all_are_free(http)
 
 
@@ -127,9 +129,9 @@ async def test_clips_that_are_decoded_slowly_keep_no_memory_of_the_slab_from_oth
         async with httpx.AsyncClient(
             base_url=running.url, timeout=120, limits=httpx.Limits(max_keepalive_connections=0)
         ) as http:
-            responses, waits_s = await attack(http, body_of("video", files._long_clip(220)))
+            responses, most = await attack(http, body_of("video", files._long_clip(220)))
             assert [response.json()["error"]["code"] for response in responses] == ["invalid_video"] * ATTACKERS
-            assert max(waits_s) < 3  # a busy machine takes a second
+            assert most <= MOST_ANSWERED_BEFORE
             await all_are_free(http)
 
 
@@ -155,7 +157,7 @@ async def test_health_says_when_no_decoder_is_free_and_a_caller_that_goes_frees_
 async def health_while_all_are_busy(http: httpx.AsyncClient) -> None:
     body = body_of("video", files._long_clip(220))
     attackers = [asyncio.create_task(embed(http, body)) for _ in range(ATTACKERS)]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         health = await http.get("/health")
         assert health.status_code == 200
