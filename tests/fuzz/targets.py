@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from frontend.body_scan import BodyScan
+from frontend.body_scan import LONG_NBYTES, BodyScan
 from frontend.errors import ApiError
 from frontend.media.errors import MediaError
 from frontend.media.image import probe
@@ -805,9 +805,7 @@ def bodies(data: bytes) -> None:
     """A body is left as it came, in whatever pieces, whether its strings are looked through or its values counted first."""
     nbytes, body = 1 + (data[0] if data else 0), data[1:]
     for is_counted_first in (False, True):
-        scan, left = BodyScan(), bytearray()
-        if not is_counted_first:
-            scan._unread = None
+        scan, left = BodyScan(0 if is_counted_first else LONG_NBYTES + 1), bytearray()
         for start in range(0, len(body), nbytes):
             left += scan.add(body[start : start + nbytes])
         assert left + scan.finish() == body
