@@ -17,6 +17,7 @@ import socket
 import sys
 from typing import NoReturn
 
+import torch
 import uvloop
 
 import shmring
@@ -43,6 +44,7 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
         SystemExit: it can't start, or has lost its engine; says why.
     """
     make_malloc_return_memory()
+    torch.set_num_threads(1)  # what the loop copies, it copies alone: waiting for threads on busy cores stopped it for 0.1 s
     try:
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, OSError, ValueError) as error:

@@ -409,6 +409,20 @@ async def test_hanging_up_while_the_engine_works_aborts_there_too(socket_dir: Pa
             await hang_up_while_the_engine_works(server, http, body)
 
 
+async def test_a_frontend_copies_large_answers_without_threads_of_torch(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its loop waited for them, 0.1 s on busy cores. Where torch has one thread it would have none in any case.
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1") as server:
+        [frontend] = server.frontends
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            threads = []
+            for count in (1, 2000):
+                answer = await http.post("/v1/embeddings", json={"model": MODEL, "input": ["hello"] * count})
+                assert len(answer.json()["data"]) == count
+                threads.append(psutil.Process(frontend).num_threads())
+    assert threads[0] == threads[1]
+
+
 async def hang_up_while_the_engine_works(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     before = await settled(http)
     os.kill(server.engine, signal.SIGSTOP)  # it takes as long as we want it to
