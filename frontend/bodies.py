@@ -172,7 +172,7 @@ class BodyReader:
             raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
         return nbytes
 
-    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int = 0) -> Body:
+    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int) -> Body:
         """Reads a body.
 
         Args:

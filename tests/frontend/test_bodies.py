@@ -38,7 +38,7 @@ class Reading:
     def __init__(self, reader: BodyReader, sender: Sender) -> None:
         self.sender = sender
         self.share = BodyShare(reader.memory)
-        self.task = asyncio.create_task(reader.read(sender.receive, self.share))
+        self.task = asyncio.create_task(reader.read(sender.receive, self.share, 0))
 
 
 Begin = Callable[[BodyReader], Reading]

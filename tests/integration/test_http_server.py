@@ -409,7 +409,9 @@ async def test_hanging_up_while_the_engine_works_aborts_there_too(socket_dir: Pa
             await hang_up_while_the_engine_works(server, http, body)
 
 
-async def test_a_frontend_copies_large_answers_without_threads_of_torch(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_copies_large_answers_without_threads_of_torch(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Its loop waited for them, 0.1 s on busy cores. Where torch has one thread it would have none in any case.
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1") as server:

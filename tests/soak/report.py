@@ -18,6 +18,7 @@ from tests.soak.verdict import Check
 __all__ = ["draw", "findings"]
 
 _MIB = 1 << 20
+_POINTS = 500  # of a line
 _COLOURS = {
     Phase.SMALL: "#cfe2f3",
     Phase.LARGE: "#f9e0c7",
@@ -121,13 +122,17 @@ def draw(samples: Sequence[Sample], passed: bool, path: Path) -> None:
 
     figure = Figure(figsize=(12, 13), layout="constrained")
     axes = figure.subplots(6, 1, sharex=True)
+    step = max(1, len(samples) // _POINTS)
+    lags = [samples[start : start + step] for start in range(0, len(samples), step)]
+    samples = samples[::step]
     times = [sample.at_s / 60 for sample in samples]
     for process in samples[0].processes:
         mine = [sample.processes[process] for sample in samples]
         axes[0].plot(times, [sample.footprint.private_nbytes / _MIB for sample in mine], label=process, linewidth=1)
         axes[1].plot(times, [sample.footprint.shared_nbytes / _MIB for sample in mine], label=process, linewidth=1)
         axes[2].plot(times, [sample.footprint.descriptors for sample in mine], label=process, linewidth=1)
-        axes[4].plot(times, [max(sample.seen.lag_s * 1e3, 0.1) for sample in mine], label=process, linewidth=0.8)
+        longest = [max(sample.processes[process].seen.lag_s for sample in together) for together in lags]
+        axes[4].plot(times, [max(lag_s * 1e3, 0.1) for lag_s in longest], label=process, linewidth=0.8)
     engine = [sample.processes[ENGINE].seen for sample in samples]
     axes[3].plot(times, [report.leased_nbytes / _MIB for report in engine], label="leased", linewidth=1)
     axes[3].plot(times, [report.reply_slots_nbytes / _MIB for report in engine], label="replies", linewidth=1)
