@@ -84,9 +84,9 @@ class Build(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns what is compiled: the core, what measures it and, where the sources are used in their place, what tests need."""
+    """Returns what is compiled: the core and, where the sources are used in their place, what measures it and tests."""
     is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
-    patterns = ["shmring/core/*.pyx", "bench/*/*.pyx", *(["tests/model/*.pyx"] if is_in_place else [])]
+    patterns = ["shmring/core/*.pyx", *(["bench/*/*.pyx", "tests/model/*.pyx"] if is_in_place else [])]
     sources = [path for pattern in patterns for path in Path().glob(pattern)]
     headers = ["shmring/core"]  # which what lies beside the core uses as well
     core = [

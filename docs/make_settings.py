@@ -12,11 +12,11 @@ import click
 import msgspec
 
 import shmring
-from engine.__main__ import main as engine_command
-from engine.executors.synthetic import SyntheticOptions
-from engine.executors.transformers import TransformersOptions
-from frontend.__main__ import main as frontend_command
-from frontend.serve_command import serve as serve_command
+from shmring.engine.__main__ import main as engine_command
+from shmring.engine.executors.synthetic import SyntheticOptions
+from shmring.engine.executors.transformers import TransformersOptions
+from shmring.frontend.__main__ import main as frontend_command
+from shmring.frontend.serve_command import serve as serve_command
 
 PAGE = Path(__file__).with_name("settings.md")
 

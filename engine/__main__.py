@@ -1,4 +1,6 @@
-"""``python -m engine``, ``shmring engine``: one engine process. It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
+"""``python -m shmring.engine``, ``shmring engine``: one engine process.
+
+It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
 Options are checked before torch is imported. Under the supervisor its settings come through a socket instead.
 """
@@ -10,15 +12,15 @@ from typing import Any
 
 import click
 
-from engine.logs import configure_logging
-from engine.option_types import LOG_LEVELS
-from engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
-from engine.settings import EngineSettings
-from engine.supervision import SupervisorLink
+from shmring.engine.logs import configure_logging
+from shmring.engine.option_types import LOG_LEVELS
+from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import SupervisorLink
 
 __all__ = ["main"]
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("shmring.engine")
 
 _OWN = (
     click.Option(["--name"], default="shmring", help="The engine's name, which frontends connect to."),
@@ -46,7 +48,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     if link is None and (notice := notice_of(values, "shmring engine")):
         click.echo(f"shmring engine: {notice}", err=True)
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)
-    from engine.process import run  # imports torch, which takes seconds
+    from shmring.engine.process import run  # imports torch, which takes seconds
 
     run(settings, link)
 

@@ -1,7 +1,7 @@
 """What executors answer, checked before a caller sees it.
 
-An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.executors.interface` asks for: a wrong one
-fails its own request, with a text that tells whoever wrote the executor what is wrong with it.
+An executor is a plug-in, and its answers are not trusted to be what :mod:`shmring.engine.executors.interface` asks for: a wrong
+one fails its own request, with a text that tells whoever wrote the executor what is wrong with it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 
 import torch
 
-from engine.executors.interface import StepOutput
-from engine.protocol import EncodeReply, EncodeRequest, EngineRequestPayload, GenerateReply, GenerateRequest
+from shmring.engine.executors.interface import StepOutput
+from shmring.engine.protocol import EncodeReply, EncodeRequest, EngineRequestPayload, GenerateReply, GenerateRequest
 
 __all__ = ["checked", "without_frames"]
 

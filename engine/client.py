@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 import shmring
-from engine.protocol import (
+from shmring.engine.protocol import (
     Calls,
     EncodeReply,
     EncodeRequest,
@@ -108,7 +108,7 @@ class MediaMemory:
         self._ring.check_capacity(*sizes)
 
     async def find(self, key: bytes) -> shmring.Kept | None:
-        """Looks for a medium that is kept (a :data:`engine.protocol.Medium`); see :meth:`shmring.RingClient.find`."""
+        """Looks for a medium that is kept (a :data:`shmring.engine.protocol.Medium`); see :meth:`shmring.RingClient.find`."""
         self._check_attached()
         return await self._ring.find(key, payload_type=Medium)
 

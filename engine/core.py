@@ -7,9 +7,9 @@ deadline or a pause releases their slots when no step is reading them. What wait
 
 The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
 
-What ends the engine: an executor that says it is dead (:class:`~engine.executors.ExecutorDeadError`), or that raises what is no
-``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call that takes
-longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
+What ends the engine: an executor that says it is dead (:class:`~shmring.engine.executors.ExecutorDeadError`), or that raises
+what is no ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call
+that takes longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, TypeVar
 import msgspec
 
 import shmring
-from engine.answers import checked, without_frames
-from engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
-from engine.metrics import EngineMetrics
-from engine.profiling import StepProfiler
-from engine.protocol import Calls, EngineRequestPayload, GenerateReply
-from engine.request import EngineRequest, check_media_indices
-from engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
+from shmring.engine.answers import checked, without_frames
+from shmring.engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
+from shmring.engine.metrics import EngineMetrics
+from shmring.engine.profiling import StepProfiler
+from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply
+from shmring.engine.request import EngineRequest, check_media_indices
+from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 
 __all__ = ["EngineCore", "PausedError"]
 
-logger = logging.getLogger("engine.core")
+logger = logging.getLogger("shmring.engine.core")
 
 _Result = TypeVar("_Result")
 

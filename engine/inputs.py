@@ -23,7 +23,8 @@ class SoundSpec(msgspec.Struct, frozen=True):
     """How recordings are prepared.
 
     Attributes:
-        form: ``"waveform"`` (:class:`engine.protocol.Waveform`) or ``"log_mel"`` (:class:`engine.protocol.Spectrogram`).
+        form: ``"waveform"`` (:class:`shmring.engine.protocol.Waveform`) or ``"log_mel"``
+            (:class:`shmring.engine.protocol.Spectrogram`).
         sample_rate: they are resampled to it, in Hz.
         mel_bands: of a spectrogram.
     """

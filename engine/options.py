@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, FiniteRange
-from engine.settings import DEFAULT_EXECUTOR, EXECUTORS, EngineSettings
 from shmring.config import BACKINGS, RingConfig
+from shmring.engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, FiniteRange
+from shmring.engine.settings import DEFAULT_EXECUTOR, EXECUTORS, EngineSettings
 
 __all__ = ["ENGINE_OPTIONS", "MODEL_ARGUMENT", "engine_settings_of", "notice_of"]
 

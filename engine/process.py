@@ -14,16 +14,16 @@ import torch
 import uvloop
 
 import shmring
-from engine.core import EngineCore
-from engine.executors import create_executor
-from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
-from engine.scheduler import SchedulerConfig
-from engine.settings import EngineSettings
-from engine.supervision import SupervisorLink, stop_signals
+from shmring.engine.core import EngineCore
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
+from shmring.engine.scheduler import SchedulerConfig
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import SupervisorLink, stop_signals
 
 __all__ = ["run"]
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("shmring.engine")
 
 _STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
 

@@ -1,7 +1,7 @@
 """What frontends and the engine say to each other: media, what an executor takes, requests and replies.
 
 These are the payloads of the ring's requests and replies; how they travel is shmring's business. Frontends import this module
-and :mod:`engine.client`, and nothing else of the engine.
+and :mod:`shmring.engine.client`, and nothing else of the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import torch
 
-from engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
+from shmring.engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
 
 __all__ = [
     "Calls",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Calls:
-    """Names of the engine's control calls; what they take and return is said by :class:`engine.client.EngineClientProtocol`."""
+    """Names of the engine's control calls. What they take and return: :class:`shmring.engine.client.EngineClientProtocol`."""
 
     HEALTH = "health"
     DESCRIBE = "describe"

@@ -11,8 +11,8 @@ import asyncio
 from collections import deque
 
 import shmring
-from engine.executors.interface import StepOutput
-from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
+from shmring.engine.executors.interface import StepOutput
+from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 
 __all__ = ["EngineRequest", "check_media_indices"]
 

@@ -9,16 +9,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from engine.scheduler import SchedulerConfig
 from shmring.config import RingConfig, validate_name
+from shmring.engine.scheduler import SchedulerConfig
 
 __all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "engine_names"]
 
 #: The built-in executors, by name.
 EXECUTORS = {
-    "fingerprints": "engine.executors.fingerprints.executor:FingerprintsExecutor",
-    "synthetic": "engine.executors.synthetic:SyntheticExecutor",
-    "transformers": "engine.executors.transformers:TransformersExecutor",
+    "fingerprints": "shmring.engine.executors.fingerprints.executor:FingerprintsExecutor",
+    "synthetic": "shmring.engine.executors.synthetic:SyntheticExecutor",
+    "transformers": "shmring.engine.executors.transformers:TransformersExecutor",
 }
 
 DEFAULT_EXECUTOR = "fingerprints"

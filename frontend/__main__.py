@@ -1,4 +1,4 @@
-"""``python -m frontend``, ``shmring frontend``: one frontend process.
+"""``python -m shmring.frontend``, ``shmring frontend``: one frontend process.
 
 It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 
-from engine.logs import configure_logging
-from engine.option_types import LOG_LEVELS, FiniteRange
-from engine.supervision import SupervisorLink
-from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
-from frontend.settings import ProcessSettings
+from shmring.engine.logs import configure_logging
+from shmring.engine.option_types import LOG_LEVELS, FiniteRange
+from shmring.engine.supervision import SupervisorLink
+from shmring.frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
+from shmring.frontend.settings import ProcessSettings
 
 __all__ = ["main"]
 
-logger = logging.getLogger("frontend")
+logger = logging.getLogger("shmring.frontend")
 
 _DEFAULT = ProcessSettings()
 
@@ -74,7 +74,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
             raise SystemExit(f"shmring frontend: {error}") from None
     configure_logging(settings.log_level, "frontend")
     logger.info("starting for the engine %s", settings.name)
-    from frontend.process import run  # takes a second or more to import
+    from shmring.frontend.process import run  # takes a second or more to import
 
     run(settings, link)
 

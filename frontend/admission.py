@@ -2,12 +2,13 @@
 
 A request passes these steps in order. A request that waits for one step holds nothing of a later step, so there is no deadlock:
 
-1. Its body is read (:mod:`frontend.bodies`). A slow body keeps nobody waiting.
+1. Its body is read (:mod:`shmring.frontend.bodies`). A slow body keeps nobody waiting.
 2. It takes a *place* among the requests in flight, and keeps it to its end: ``max_concurrent_requests``. A stream may end
    minutes later.
 3. If its media files are large, it takes a *turn* once they have arrived: ``max_concurrent_media``. When all media are in the
    slab and the request is about to be sent to the engine, it gives back the turn and the body's memory.
-4. If it has media, it takes memory to decode them into (:mod:`frontend.decoded_memory`), and then a slot to copy them to.
+4. If it has media, it takes memory to decode them into (:mod:`shmring.frontend.decoded_memory`), and then a slot to copy them
+   to.
 
 The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen.
 While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler when the
@@ -27,10 +28,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.bodies import BodyReader, BodyShare, HungUp
-from frontend.callers import caller, caller_of
-from frontend.errors import unavailable
-from frontend.settings import FrontendSettings
+from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
+from shmring.frontend.callers import caller, caller_of
+from shmring.frontend.errors import unavailable
+from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
 

@@ -1,6 +1,6 @@
 """The HTTP application of one frontend process: routes, and what each of them answers.
 
-How failures become statuses: :mod:`frontend.errors`, whose table is also what the OpenAPI document says.
+How failures become statuses: :mod:`shmring.frontend.errors`, whose table is also what the OpenAPI document says.
 
 Answers that are not streamed have headers about their cost. ``X-Shmring-Slab-Bytes`` is the number of bytes of tensors that
 crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while the request was with
@@ -8,7 +8,7 @@ the engine. It includes copies for other requests: it is exact for a request tha
 ``X-Shmring-Synthetic: true`` is on all made-up answers (for load tests). ``X-Shmring-Ignored-Fields`` names the fields of the
 request that this server does not know.
 
-What ``/health`` and ``/ready`` say: :mod:`frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
+What ``/health`` and ``/ready`` say: :mod:`shmring.frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
 ``/docs``.
 
 Starlette routes, and nothing more: bodies are msgspec's, and the OpenAPI document is ours.
@@ -35,30 +35,30 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import shmring
-from engine.client import EngineClientProtocol
-from engine.supervision import FrontendState
-from frontend.admission import Admission, AdmissionMiddleware, admitted_of
-from frontend.authentication import Authentication
-from frontend.chat_service import Answer, ChatService, Completed, events_of
-from frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from frontend.embedding_service import Embedded, EmbeddingService
-from frontend.errors import ApiError, report
-from frontend.health import HealthReporter
-from frontend.metrics import FrontendMetrics
-from frontend.multimodal import MediaIntake
-from frontend.observation import Observation, ObservedRoute, request_id_of
-from frontend.openai.chat import CHAT_PARSER, ChatRequest
-from frontend.openai.embeddings import EMBEDDING_PARSER
-from frontend.openai.models import Version
-from frontend.openai.parsing import BodyParser
-from frontend.responses import JsonPieces, JsonResponse, error_response
-from frontend.served_model import ServedModel
-from frontend.settings import CorsSettings, FrontendSettings
-from frontend.sse import EventStream
+from shmring.engine.client import EngineClientProtocol
+from shmring.engine.supervision import FrontendState
+from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
+from shmring.frontend.authentication import Authentication
+from shmring.frontend.chat_service import Answer, ChatService, Completed, events_of
+from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
+from shmring.frontend.embedding_service import Embedded, EmbeddingService
+from shmring.frontend.errors import ApiError, report
+from shmring.frontend.health import HealthReporter
+from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.multimodal import MediaIntake
+from shmring.frontend.observation import Observation, ObservedRoute, request_id_of
+from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.frontend.openai.models import Version
+from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
+from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import CorsSettings, FrontendSettings
+from shmring.frontend.sse import EventStream
 
 __all__ = ["Application", "create_app"]
 
-logger = logging.getLogger("frontend.app")
+logger = logging.getLogger("shmring.frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 

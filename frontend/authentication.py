@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontend.errors import ApiError
+from shmring.frontend.errors import ApiError
 
 __all__ = ["Authentication"]
 

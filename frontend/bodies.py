@@ -26,9 +26,9 @@ from typing import NamedTuple, cast
 
 from starlette.types import Receive, Scope
 
-from frontend.body_scan import BodyScan
-from frontend.errors import ApiError, unavailable
-from frontend.settings import FrontendSettings
+from shmring.frontend.body_scan import BodyScan
+from shmring.frontend.errors import ApiError, unavailable
+from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Body", "BodyMemory", "BodyReader", "BodyShare", "HungUp"]
 
@@ -52,7 +52,7 @@ class Body(NamedTuple):
 
     Attributes:
         json: what is to be decoded.
-        long_texts: what was cut out of it, by what stands there instead (:mod:`frontend.body_scan`).
+        long_texts: what was cut out of it, by what stands there instead (:mod:`shmring.frontend.body_scan`).
     """
 
     json: bytes

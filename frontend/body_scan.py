@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from frontend.errors import ApiError
+from shmring.frontend.errors import ApiError
 
 __all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "is_cut"]
 

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import UNSET
 
 import shmring
-from engine.client import EngineClientProtocol, GenerateOutput
-from engine.protocol import FinishReason, GenerateRequest, InputSpec, tensor_of
-from frontend.admission import Admitted
-from frontend.media.loader import MediaSource
-from frontend.multimodal import MediaIntake, shortfalls_of
-from frontend.openai.chat import (
+from shmring.engine.client import EngineClientProtocol, GenerateOutput
+from shmring.engine.protocol import FinishReason, GenerateRequest, InputSpec, tensor_of
+from shmring.frontend.admission import Admitted
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.multimodal import MediaIntake, shortfalls_of
+from shmring.frontend.openai.chat import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatRequest,
@@ -33,16 +33,16 @@ from frontend.openai.chat import (
     Usage,
     engine_request,
 )
-from frontend.served_model import ServedModel
-from frontend.settings import FrontendSettings
-from frontend.sse import DONE, event
+from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import FrontendSettings
+from shmring.frontend.sse import DONE, event
 
 __all__ = ["Answer", "ChatService", "Completed", "events_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completed:
-    """A whole answer, and its cost: as :class:`frontend.embedding_service.Embedded`."""
+    """A whole answer, and its cost: as :class:`shmring.frontend.embedding_service.Embedded`."""
 
     response: ChatCompletion
     slab_nbytes: int

@@ -1,4 +1,4 @@
-"""A process that the supervisor started, and the other end of the socket that :mod:`engine.supervision` describes."""
+"""A process that the supervisor started, and the other end of the socket that :mod:`shmring.engine.supervision` describes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from engine.supervision import READY, FrontendState
-from frontend.import_path import without_working_directory
-from frontend.keys import KEYS_VARIABLE
+from shmring.engine.supervision import READY, FrontendState
+from shmring.frontend.import_path import without_working_directory
+from shmring.frontend.keys import KEYS_VARIABLE
 
 __all__ = ["Child", "end_children"]
 
-logger = logging.getLogger("frontend.supervisor")
+logger = logging.getLogger("shmring.frontend.supervisor")
 
 _READ_NBYTES = 4096  # from a child at a time
 
 
 class Child:
-    """A process that we started, and our end of the socket between us (see :mod:`engine.supervision`).
+    """A process that we started, and our end of the socket between us (see :mod:`shmring.engine.supervision`).
 
     Attributes:
         title: what to call it.

@@ -6,22 +6,21 @@ Importing torch takes seconds, so nothing here does, and no command does before 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
 
-from engine.option_types import NBYTES
-from engine.settings import MAX_ENGINES
 from shmring import __version__
+from shmring.engine.option_types import NBYTES
+from shmring.engine.settings import MAX_ENGINES
 
 __all__ = ["main"]
 
 # Imported when they are run; until then, this is what --help says of them.
 _ELSEWHERE = {
-    "serve": ("frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
-    "engine": ("engine.__main__:main", "Runs one engine process alone."),
-    "frontend": ("frontend.__main__:main", "Runs one frontend process alone."),
+    "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
+    "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),
+    "frontend": ("shmring.frontend.__main__:main", "Runs one frontend process alone."),
 }
 
 
@@ -47,15 +46,6 @@ def main() -> None:
     """Multimodal inference over shared memory: an engine, its HTTP frontends, and a demonstration of both."""
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench(arguments: tuple[str, ...]) -> None:
-    """Measures, on this machine. All commands are its own: shmring bench --help."""
-    sys.stdout.flush()
-    # -P: nothing of the working directory is imported.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "bench", *arguments])  # signals and exit codes are its own
-
-
 @main.command()
 def demo() -> None:
     """Shows that it works: pictures and altered copies of them through HTTP, slab and engine, in under a minute.
@@ -63,7 +53,7 @@ def demo() -> None:
     Ends with an error unless each altered copy finds its original, nothing was copied, and nothing is left behind.
     """
     click.echo("shmring demo: an engine and two frontends are started twice; this takes under a minute", err=True)
-    from frontend.demo import run_demo  # needs the openai client, which serving does not
+    from shmring.frontend.demo import run_demo  # needs the openai client, which serving does not
 
     raise SystemExit(run_demo())
 
@@ -89,7 +79,7 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int
     import msgspec
     from rich.console import Console
 
-    from frontend.doctor import has_problem, remove_leftovers, run_checks, show  # imports torch
+    from shmring.frontend.doctor import has_problem, remove_leftovers, run_checks, show  # imports torch
 
     try:
         if sweep:

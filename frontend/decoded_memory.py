@@ -22,7 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from frontend.errors import unavailable
+from shmring.frontend.errors import unavailable
 
 __all__ = ["DecodedMemory"]
 

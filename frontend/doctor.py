@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shmring
-from frontend.memory_checks import Check, memory_checks, size_of, text_of
+from shmring.frontend.memory_checks import Check, memory_checks, size_of, text_of
 from shmring.memory import huge_pages
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
 from shmring.transport.endpoint import socket_path, sweep_names

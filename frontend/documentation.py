@@ -20,14 +20,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import shmring
-from engine.supervision import FrontendState
-from frontend.errors import ErrorEnvelope
-from frontend.health import Health
-from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
-from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
-from frontend.openai.models import Model, ModelList, Version
-from frontend.responses import JsonResponse
-from frontend.served_model import ServedModel
+from shmring.engine.supervision import FrontendState
+from shmring.frontend.errors import ErrorEnvelope
+from shmring.frontend.health import Health
+from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
+from shmring.frontend.openai.models import Model, ModelList, Version
+from shmring.frontend.responses import JsonResponse
+from shmring.frontend.served_model import ServedModel
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 

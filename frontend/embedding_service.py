@@ -9,21 +9,21 @@ from collections.abc import AsyncIterator, Iterator
 
 import torch
 
-from engine.client import EngineClientProtocol
-from engine.protocol import EncodeRequest, InputSpec, Medium, Text, tensor_of
-from frontend.admission import Admitted
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.multimodal import MediaIntake, shortfalls_of
-from frontend.openai.embeddings import (
+from shmring.engine.client import EngineClientProtocol
+from shmring.engine.protocol import EncodeRequest, InputSpec, Medium, Text, tensor_of
+from shmring.frontend.admission import Admitted
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.multimodal import MediaIntake, shortfalls_of
+from shmring.frontend.openai.embeddings import (
     EmbeddingRequest,
     check_dimensions,
     count_inputs,
     encode_response,
     take_inputs,
 )
-from frontend.served_model import ServedModel
-from frontend.settings import FrontendSettings
+from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Embedded", "EmbeddingService"]
 
@@ -35,7 +35,7 @@ class Embedded:
     """An answer, and its cost.
 
     Attributes:
-        response: for the caller: an :class:`~frontend.openai.embeddings.EmbeddingResponse` as JSON, in pieces.
+        response: for the caller: an :class:`~shmring.frontend.openai.embeddings.EmbeddingResponse` as JSON, in pieces.
         slab_nbytes: bytes of tensors that crossed through the slab.
         copies: tensors that this process copied for sending while the request was with the engine. Exact if it was
             alone, and otherwise an upper bound: the ring's client counts for all requests together.

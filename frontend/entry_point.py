@@ -1,6 +1,6 @@
 """The command ``shmring`` as it is installed. Where the extra that it needs is not, it says so in one line.
 
-It starts itself again where Python would import from the working directory (:mod:`frontend.import_path`).
+It starts itself again where Python would import from the working directory (:mod:`shmring.frontend.import_path`).
 
 ``pip install shmring`` installs the transport, and this package beside it, but none of what a server and a command line are
 made of.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from frontend.import_path import restart_without_working_directory
+from shmring.frontend.import_path import restart_without_working_directory
 
 __all__ = ["EXTRAS", "main"]
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Runs the command; exit code 1 if the extra for it is missing."""
     restart_without_working_directory()
     try:
-        from frontend.cli import main as run
+        from shmring.frontend.cli import main as run
 
         run()
     except ModuleNotFoundError as error:

@@ -47,7 +47,7 @@ import shmring
 
 __all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "api_error_of", "report", "unavailable"]
 
-logger = logging.getLogger("frontend.errors")
+logger = logging.getLogger("shmring.frontend.errors")
 
 #: What ``Retry-After`` says. Slots and turns come free within about a second under load; an engine starts in a few.
 _RETRY_AFTER_S = 1

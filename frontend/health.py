@@ -18,10 +18,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import shmring
-from engine.client import EngineClientProtocol, EngineState
-from engine.supervision import FrontendState
-from frontend.errors import unavailable
-from frontend.media.decoder_pool import DecoderStatistics
+from shmring.engine.client import EngineClientProtocol, EngineState
+from shmring.engine.supervision import FrontendState
+from shmring.frontend.errors import unavailable
+from shmring.frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
 

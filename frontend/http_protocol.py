@@ -43,7 +43,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from frontend.errors import ApiError
+from shmring.frontend.errors import ApiError
 
 __all__ = ["BoundedHttpProtocol"]
 

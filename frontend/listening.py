@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from typing import NoReturn
 
-from frontend.settings import ProcessSettings, TlsSettings
+from shmring.frontend.settings import ProcessSettings, TlsSettings
 
 __all__ = ["UnixListener", "check_tls", "listen", "place_of", "repeated", "url_of"]
 

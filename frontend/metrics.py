@@ -1,4 +1,4 @@
-"""A frontend's counters, for Prometheus. :mod:`frontend.observation` counts requests.
+"""A frontend's counters, for Prometheus. :mod:`shmring.frontend.observation` counts requests.
 
 Several frontends share one port, so a scrape may reach any of them. Under the supervisor, ``prometheus_client`` therefore
 runs in its multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each frontend answers for all. For each scrape,
@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 import shmring
-from frontend.multimodal import IntakeStatistics
+from shmring.frontend.multimodal import IntakeStatistics
 
 __all__ = ["FrontendMetrics"]
 

@@ -2,14 +2,14 @@
 
 The order is this. First, files from other hosts are fetched, which may take long and keeps nobody else waiting. Then the
 request takes a turn, if its files are large. Decoders say how much memory all media need. The request takes that much of
-the memory for decoded media (:mod:`frontend.decoded_memory`), and each medium is decoded into a memory file. Only then slots
-are acquired, for all of them at once, and they are copied there. So a slot is held for as long as copying takes, and a clip
-that is decoded for a minute keeps no memory of the slab from others.
+the memory for decoded media (:mod:`shmring.frontend.decoded_memory`), and each medium is decoded into a memory file. Only then
+slots are acquired, for all of them at once, and they are copied there. So a slot is held for as long as copying takes, and a
+clip that is decoded for a minute keeps no memory of the slab from others.
 
 What was prepared is given to the engine to keep, under a hash of its file and of how it was prepared. Whoever sends the same
 file again, through any frontend, finds it there: it is neither decoded nor copied. Two requests with the same new file have it
-decoded once (:mod:`frontend.media.flights`). While keeping everything is in vain, because callers send more in turn than can be
-kept, most new media are not kept (:mod:`frontend.media.keeping`).
+decoded once (:mod:`shmring.frontend.media.flights`). While keeping everything is in vain, because callers send more in turn
+than can be kept, most new media are not kept (:mod:`shmring.frontend.media.keeping`).
 
 The views of the slots are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
 that was left drains until its last view has died, and the answer may go on for minutes. By then the request must have been
@@ -28,20 +28,20 @@ from typing import TypeVar
 import torch
 
 import shmring
-from engine.client import EngineClientProtocol, MediaMemory
-from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
-from frontend.admission import Admitted
-from frontend.decoded_memory import DecodedMemory
-from frontend.errors import ApiError, unavailable
-from frontend.media.decoder_pool import DecoderDiedError, DecoderStatistics
-from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher
-from frontend.media.flights import Flights
-from frontend.media.identity import key_of, preparation_of
-from frontend.media.keeping import Keeping
-from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
-from frontend.openai.messages import check_counts
-from frontend.settings import FrontendSettings
+from shmring.engine.client import EngineClientProtocol, MediaMemory
+from shmring.engine.protocol import InputSpec, Medium, checksum_of, tensor_of
+from shmring.frontend.admission import Admitted
+from shmring.frontend.decoded_memory import DecodedMemory
+from shmring.frontend.errors import ApiError, unavailable
+from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderStatistics
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.fetch import Fetcher
+from shmring.frontend.media.flights import Flights
+from shmring.frontend.media.identity import key_of, preparation_of
+from shmring.frontend.media.keeping import Keeping
+from shmring.frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
+from shmring.frontend.openai.messages import check_counts
+from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["IntakeStatistics", "MediaIntake", "shortfalls_of"]
 

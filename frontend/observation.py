@@ -10,10 +10,10 @@ import time
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.errors import unavailable
-from frontend.metrics import FrontendMetrics
-from frontend.responses import error_response
-from frontend.sse import CONTENT_TYPE, event
+from shmring.frontend.errors import unavailable
+from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.responses import error_response
+from shmring.frontend.sse import CONTENT_TYPE, event
 
 __all__ = ["Observation", "ObservedRoute", "request_id_of"]
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.option_types import COUNT, NBYTES, SECONDS, FiniteRange
-from engine.settings import MAX_ENGINES
-from frontend.keys import KEYS_VARIABLE, read_keys
-from frontend.listening import check_tls
-from frontend.media.fetch import FetchSettings
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings, TlsSettings, parse_list
+from shmring.engine.option_types import COUNT, NBYTES, SECONDS, FiniteRange
+from shmring.engine.settings import MAX_ENGINES
+from shmring.frontend.keys import KEYS_VARIABLE, read_keys
+from shmring.frontend.listening import check_tls
+from shmring.frontend.media.fetch import FetchSettings
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings, TlsSettings, parse_list
 
 __all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "LISTENING_OPTIONS", "listening_of", "settings_of"]
 

@@ -21,14 +21,14 @@ import torch
 import uvloop
 
 import shmring
-from engine.client import EngineClient
-from engine.settings import engine_names
-from engine.supervision import SupervisorLink
-from frontend.app import create_app
-from frontend.listening import listen, place_of, repeated
-from frontend.malloc import make_malloc_return_memory
-from frontend.server import Server
-from frontend.settings import ProcessSettings
+from shmring.engine.client import EngineClient
+from shmring.engine.settings import engine_names
+from shmring.engine.supervision import SupervisorLink
+from shmring.frontend.app import create_app
+from shmring.frontend.listening import listen, place_of, repeated
+from shmring.frontend.malloc import make_malloc_return_memory
+from shmring.frontend.server import Server
+from shmring.frontend.settings import ProcessSettings
 
 __all__ = ["run"]
 

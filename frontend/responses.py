@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontend.errors import ApiError
+from shmring.frontend.errors import ApiError
 
 __all__ = ["JsonPieces", "JsonResponse", "error_response"]
 

@@ -1,7 +1,7 @@
 """``shmring serve``: its options, and which process each of them is for.
 
-The supervisor's own options are here; those of the engine are in :mod:`engine.options`, those of frontends in
-:mod:`frontend.options`. All are checked here, before a process is started.
+The supervisor's own options are here; those of the engine are in :mod:`shmring.engine.options`, those of frontends in
+:mod:`shmring.frontend.options`. All are checked here, before a process is started.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from engine.logs import configure_logging
-from engine.option_types import COUNT, LOG_LEVELS, SECONDS, FiniteRange
-from engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
-from engine.settings import engine_names
-from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
-from frontend.settings import ProcessSettings
-from frontend.supervisor import ServeError, ServeOptions
-from frontend.supervisor import serve as run_server
 from shmring.config import validate_name
+from shmring.engine.logs import configure_logging
+from shmring.engine.option_types import COUNT, LOG_LEVELS, SECONDS, FiniteRange
+from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
+from shmring.engine.settings import engine_names
+from shmring.frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
+from shmring.frontend.settings import ProcessSettings
+from shmring.frontend.supervisor import ServeError, ServeOptions
+from shmring.frontend.supervisor import serve as run_server
 
 __all__ = ["serve"]
 

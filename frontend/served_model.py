@@ -10,10 +10,10 @@ import asyncio
 import time
 
 import shmring
-from engine.client import EngineClientProtocol
-from engine.protocol import ModelDescription
-from frontend.errors import ApiError
-from frontend.openai.models import Model, ModelList
+from shmring.engine.client import EngineClientProtocol
+from shmring.engine.protocol import ModelDescription
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.models import Model, ModelList
 
 __all__ = ["ServedModel"]
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import uvicorn
 
-from engine.supervision import stop_signals
-from frontend.app import Application
-from frontend.http_protocol import BoundedHttpProtocol
-from frontend.settings import TlsSettings
+from shmring.engine.supervision import stop_signals
+from shmring.frontend.app import Application
+from shmring.frontend.http_protocol import BoundedHttpProtocol
+from shmring.frontend.settings import TlsSettings
 
 __all__ = ["Server"]
 
-logger = logging.getLogger("frontend")
+logger = logging.getLogger("shmring.frontend")
 
 _SAME_SIGNAL_S = 0.5
 _CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills seconds later

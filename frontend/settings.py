@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from frontend.media.fetch import FetchSettings
-from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.frontend.media.fetch import FetchSettings
+from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings", "TlsSettings", "parse_list"]
 

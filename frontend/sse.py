@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontend.errors import ApiError
+from shmring.frontend.errors import ApiError
 
 __all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event"]
 

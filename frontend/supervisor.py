@@ -13,8 +13,8 @@ What happens when a process dies:
   started the server decides whether to start another one. (During a long step the loop lives: the step runs on a thread.);
 - one of several engines, or its event loop: it is started again, as a frontend is. The others go on, and frontends send them
   what would have been its requests. One that ends before it ever served ends everything with an error;
-- the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds (:mod:`engine.supervision`), and
-  end themselves. What it leaves on the disk, the next one removes;
+- the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds
+  (:mod:`shmring.engine.supervision`), and end themselves. What it leaves on the disk, the next one removes;
 - a program that started the supervisor with ``--stop-with-stdin`` and holds the other end of its standard input: the supervisor
   sees the end of that in the same way, and stops.
 
@@ -49,19 +49,19 @@ import click
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from engine.settings import EngineSettings
-from engine.supervision import FrontendState, Orders, stop_signals
-from frontend.accelerators import count_gpus, environment_of
-from frontend.child import Child, end_children
-from frontend.listening import listen, place_of, url_of
-from frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
-from frontend.settings import ProcessSettings
 from shmring.config import parse_nbytes
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import FrontendState, Orders, stop_signals
+from shmring.frontend.accelerators import count_gpus, environment_of
+from shmring.frontend.child import Child, end_children
+from shmring.frontend.listening import listen, place_of, url_of
+from shmring.frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
+from shmring.frontend.settings import ProcessSettings
 from shmring.transport.endpoint import socket_path
 
 __all__ = ["ServeError", "ServeOptions", "serve"]
 
-logger = logging.getLogger("frontend.supervisor")
+logger = logging.getLogger("shmring.frontend.supervisor")
 
 _SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
 # Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
@@ -400,7 +400,7 @@ class _Supervisor:
         return child
 
     def _engine_command(self) -> Sequence[str]:
-        return "-m", "engine", "--supervisor-fd="
+        return "-m", "shmring.engine", "--supervisor-fd="
 
     async def _watch_heartbeats(self) -> None:
         """Kills processes without signs of life. It counts heartbeats, not time: while we are stopped, none is missed."""
@@ -472,7 +472,7 @@ class _Supervisor:
         return child
 
     def _frontend_command(self) -> Sequence[str]:
-        return "-m", "frontend", "--supervisor-fd="
+        return "-m", "shmring.frontend", "--supervisor-fd="
 
 
 class _Pause:

@@ -154,7 +154,7 @@ def _segments() -> list[str]:
     return [path.name for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-{os.getuid()}-*")]
 
 
-_DECODERS = "frontend.media.decoder_process"
+_DECODERS = "shmring.frontend.media.decoder_process"
 
 
 def _children(process: str | int = "self") -> dict[int, str]:

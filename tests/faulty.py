@@ -144,7 +144,7 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(source, first / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(source, first / name)
     changes = collections.defaultdict(list)
@@ -165,7 +165,7 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
         compileall.compile_dir(first / name, quiet=2, invalidation_mode=by_content)
     copies = [first, *(directory / str(number) for number in range(1, len(os.sched_getaffinity(0))))]
     for copy in copies[1:]:
-        shutil.copytree(first, copy, ignore=shutil.ignore_patterns("build"))
+        shutil.copytree(first, copy, symlinks=True, ignore=shutil.ignore_patterns("build"))
     print(f"built in {time.monotonic() - begun_s:.0f} s", flush=True)
     return copies
 

@@ -122,7 +122,7 @@ def _build(copy: Path, sanitizers: Sanitizers) -> None:
     for name in ("shmring", "tests", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy2(source, copy / name)
     if sanitizers.is_checked:

@@ -23,7 +23,7 @@ from elftools.elf.elffile import ELFFile
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
 OF_SHMRING = {path.stem for pattern in ("core/*.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
-COMPILED = OF_SHMRING | {path.stem for path in ROOT.glob("bench/*/*.pyx")}
+LINKED = ("engine", "frontend")  # which are packages of shmring
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
@@ -60,7 +60,7 @@ def test_what_is_missing_is_said_with_what_to_install(program: list[str], missin
 def copy_sources(directory: Path) -> Path:
     """Copies the checkout, but for what was made in it."""
     made = shutil.ignore_patterns(".git", ".*_cache", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__", "shared")
-    return Path(shutil.copytree(ROOT, directory / "sources", ignore=made))
+    return Path(shutil.copytree(ROOT, directory / "sources", symlinks=True, ignore=made))
 
 
 def make(sources: Path, *arguments: str, path: str | None = None) -> str:
@@ -109,6 +109,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sources / "dist"
 
 
+def installed(file: Path) -> str:
+    """Returns where a file of the checkout lies in a wheel, and in an sdist."""
+    path = file.relative_to(ROOT)
+    return str(Path("shmring", path) if path.parts[0] in LINKED else path)
+
+
 def compiled_in(wheel: zipfile.ZipFile) -> dict[str, ELFFile]:
     """Returns the shared objects of a wheel, by name."""
     return {name: ELFFile(wheel.open(name)) for name in wheel.namelist() if name.endswith(".so")}
@@ -141,14 +147,14 @@ def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> Non
     check_runs_on_older_systems(path)
     wheel = zipfile.ZipFile(path)
     names = set(wheel.namelist())
-    described = ("shmring/core/*.pxd", "shmring/core/*.h", "shmring/**/*.pyi", "bench/**/*.pyi", "*/py.typed")
-    for pattern in (*described, "frontend/samples/*"):
-        files = {str(file.relative_to(ROOT)) for file in ROOT.glob(pattern)}
+    described = ("shmring/core/*.pxd", "shmring/core/*.h", "shmring/**/*.pyi", "shmring/py.typed")
+    for pattern in (*described, "engine/**/*.py", "frontend/**/*.py", "frontend/samples/*"):
+        files = {installed(file) for file in ROOT.glob(pattern)}
         assert files
         assert files <= names
-    assert not [name for name in names if name.endswith((".pyx", ".c")) or name.startswith(("tests/", "docs/"))]
+    assert not [name for name in names if name.endswith((".pyx", ".c"))]
     objects = compiled_in(wheel)
-    assert {Path(name).name for name in objects} == {f"{name}{SUFFIX}" for name in COMPILED}
+    assert {Path(name).name for name in objects} == {f"{name}{SUFFIX}" for name in OF_SHMRING}
     for name, elf in objects.items():
         check_shared_object(Path(name).name, elf)
 
@@ -178,11 +184,12 @@ def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path)
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     written = {
-        str(file.relative_to(ROOT))
-        for ending in ("pyx", "pxd", "h", "c", "pyi", "py")
-        for file in ROOT.glob(f"shmring/**/*.{ending}")
+        installed(file)
+        for package in ("shmring", *LINKED)
+        for ending in ("pyx", "pxd", "h", "c", "pyi", "py", "typed", "jpg", "wav", "md")
+        for file in ROOT.glob(f"{package}/**/*.{ending}")
     }
-    assert written == {name for name in names if name.startswith("shmring/") and Path(name).suffix} - {"shmring/py.typed"}
+    assert written == {name for name in names if name.startswith("shmring/") and Path(name).suffix}
     assert {"setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"} <= names
 
 
@@ -190,12 +197,16 @@ def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path)
 @pytest.mark.timeout(900)
 def test_a_wheel_carries_a_tensor_where_there_is_no_compiler(distributions: Path, tmp_path: Path, socket_dir: Path) -> None:
     environment = fresh_environment(tmp_path)
+    [packages] = environment.glob("lib/python*/site-packages")
+    before = {path.name.partition("-")[0] for path in packages.iterdir()}
     [wheel] = distributions.glob("*.whl")
     subprocess.run(
         [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", "--no-index", wheel],
         cwd=tmp_path,
         check=True,
     )
+    added = {path.name.partition("-")[0] for path in packages.iterdir()} - before
+    assert added == {"shmring"}  # nothing that stands beside somebody's own engine.py
     answer = exchange(environment, tmp_path, socket_dir)
     for file in (answer["shmring"], *answer["compiled"].values()):
         assert Path(file).is_relative_to(environment)
@@ -242,7 +253,7 @@ def test_the_core_compiles_for_another_processor(tmp_path: Path) -> None:
     assert path.name.endswith("_aarch64.whl")
     check_runs_on_older_systems(path)
     objects = compiled_in(zipfile.ZipFile(path))
-    assert {Path(name).name.partition(".")[0] for name in objects} == COMPILED
+    assert {Path(name).name.partition(".")[0] for name in objects} == OF_SHMRING
     for name, elf in objects.items():
         check_shared_object(Path(name).name, elf)
         assert elf["e_machine"] == "EM_AARCH64"

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("shmring", "engine", "frontend", "bench")
+OURS = ("shmring", "bench")
+LINKED = ("engine", "frontend")  # which are packages of shmring
 
 CORE = ("shmring.core", "shmring.errors", "shmring.config")
 ENDS_STAND_ON = ("shmring.gpu", "shmring.memory", "shmring.transport", *CORE, "shmring.statistics", "shmring.cancellation")
@@ -41,13 +42,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 PARTS = ("shmring", *ALLOWED)
 ALLOWED |= {
     "shmring": PARTS,
-    "engine": PARTS,
-    "frontend": (
-        *(*PARTS, "engine.client", "engine.inputs", "engine.protocol"),
+    "shmring.engine": PARTS,
+    "shmring.frontend": (
+        *PARTS,
+        *(f"shmring.engine.{name}" for name in ("client", "inputs", "protocol")),
         # of processes, not of requests
-        *("engine.settings", "engine.options", "engine.option_types", "engine.supervision", "engine.logs"),
+        *(f"shmring.engine.{name}" for name in ("settings", "options", "option_types", "supervision", "logs")),
     ),
-    "bench": (*PARTS, "engine", "frontend"),
+    "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }
 
 # Stubs of what callers await, and what that gives them: the core hands through what the shells above it have made.
@@ -62,13 +64,15 @@ FORBIDDEN_IN_CORE = {"asyncio", "os", "mmap", "socket", "time", "torch", "numpy"
 # but for what these do with the kernel's help: map memory, ring bells, wait for one, look for a moment, hear of forks.
 CALLING_THE_SYSTEM = {"forks", "load", "looking", "mapping", "message_ring", "views", "worker_end"}
 
-SOURCES = sorted(path for part in OURS for path in (ROOT / part).rglob("*.p*") if path.suffix in {".py", ".pyx", ".pxd"})
-STUBS = sorted(path for part in OURS for path in (ROOT / part).rglob("*.pyi"))
+FILES = sorted(path for part in (*OURS, *LINKED) for path in (ROOT / part).rglob("*.p*"))
+SOURCES = [path for path in FILES if path.suffix in {".py", ".pyx", ".pxd"}]
+STUBS = [path for path in FILES if path.suffix == ".pyi"]
 CORE_SOURCES = [path for path in SOURCES if path.is_relative_to(ROOT / "shmring" / "core")]
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["shmring"] * (parts[0] in LINKED) + [*parts]).removesuffix(".__init__")
 
 
 def source_name(path: Path) -> str:

@@ -10,10 +10,10 @@ import prometheus_client.parser
 import pytest
 
 import shmring
-from engine.metrics import EngineMetrics
-from frontend.media.decoder_pool import DecoderStatistics
-from frontend.metrics import FrontendMetrics
-from frontend.multimodal import IntakeStatistics
+from shmring.engine.metrics import EngineMetrics
+from shmring.frontend.media.decoder_pool import DecoderStatistics
+from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.multimodal import IntakeStatistics
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]

@@ -19,8 +19,8 @@ from bench.children import BenchError
 from bench.command_line import SETTINGS, NotMeasured, deliver, json_option, shown_progress
 from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
-from engine.option_types import COUNT, SECONDS, FiniteRange
-from engine.settings import MAX_ENGINES
+from shmring.engine.option_types import COUNT, SECONDS, FiniteRange
+from shmring.engine.settings import MAX_ENGINES
 
 __all__ = ["serve_command"]
 

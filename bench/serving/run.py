@@ -46,7 +46,7 @@ __all__ = ["LOAD", "Results", "Server", "ServerError", "planned", "run", "servin
 
 logger = logging.getLogger("bench.serving")
 
-_PROGRAM = ("-P", "-m", "frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
+_PROGRAM = ("-P", "-m", "shmring.frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
 _READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engine>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
 _PARTS = ("engine", "frontends")
 _STOP_TIMEOUT_S = 30.0  # `shmring serve` kills sooner what does not end; a busy machine reaps slowly

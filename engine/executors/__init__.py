@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from engine.executors.interface import (
+from shmring.engine.executors.interface import (
     ContextLengthError,
     Executor,
     ExecutorDeadError,
@@ -15,7 +15,7 @@ from engine.executors.interface import (
     StepInput,
     StepOutput,
 )
-from engine.settings import EXECUTORS
+from shmring.engine.settings import EXECUTORS
 
 __all__ = [
     "create_executor",
@@ -32,7 +32,8 @@ def create_executor(name: str, options: ExecutorOptions | None = None) -> Execut
     """Makes an executor.
 
     Args:
-        name: one of :data:`~engine.settings.EXECUTORS`, or ``module:Class`` of one's own, which is called with the options.
+        name: one of :data:`~shmring.engine.settings.EXECUTORS`, or ``module:Class`` of one's own, which is called with the
+            options.
         options: what it is made with.
 
     Raises:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.executors.generation import LanguageModel
-from engine.executors.interface import ContextLengthError
-from engine.executors.prompts import PromptBuilder
-from engine.protocol import Medium, Text
+from shmring.engine.executors.generation import LanguageModel
+from shmring.engine.executors.interface import ContextLengthError
+from shmring.engine.executors.prompts import PromptBuilder
+from shmring.engine.protocol import Medium, Text
 
 __all__ = ["POOLINGS", "Embedder"]
 
@@ -34,7 +34,7 @@ class Embedder:
 
     Args:
         prompts: of the model.
-        model: one that :attr:`~engine.executors.generation.LanguageModel.can_read`.
+        model: one that :attr:`~shmring.engine.executors.generation.LanguageModel.can_read`.
         pooling: one of :data:`POOLINGS`.
         max_model_len: tokens of an input.
 

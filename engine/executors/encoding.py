@@ -32,13 +32,13 @@ from typing import TypeAlias
 
 import torch
 
-from engine.answers import without_frames
-from engine.executors.interface import ExecutorDeadError, StepOutput
-from engine.protocol import EncodeReply, EncodeRequest, Medium, Text
+from shmring.engine.answers import without_frames
+from shmring.engine.executors.interface import ExecutorDeadError, StepOutput
+from shmring.engine.protocol import EncodeReply, EncodeRequest, Medium, Text
 
 __all__ = ["Encoded", "EncodingLine"]
 
-logger = logging.getLogger("engine.executors")
+logger = logging.getLogger("shmring.engine.executors")
 
 _SLICE_S = 0.004  # what a small request waits for at most, beside one input; ending and beginning one takes 0.1 ms
 _SMALL_S = 0.004  # what a small request is expected to take at most

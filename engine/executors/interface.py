@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
+from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
 
 __all__ = ["ContextLengthError", "Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
 
@@ -110,7 +110,8 @@ class Executor(Protocol):
 
     The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
     and what is kept of them longer must be copied. Any public method beside these can be called by
-    :meth:`engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its own.
+    :meth:`shmring.engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
+    own.
     """
 
     def describe(self) -> ModelDescription:
@@ -118,7 +119,7 @@ class Executor(Protocol):
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
         """Executes one step for all requests in it, or a part of it: other requests wait for its end. A request that goes on
-        is part of the next step (:mod:`engine.executors.encoding` shares such steps out).
+        is part of the next step (:mod:`shmring.engine.executors.encoding` shares such steps out).
 
         Returns:
             For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from engine.executors.checkpoint import Checkpoint
-from engine.executors.interface import ContextLengthError
-from engine.protocol import GenerateRequest, InputSpec, Medium, Picture, PictureSpec, Text, TextPart, Video, VideoSpec
+from shmring.engine.executors.checkpoint import Checkpoint
+from shmring.engine.executors.interface import ContextLengthError
+from shmring.engine.protocol import GenerateRequest, InputSpec, Medium, Picture, PictureSpec, Text, TextPart, Video, VideoSpec
 
 __all__ = ["PromptBuilder"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.executors.checkpoint import import_transformers
-from engine.protocol import SamplingParams
+from shmring.engine.executors.checkpoint import import_transformers
+from shmring.engine.protocol import SamplingParams
 
 __all__ = ["Sampler"]
 

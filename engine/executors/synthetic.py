@@ -18,10 +18,10 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from engine.answers import without_frames
-from engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
-from engine.executors.stopping import StopTexts
-from engine.protocol import (
+from shmring.engine.answers import without_frames
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.stopping import StopTexts
+from shmring.engine.protocol import (
     EncodeReply,
     EncodeRequest,
     FinishReason,

@@ -33,17 +33,17 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.answers import without_frames
-from engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
-from engine.executors.detokenizer import Detokenizer
-from engine.executors.embedding import POOLINGS, Embedder
-from engine.executors.encoding import Encoded, EncodingLine
-from engine.executors.generation import Context, LanguageModel
-from engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
-from engine.executors.prompts import PromptBuilder
-from engine.executors.sampling import Sampler
-from engine.executors.stopping import StopTexts
-from engine.protocol import (
+from shmring.engine.answers import without_frames
+from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
+from shmring.engine.executors.detokenizer import Detokenizer
+from shmring.engine.executors.embedding import POOLINGS, Embedder
+from shmring.engine.executors.encoding import Encoded, EncodingLine
+from shmring.engine.executors.generation import Context, LanguageModel
+from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.prompts import PromptBuilder
+from shmring.engine.executors.sampling import Sampler
+from shmring.engine.executors.stopping import StopTexts
+from shmring.engine.protocol import (
     EncodeRequest,
     FinishReason,
     GenerateReply,
@@ -56,7 +56,7 @@ from engine.protocol import (
 
 __all__ = ["TransformersExecutor", "TransformersOptions"]
 
-logger = logging.getLogger("engine.executors.transformers")
+logger = logging.getLogger("shmring.engine.executors.transformers")
 
 # Keys and values of this many contexts fit beside a model of some billions of parameters; the model's own option says better.
 _MAX_NUM_SEQS = 16
@@ -164,7 +164,7 @@ class TransformersExecutor:
     Args:
         options: ``model`` is a directory or a name on the hub. ``mm_processor_kwargs`` go to the processor's call.
             ``options`` may hold ``dtype``, ``device``, ``attn_implementation``, ``max_model_len`` (see
-            :class:`~engine.executors.checkpoint.LoadSettings`), ``max_num_seqs``, ``batch_decode`` and ``pooling``.
+            :class:`~shmring.engine.executors.checkpoint.LoadSettings`), ``max_num_seqs``, ``batch_decode`` and ``pooling``.
 
     Raises:
         ImportError: transformers, or what the model needs beside it, is not installed.

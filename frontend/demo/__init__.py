@@ -22,9 +22,9 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
-from frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
-from frontend.demo.server import left_behind, serving
+from shmring.frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
+from shmring.frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
+from shmring.frontend.demo.server import left_behind, serving
 
 __all__ = ["run_demo"]
 

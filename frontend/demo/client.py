@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend.demo.media import Sample
+from shmring.frontend.demo.media import Sample
 
 __all__ = ["COPIES", "DECODED", "IN_PLACE", "IN_USE", "SLAB_BYTES", "Answer", "Chat", "Client"]
 

@@ -89,7 +89,7 @@ def clips() -> Iterator[list[Sample]]:
 
 
 def _files(suffix: str) -> Iterator[tuple[str, bytes]]:
-    directory = resources.files("frontend") / "samples"
+    directory = resources.files("shmring.frontend") / "samples"
     for path in sorted(directory.iterdir(), key=lambda path: path.name):
         if path.name.endswith(suffix):
             yield path.name.removesuffix(suffix), path.read_bytes()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from frontend.import_path import without_working_directory
+from shmring.frontend.import_path import without_working_directory
 
 __all__ = ["DemoServer", "left_behind", "serving"]
 
@@ -38,7 +38,7 @@ def serving(arguments: list[str]) -> Iterator[DemoServer]:
         RuntimeError: it did not start.
     """
     # -P: nothing of the working directory is imported.
-    command = [sys.executable, "-P", "-m", "frontend.cli", "serve", "--stop-with-stdin", *arguments]
+    command = [sys.executable, "-P", "-m", "shmring.frontend.cli", "serve", "--stop-with-stdin", *arguments]
     environment = without_working_directory(os.environ)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

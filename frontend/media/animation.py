@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, WebPImagePlugin
 
-from engine.inputs import VideoSpec
-from frontend.media.errors import MediaError
-from frontend.media.geometry import check_size, scaled_size
-from frontend.media.image import picture_errors
-from frontend.media.options import MediaLimits
-from frontend.media.timeline import Selection, Timeline
+from shmring.engine.inputs import VideoSpec
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.geometry import check_size, scaled_size
+from shmring.frontend.media.image import picture_errors
+from shmring.frontend.media.options import MediaLimits
+from shmring.frontend.media.timeline import Selection, Timeline
 
 __all__ = ["decode_frames", "probe_frames"]
 

@@ -9,7 +9,7 @@ and that is an error; if there is less, the target is filled as far as it goes.
 How: the first track of sound that can be decoded, also of a clip; one that the file says to play by default goes before.
 Channels are mixed to one such that no full scale input overflows (stereo: their mean), as libswresample weighs them;
 rate conversion is libswresample's. The delay that codecs add is removed where the container says so. Packets that can't
-be decoded are left out, as players do, and counted (:mod:`frontend.media.damage`).
+be decoded are left out, as players do, and counted (:mod:`shmring.frontend.media.damage`).
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out, and no sample is NaN or infinite.
 """
@@ -30,12 +30,12 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
-from engine.inputs import SoundSpec
-from frontend.media.container import SOUND_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
-from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
-from frontend.media.errors import MediaError
-from frontend.media.mel import LogMelWriter, num_mel_frames
-from frontend.media.options import MediaLimits
+from shmring.engine.inputs import SoundSpec
+from shmring.frontend.media.container import SOUND_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
+from shmring.frontend.media.options import MediaLimits
 
 __all__ = ["DecodedSound", "SoundHeader", "decode_into", "probe"]
 
@@ -99,7 +99,7 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
     """Finds out how much memory a recording needs; nothing is decoded.
 
     Args:
-        data: its file, in any of the containers of :mod:`frontend.media.container`.
+        data: its file, in any of the containers of :mod:`shmring.frontend.media.container`.
         spec: what it is to become.
         limits: what it may be.
 

@@ -1,7 +1,7 @@
 """Opening recordings and clips with libav (PyAV), so that hostile files reach as little of it as possible.
 
-* The demuxer is chosen by the file's signature (:mod:`frontend.media.signatures`), from a short list. libav would ask 300
-  demuxers, and among them are those of playlists (HLS, DASH, concat, SDP, image sequences), which open whatever files and
+* The demuxer is chosen by the file's signature (:mod:`shmring.frontend.media.signatures`), from a short list. libav would ask
+  300 demuxers, and among them are those of playlists (HLS, DASH, concat, SDP, image sequences), which open whatever files and
   sockets a playlist names. Only MPEG audio without a signature is left to libav's probing, which may come to no other
   conclusion.
 * Whatever else a demuxer wants to open is refused: libav is given a file of memory, no protocol to reach others by, and a
@@ -29,11 +29,11 @@ from av.audio.stream import AudioStream
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
-from frontend.media.errors import MediaError
-from frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part
-from frontend.media.riff import wav_sizes
-from frontend.media.signatures import demuxer_of, is_still_picture
+from shmring.frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part
+from shmring.frontend.media.riff import wav_sizes
+from shmring.frontend.media.signatures import demuxer_of, is_still_picture
 
 __all__ = [
     "SOUND_DECODERS",

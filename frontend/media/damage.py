@@ -14,10 +14,10 @@ JPEG, PNG, BMP, GIF                  rows
 Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: what is there is all. An Ogg and a GIF at least mark their
 end, so that a missing one is told. Besides, packets that can't be decoded are left out and counted.
 
-If the share that is missing is larger than is accepted (:attr:`frontend.media.options.MediaLimits.max_missing_share`), the
-medium is refused. If it is smaller, the medium is taken as far as it goes, and its caller is told what is missing. Either
-text names what was promised. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in
-several passes) are refused whenever something is missing.
+If the share that is missing is larger than is accepted (:attr:`shmring.frontend.media.options.MediaLimits.max_missing_share`),
+the medium is refused. If it is smaller, the medium is taken as far as it goes, and its caller is told what is missing. Either
+text names what was promised. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in several
+passes) are refused whenever something is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import av.container
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
-from frontend.media.errors import MediaError
+from shmring.frontend.media.errors import MediaError
 
 __all__ = [
     "TOLERATED_PACKETS",
@@ -110,8 +110,8 @@ def promised_s(
     """Returns how many seconds a track should have, as its file says it; None: it does not say so.
 
     libav returns a duration for all files. For some it is a guess from what is there, which promises nothing. Of an MP4,
-    tables say more (:func:`frontend.media.mp4.missing_samples`); of a WAV file, sizes
-    (:func:`frontend.media.riff.wav_sizes`).
+    tables say more (:func:`shmring.frontend.media.mp4.missing_samples`); of a WAV file, sizes
+    (:func:`shmring.frontend.media.riff.wav_sizes`).
     """
     demuxer = container.format.name.split(",")[0]
     if demuxer == "matroska":

@@ -1,4 +1,4 @@
-"""The processes that decode media, and who may use one when. What runs in them is :mod:`frontend.media.decoder_process`.
+"""The processes that decode media, and who may use one when. :mod:`shmring.frontend.media.decoder_process` runs in them.
 
 Theory of operation. A medium is a job for a decoder, twice: once to find out its size, once to decode it. A decoder takes one
 job at a time and is used again. A job has a budget of processor time: the kernel counts what the decoder uses, this looks at
@@ -37,9 +37,9 @@ from concurrent.futures import Executor
 
 import msgspec
 
-from frontend.callers import caller
-from frontend.import_path import without_working_directory
-from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
+from shmring.frontend.callers import caller
+from shmring.frontend.import_path import without_working_directory
+from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
 
@@ -324,7 +324,7 @@ class _Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 # -P: nothing is imported from the working directory.
-                [sys.executable, "-P", "-m", "frontend.media.decoder_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "shmring.frontend.media.decoder_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""``python -m frontend.media.decoder_process``: where media are decoded. :mod:`frontend.media.decoder_pool` starts it.
+"""``python -m shmring.frontend.media.decoder_process``: decodes media for :mod:`shmring.frontend.media.decoder_pool`.
 
 Why processes: a thread inside of libav, libwebp or libtiff can't be ended, and one packet or one tile can hold minutes of work.
 A process can be killed. It also keeps a crash of those libraries from ending a frontend, what they write to stderr out of its
@@ -40,10 +40,10 @@ import av.logging
 import msgspec
 import numpy as np
 
-from frontend.media import audio, image, video
-from frontend.media.errors import MediaError
-from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
-from frontend.media.options import MediaKind
+from shmring.frontend.media import audio, image, video
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
+from shmring.frontend.media.options import MediaKind
 
 __all__ = ["main"]
 

@@ -1,8 +1,8 @@
 """From the URL of a medium to its bytes: ``data:`` URLs always, other hosts and local files where the operator allows it.
 
 What is in a URL is checked strictly: whatever a lenient reader would skip is more likely a caller's mistake, or an attack.
-By default nothing is fetched from anywhere. What other hosts may do to us is bounded in :mod:`frontend.media.network`; what
-remains here are ``data:`` URLs (RFC 2397), base64 by itself, and files.
+By default nothing is fetched from anywhere. What other hosts may do to us is bounded in :mod:`shmring.frontend.media.network`;
+what remains here are ``data:`` URLs (RFC 2397), base64 by itself, and files.
 
 Files are looked up once, without opening them (``O_PATH``): only what that turned out to be, a regular file whose real place is
 below the allowed directory, is opened, through ``/proc/self/fd``. So neither a symbolic link that changes meanwhile nor a FIFO
@@ -24,10 +24,10 @@ from concurrent.futures import Executor
 
 import pybase64
 
-from frontend.media.errors import MediaError
-from frontend.media.network import RemoteClient, Resolver, parse_networks
-from frontend.media.options import MediaKind
-from frontend.media.urls import FORBIDDEN_CHARACTERS, AllowedHosts
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.network import RemoteClient, Resolver, parse_networks
+from shmring.frontend.media.options import MediaKind
+from shmring.frontend.media.urls import FORBIDDEN_CHARACTERS, AllowedHosts
 
 __all__ = ["FetchSettings", "Fetcher", "LocalDirectory", "decode_base64", "decode_data_url"]
 

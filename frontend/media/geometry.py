@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from frontend.media.errors import MediaError
+from shmring.frontend.media.errors import MediaError
 
 __all__ = ["SWAPPING_ORIENTATIONS", "as_stored", "check_size", "scaled_size"]
 

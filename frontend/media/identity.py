@@ -13,8 +13,8 @@ from importlib.metadata import version
 import msgspec
 
 import shmring
-from engine.protocol import InputSpec
-from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.engine.protocol import InputSpec
+from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["key_of", "preparation_of"]
 

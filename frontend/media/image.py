@@ -17,8 +17,8 @@ high byte; colours with an ICC profile, converted from it to sRGB; transparency 
 and Lab as Pillow converts them; of animations the first frame. Floating point and 32-bit greys have no agreed range and are
 refused.
 
-A file that is damaged or ends early is decoded as far as it goes (:mod:`frontend.media.damage`). Pillow does not say how
-far that was. So the picture is filled with a pattern before: rows that still have it were not decoded. They become grey.
+A file that is damaged or ends early is decoded as far as it goes (:mod:`shmring.frontend.media.damage`). Pillow does not say
+how far that was. So the picture is filled with a pattern before: rows that still have it were not decoded. They become grey.
 
 What is not noticed: that bytes are missing in the middle of a JPEG that has its end marker. The decoder fills in grey without
 a warning, as it does in every browser. The picture has the size that its header promised.
@@ -53,13 +53,13 @@ from PIL import (
 )
 from PIL.ExifTags import Base as ExifTag
 
-from frontend.media.container import coded_sizes
-from frontend.media.damage import Shortfall, accepted_shortfall
-from frontend.media.errors import MediaError
-from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
-from frontend.media.options import PictureLimits
-from frontend.media.signatures import picture_format_of
-from frontend.media.work import check_work
+from shmring.frontend.media.container import coded_sizes
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
+from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.signatures import picture_format_of
+from shmring.frontend.media.work import check_work
 
 __all__ = ["FORMATS", "PictureHeader", "decode_into", "picture_errors", "probe"]
 

@@ -1,7 +1,7 @@
 """What a frontend and its decoders say to each other: a job, and what became of it.
 
-Files are not in these messages: their descriptors travel beside them (:mod:`frontend.media.decoder_process`). Neither torch nor
-a decoder is imported here, since each end needs only one of the two.
+Files are not in these messages: their descriptors travel beside them (:mod:`shmring.frontend.media.decoder_process`). Neither
+torch nor a decoder is imported here, since each end needs only one of the two.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.inputs import InputSpec
-from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.engine.inputs import InputSpec
+from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["MAX_MESSAGE_NBYTES", "Decode", "Decoded", "Failed", "Probe", "Probed", "Ready", "Reply"]
 

@@ -3,7 +3,7 @@
 Four steps, because something else is waited for between them: :meth:`MediaLoader.fetch` brings a file,
 :meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, :meth:`MediaLoader.decode` decodes it into a
 memory file of that size, and :meth:`MediaLoader.copy` copies that to where the caller wants it. Preparing and decoding run
-in processes (:mod:`frontend.media.decoder_pool`), together within one budget of processor time.
+in processes (:mod:`shmring.frontend.media.decoder_pool`), together within one budget of processor time.
 
 A request that is cancelled leaves its slot while a thread may still copy pixels to it. That is safe, because the thread itself
 holds the view that it writes through, and the slot drains: its memory is not used again before the last view has died. For
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform
-from frontend.media.decoder_pool import (
+from shmring.engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform
+from shmring.frontend.media.decoder_pool import (
     BudgetSpentError,
     DecoderDiedError,
     DecoderPool,
@@ -30,10 +30,10 @@ from frontend.media.decoder_pool import (
     Outcome,
     read_into,
 )
-from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher, decode_base64
-from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
-from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.fetch import Fetcher, decode_base64
+from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
+from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["DecodedMedium", "MediaLoader", "MediaSource", "PreparedMedium"]
 
@@ -60,7 +60,7 @@ class MediaSource:
     base64: str | bytes | bytearray | None = dataclasses.field(default=None, repr=False)
 
     def take_long(self, long_texts: dict[str, bytearray]) -> None:
-        """Takes what was cut out of the request's body (:mod:`frontend.body_scan`), if the source was."""
+        """Takes what was cut out of the request's body (:mod:`shmring.frontend.body_scan`), if the source was."""
         if isinstance(self.url, str) and self.url in long_texts:
             self.url = long_texts.pop(self.url)
         if isinstance(self.base64, str) and self.base64 in long_texts:

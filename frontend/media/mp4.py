@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
-from frontend.media.damage import Shortfall
-from frontend.media.errors import MediaError
-from frontend.media.signatures import boxes
+from shmring.frontend.media.damage import Shortfall
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.signatures import boxes
 
 __all__ = ["beginning_of", "check_tables", "missing_samples", "whole_part"]
 

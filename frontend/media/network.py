@@ -3,7 +3,7 @@
 A server that fetches what callers name can be sent to what only it can reach: its own ports, a cloud's metadata service,
 the databases beside it. So, for every request, redirected ones included:
 
-- Its host and port must be listed (:mod:`frontend.media.urls`).
+- Its host and port must be listed (:mod:`shmring.frontend.media.urls`).
 - The host's name is resolved once; every address it has must be acceptable, and the connection is made to one of those very
   addresses. So it does not matter what the name means a moment later (DNS rebinding). TLS still asks for the host's name.
 - What comes back is bounded while it arrives, in bytes and in time, and none of it appears in an error or a log.
@@ -30,8 +30,8 @@ from typing import TypeAlias
 
 import httpcore
 
-from frontend.media.errors import MediaError
-from frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
 
 __all__ = ["Connector", "RemoteClient", "Resolver", "is_acceptable", "parse_networks"]
 
@@ -41,7 +41,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 #: From a host's name and a port to its addresses as text; OSError if it has none.
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
-logger = logging.getLogger("frontend.media.network")
+logger = logging.getLogger("shmring.frontend.media.network")
 
 _MAX_CONNECTIONS = 32  # fetches at a time: each holds up to one medium; more would only share the same network
 _CONNECT_TIMEOUT_S = 5.0  # for one address: three lost SYN packets

@@ -77,7 +77,7 @@ class MediaLimits:
             megapixels takes 0.2, a minute of 1920 x 1080 with keyframes about 5, the worst that the other limits let through
             minutes.
         max_missing_share: how much of a medium may be missing, because it is damaged or truncated, of what its file
-            promises: 0 to 1 (:mod:`frontend.media.damage`). With a tenth, a medium still is what its sender meant: an
+            promises: 0 to 1 (:mod:`shmring.frontend.media.damage`). With a tenth, a medium still is what its sender meant: an
             upload that ended a moment too soon, a bad block in the middle. Half of a recording is another one, and an
             answer about it would be wrong without anybody noticing. What is missing below that is told with the answer.
     """

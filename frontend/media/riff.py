@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from frontend.media.damage import Shortfall
+from shmring.frontend.media.damage import Shortfall
 
 __all__ = ["WavSizes", "wav_sizes"]
 

@@ -6,7 +6,7 @@ middle of a frame. So a signature is first looked for at the beginning, then in 
 left out.
 
 What has no signature that is worth the name (MPEG audio, whose frames begin with 11 bits) is left to libav's own probing, which
-looks for several frames in a row (:mod:`frontend.media.container`).
+looks for several frames in a row (:mod:`shmring.frontend.media.container`).
 """
 
 from __future__ import annotations

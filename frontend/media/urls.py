@@ -18,7 +18,7 @@ import string
 import urllib.parse
 from collections.abc import Iterable
 
-from frontend.media.errors import MediaError
+from shmring.frontend.media.errors import MediaError
 
 __all__ = ["AllowedHosts", "FORBIDDEN_CHARACTERS", "RemoteUrl", "is_address", "parse_redirect", "parse_url"]
 

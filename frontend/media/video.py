@@ -2,17 +2,17 @@
 
 Theory of operation: :func:`probe` reads all packets without decoding them, which says for each frame when it is shown and where
 decoding can begin; and it decodes one frame, as only that says how large frames are and how they are turned. From this
-:mod:`frontend.media.timeline` chooses frames. :func:`decode_into` reads the packets again and decodes those which the chosen
-frames need: it leaves out everything up to the keyframe before the next chosen one. Leaving out packets that lie in memory
-costs nothing to speak of, and needs none of the seeking that containers do approximately, or not at all. One frame is converted
-at a time, so in private memory there are the decoder's reference frames and one converted one.
+:mod:`shmring.frontend.media.timeline` chooses frames. :func:`decode_into` reads the packets again and decodes those which the
+chosen frames need: it leaves out everything up to the keyframe before the next chosen one. Leaving out packets that lie in
+memory costs nothing to speak of, and needs none of the seeking that containers do approximately, or not at all. One frame is
+converted at a time, so in private memory there are the decoder's reference frames and one converted one.
 
 Frames are scaled to one size, also if it changes on the way: the one that they are shown with, where pixels are not square.
 Their colours are converted as the stream says, or else as BT.601; transparency is ignored. Packets that can't be decoded
 are left out, and the next frame is taken for a wanted one that is damaged; what is missing is counted
-(:mod:`frontend.media.damage`).
+(:mod:`shmring.frontend.media.damage`).
 
-A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. Animated WebPs are :mod:`frontend.media.animation`'s.
+A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. Animated WebPs are :mod:`shmring.frontend.media.animation`'s.
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out.
 """
@@ -37,15 +37,15 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from engine.inputs import VideoSpec
-from frontend.media.animation import decode_frames, probe_frames
-from frontend.media.container import VIDEO_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
-from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
-from frontend.media.errors import MediaError
-from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.media.signatures import demuxer_of
-from frontend.media.timeline import Selection, Timeline
+from shmring.engine.inputs import VideoSpec
+from shmring.frontend.media.animation import decode_frames, probe_frames
+from shmring.frontend.media.container import VIDEO_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.signatures import demuxer_of
+from shmring.frontend.media.timeline import Selection, Timeline
 
 __all__ = ["ClipHeader", "DecodedClip", "decode_into", "probe"]
 
@@ -91,7 +91,7 @@ class ClipHeader:
         track: the number of its stream.
         shortfalls: what of it is missing, so far as is known before it is decoded.
         max_missing_share: how much may be.
-        is_animation: it is a picture that moves, and :mod:`frontend.media.animation` decodes it.
+        is_animation: it is a picture that moves, and :mod:`shmring.frontend.media.animation` decodes it.
     """
 
     width: int
@@ -129,7 +129,7 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
     """Finds out what frames a clip has and how much memory those need that are wanted; one frame is decoded.
 
     Args:
-        data: its file, in any of the containers of :mod:`frontend.media.container`.
+        data: its file, in any of the containers of :mod:`shmring.frontend.media.container`.
         spec: what the executor wants.
         limits: what it may be.
         io_kwargs: what is wanted instead.

@@ -2,7 +2,7 @@
 
 A file can ask for far more work than its size and its pixels tell. A progressive JPEG repeats scans of 23 bytes, each of which
 goes over all pixels; a PNG has millions of chunks that hold nothing, a JPEG millions of segments. Honest files have about ten
-scans and some thousand chunks. What can't be counted here is ended by the budget of :mod:`frontend.media.decoder_pool`.
+scans and some thousand chunks. What can't be counted here is ended by the budget of :mod:`shmring.frontend.media.decoder_pool`.
 
 Invariant: counting costs no more than the limits allow. Damage is for the decoder to report; here it only ends the counting.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from frontend.media.errors import MediaError
+from shmring.frontend.media.errors import MediaError
 
 __all__ = ["check_work"]
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
-from engine.protocol import TextPart as EngineTextPart
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.openai.messages import (
+from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
+from shmring.engine.protocol import TextPart as EngineTextPart
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai.messages import (
     INT64,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -25,7 +25,7 @@ from frontend.openai.messages import (
     check_length,
     source_of,
 )
-from frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.parsing import BodyParser
 
 __all__ = [
     "CHAT_PARSER",

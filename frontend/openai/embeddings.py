@@ -25,10 +25,10 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from engine.protocol import Text
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.openai.messages import (
+from shmring.engine.protocol import Text
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
     ContentPart,
@@ -38,7 +38,7 @@ from frontend.openai.messages import (
     data_url_kind,
     source_of,
 )
-from frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.parsing import BodyParser
 
 __all__ = [
     "EMBEDDING_PARSER",

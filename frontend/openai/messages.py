@@ -10,11 +10,11 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from frontend.body_scan import LONG_NBYTES, is_cut
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.media.options import MediaKind
-from frontend.settings import MediaCounts
+from shmring.frontend.body_scan import LONG_NBYTES, is_cut
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.options import MediaKind
+from shmring.frontend.settings import MediaCounts
 
 __all__ = [
     "INT64",

@@ -21,8 +21,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from frontend.errors import ApiError
-from frontend.openai.messages import MEANS_NOTHING
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.messages import MEANS_NOTHING
 
 __all__ = ["BodyParser"]
 

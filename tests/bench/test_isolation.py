@@ -14,7 +14,7 @@ from bench.__main__ import main
 from bench.isolation import heavy
 from bench.isolation.attacks import ATTACKS
 from bench.isolation.command import Isolation, _figures, _table, _verdicts
-from frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
 
 
 def result(neutral_ms: float, heavy_ms: float, *, nbytes: int = 1000, longest_ms: float = 0.0) -> Isolation:

@@ -41,9 +41,9 @@ from bench.serving.load import Generator, Latency, Measurement, measure, play, r
 from bench.serving.media import media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.run import Server, ServerError, serving
-from frontend.media.loader import MediaSource
-from frontend.openai.chat import CHAT_PARSER, engine_request
-from frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
 
 TEXT_ONLY = Media(kinds=())
 

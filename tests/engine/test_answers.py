@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.answers import checked
-from engine.executors.interface import StepOutput
-from engine.protocol import ChatMessage, EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, Text, TextPart
+from shmring.engine.answers import checked
+from shmring.engine.executors.interface import StepOutput
+from shmring.engine.protocol import ChatMessage, EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, Text, TextPart
 
 ENCODE = EncodeRequest([Text("a"), Text("b")])
 GENERATE = GenerateRequest([ChatMessage("user", [TextPart("hello")])])

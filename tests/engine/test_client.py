@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shmring
-from engine.client import EngineClient
-from engine.protocol import (
+from shmring.engine.client import EngineClient
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import shmring
-from engine.client import EngineClient
-from engine.core import EngineCore
-from engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
-from engine.protocol import (
+from shmring.engine.client import EngineClient
+from shmring.engine.core import EngineCore
+from shmring.engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
@@ -33,7 +33,7 @@ from engine.protocol import (
     SamplingParams,
     Text,
 )
-from engine.scheduler import SchedulerConfig
+from shmring.engine.scheduler import SchedulerConfig
 
 Output = StepOutput | Exception
 Compute = Callable[[Sequence[StepInput]], Sequence[Output]]
@@ -737,7 +737,7 @@ async def test_it_says_what_it_is_and_what_it_has_done(socket_dir: Path, caplog:
         statistics = await client.statistics()
         assert statistics["steps"] == 1
         assert statistics["ring_submitted"] == 1
-        caplog.set_level("INFO", logger="engine.core")
+        caplog.set_level("INFO", logger="shmring.engine.core")
         await client.do_log_stats()
         assert "statistics: steps 1" in caplog.text
         assert client.is_running

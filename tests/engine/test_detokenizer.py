@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors.detokenizer import Detokenizer
+from shmring.engine.executors.detokenizer import Detokenizer
 
 TEXT = "Größe 日本語のテキスト, 🙂🚀 naïve señor: привет!  Two  spaces, a\ttab\nand a line. 👩\u200d👩\u200d👧"
 

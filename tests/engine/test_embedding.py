@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.client import EngineClient
-from engine.core import EngineCore
-from engine.executors import encoding
-from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
-from engine.protocol import (
+from shmring.engine.client import EngineClient
+from shmring.engine.core import EngineCore
+from shmring.engine.executors import encoding
+from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
@@ -35,7 +35,7 @@ from engine.protocol import (
 
 transformers = pytest.importorskip("transformers")
 
-from engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
 
 SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 MANY = 50

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors import encoding
-from engine.executors.encoding import EncodingLine
-from engine.executors.interface import ExecutorDeadError, StepOutput
-from engine.protocol import EncodeReply, EncodeRequest, Picture, Text
+from shmring.engine.executors import encoding
+from shmring.engine.executors.encoding import EncodingLine
+from shmring.engine.executors.interface import ExecutorDeadError, StepOutput
+from shmring.engine.protocol import EncodeReply, EncodeRequest, Picture, Text
 
 
 class Bench:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.executors import create_executor
-from engine.executors.interface import Executor, ExecutorOptions
-from engine.settings import EXECUTORS
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import Executor, ExecutorOptions
+from shmring.engine.settings import EXECUTORS
 
 
 @pytest.mark.parametrize("name", ["fingerprints", "synthetic"])
@@ -26,13 +26,15 @@ def test_a_name_that_is_none_is_told_those_that_are() -> None:
 
 
 def test_ones_own_is_made_with_the_options() -> None:
-    executor = create_executor("engine.executors.synthetic:SyntheticExecutor", ExecutorOptions(options={"embedding_size": 7}))
+    executor = create_executor(
+        "shmring.engine.executors.synthetic:SyntheticExecutor", ExecutorOptions(options={"embedding_size": 7})
+    )
     assert executor.describe().embedding_size == 7
 
 
 def test_a_module_without_the_class_is_told() -> None:
     with pytest.raises(ValueError, match=r"engine\.protocol has no Nothing"):
-        create_executor("engine.protocol:Nothing")
+        create_executor("shmring.engine.protocol:Nothing")
 
 
 def test_a_module_that_is_not_there_is_told() -> None:
@@ -48,9 +50,9 @@ def test_what_is_no_executor_is_told() -> None:
 def test_only_the_chosen_one_is_imported() -> None:
     """The others may need packages that are not installed."""
     code = (
-        "import sys, engine.executors\n"
-        "engine.executors.create_executor('synthetic')\n"
-        "print([name for name in engine.settings.EXECUTORS if f'engine.executors.{name}' in sys.modules])\n"
+        "import sys, shmring.engine.executors\n"
+        "shmring.engine.executors.create_executor('synthetic')\n"
+        "print([name for name in shmring.engine.settings.EXECUTORS if f'shmring.engine.executors.{name}' in sys.modules])\n"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shmring
-from engine.client import EngineClient
-from engine.core import EngineCore
-from engine.executors import ExecutorOptions, create_executor
-from engine.protocol import ChatMessage, EncodeRequest, GenerateRequest, Picture, SamplingParams, Text, TextPart
+from shmring.engine.client import EngineClient
+from shmring.engine.core import EngineCore
+from shmring.engine.executors import ExecutorOptions, create_executor
+from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateRequest, Picture, SamplingParams, Text, TextPart
 
 ROOT = Path(__file__).resolve().parents[2]
 [EXAMPLE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "executors.md").read_text(), re.DOTALL)

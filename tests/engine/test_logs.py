@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.logs import CollapsingHandler, PrintableFormatter
+from shmring.engine.logs import CollapsingHandler, PrintableFormatter
 
 OpenHandler = Callable[..., CollapsingHandler]
 

@@ -1,4 +1,4 @@
-"""``python -m engine`` as a process: starts, ends on a signal or with its parent, says what is wrong."""
+"""``python -m shmring.engine`` as a process: starts, ends on a signal or with its parent, says what is wrong."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import pytest
 from click.testing import CliRunner
 
 import shmring
-from engine.__main__ import main
-from engine.client import EngineClient
-from engine.protocol import EncodeRequest, Text
-from engine.settings import EngineSettings
-from engine.supervision import Orders
+from shmring.engine.__main__ import main
+from shmring.engine.client import EngineClient
+from shmring.engine.protocol import EncodeRequest, Text
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import Orders
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def start(socket_dir: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine", "--name", "main", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
+    command = [sys.executable, "-m", "shmring.engine", "--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}"]
     return subprocess.Popen([*command, *options], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
 
@@ -39,7 +39,7 @@ def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def refuse() -> None:
         raise AssertionError("the engine was started")
 
-    monkeypatch.setattr("engine.process._leave", refuse)
+    monkeypatch.setattr("shmring.engine.process._leave", refuse)
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
 
@@ -102,7 +102,7 @@ async def test_under_a_supervisor_it_has_the_orders_settings_and_ends_with_it(so
     with ours:
         with theirs:
             engine = subprocess.Popen(
-                [sys.executable, "-m", "engine", f"--supervisor-fd={theirs.fileno()}"],
+                [sys.executable, "-m", "shmring.engine", f"--supervisor-fd={theirs.fileno()}"],
                 env=ENVIRONMENT,
                 pass_fds=(theirs.fileno(),),
                 stderr=subprocess.PIPE,
@@ -127,7 +127,7 @@ async def test_under_a_supervisor_it_has_the_orders_settings_and_ends_with_it(so
 
 @pytest.mark.slow
 async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(socket_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from engine.executors.synthetic import SyntheticExecutor as Mine\n")
+    (tmp_path / "mine.py").write_text("from shmring.engine.executors.synthetic import SyntheticExecutor as Mine\n")
     (tmp_path / "engine.py").write_text("raise SystemExit('not what is meant')\n")
     engine = start(socket_dir, "--executor", "mine:Mine", "--executor-path", str(tmp_path))
     try:
@@ -140,14 +140,14 @@ async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(socket_dir: P
 
 async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mortal.py").write_text(
-        "from engine.executors.synthetic import SyntheticExecutor\n"
-        "from engine.executors import ExecutorDeadError\n\n"
+        "from shmring.engine.executors.synthetic import SyntheticExecutor\n"
+        "from shmring.engine.executors import ExecutorDeadError\n\n"
         "class Mortal(SyntheticExecutor):\n"
         "    def execute(self, batch):\n"
         "        raise ExecutorDeadError('the device fell off the bus')\n"
     )
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "engine", "--name", "main", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
+    command = [sys.executable, "-m", "shmring.engine", "--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}"]
     engine = subprocess.Popen([*command, "--executor", "mortal:Mortal"], env=environment, stderr=subprocess.PIPE, text=True)
     try:
         async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
@@ -189,7 +189,7 @@ async def test_it_can_be_ended_while_it_loads_its_executor(socket_dir: Path, tmp
         f"import pathlib, time\n\ndef load(options):\n    pathlib.Path({str(started)!r}).touch()\n    time.sleep(600)\n"
     )
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "engine", "--socket-dir", str(socket_dir), "--executor", "slow:load"]
+    command = [sys.executable, "-m", "shmring.engine", "--socket-dir", str(socket_dir), "--executor", "slow:load"]
     engine = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
         async with asyncio.timeout(30):

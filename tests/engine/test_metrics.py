@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from engine.metrics import EngineMetrics
+from shmring.engine.metrics import EngineMetrics
 
 
 async def test_they_are_the_counters_of_core_and_ring_by_name(serve: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shmring
-from engine.protocol import (
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
@@ -21,7 +21,7 @@ from engine.protocol import (
     Picture,
     Text,
 )
-from engine.request import EngineRequest, check_media_indices
+from shmring.engine.request import EngineRequest, check_media_indices
 
 REPLY = EncodeReply(torch.ones(1, 4))
 LARGE_REPLY = EncodeReply(torch.ones(1, 10_000))

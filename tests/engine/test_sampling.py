@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors.sampling import Sampler
-from engine.protocol import SamplingParams
+from shmring.engine.executors.sampling import Sampler
+from shmring.engine.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
+from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 
 
 @dataclasses.dataclass(eq=False)

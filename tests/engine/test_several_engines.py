@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import shmring
-from engine.client import EngineClient
-from engine.protocol import Calls, EngineRequestPayload, GenerateReply, GenerateRequest, InputSpec, ModelDescription
-from frontend.health import HealthReporter
-from frontend.media.decoder_pool import DecoderStatistics
+from shmring.engine.client import EngineClient
+from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply, GenerateRequest, InputSpec, ModelDescription
+from shmring.frontend.health import HealthReporter
+from shmring.frontend.media.decoder_pool import DecoderStatistics
 
 NAMES = ["engine-0", "engine-1"]
 QUESTION = GenerateRequest([])

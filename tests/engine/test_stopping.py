@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.executors.stopping import StopTexts
+from shmring.engine.executors.stopping import StopTexts
 
 TEXTS = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3)

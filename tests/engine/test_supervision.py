@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.settings import EngineSettings
-from engine.supervision import FrontendState, Orders, SupervisorLink
 from shmring.config import RingConfig
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import FrontendState, Orders, SupervisorLink
 
 SETTINGS = EngineSettings(
     name="told",

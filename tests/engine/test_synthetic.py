@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
-from engine.executors.synthetic import SyntheticExecutor
-from engine.protocol import (
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
+from shmring.engine.executors.synthetic import SyntheticExecutor
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
     GenerateReply,

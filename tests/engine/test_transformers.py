@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors import create_executor
-from engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
-from engine.protocol import (
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
     GenerateReply,
@@ -34,7 +34,7 @@ from engine.protocol import (
 
 transformers = pytest.importorskip("transformers")
 
-from engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
 
 ALL = ["llama", "llava", "gemma3", "idefics3", "qwen2_vl"]
 SEEING = [name for name in ALL if name != "llama"]

@@ -25,11 +25,11 @@ import uvicorn
 from PIL import Image
 
 import shmring
-from engine.client import EngineClient
-from engine.core import EngineCore
-from engine.executors.interface import ExecutorOptions
-from engine.executors.synthetic import SyntheticExecutor
-from engine.protocol import (
+from shmring.engine.client import EngineClient
+from shmring.engine.core import EngineCore
+from shmring.engine.executors.interface import ExecutorOptions
+from shmring.engine.executors.synthetic import SyntheticExecutor
+from shmring.engine.protocol import (
     Calls,
     EncodeReply,
     EncodeRequest,
@@ -39,8 +39,8 @@ from engine.protocol import (
     Picture,
     PictureSpec,
 )
-from frontend.app import create_app
-from frontend.settings import FrontendSettings
+from shmring.frontend.app import create_app
+from shmring.frontend.settings import FrontendSettings
 
 JSON = {"content-type": "application/json"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.accelerators import count_gpus, environment_of
+from shmring.frontend.accelerators import count_gpus, environment_of
 
 
 @pytest.mark.parametrize(

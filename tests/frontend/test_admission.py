@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from frontend.admission import Admission, admitted_of
-from frontend.errors import ApiError
-from frontend.settings import FrontendSettings
+from shmring.frontend.admission import Admission, admitted_of
+from shmring.frontend.errors import ApiError
+from shmring.frontend.settings import FrontendSettings
 
 
 class Caller:

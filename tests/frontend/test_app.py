@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
-from frontend import embedding_service
-from frontend.media.decoder_pool import DecoderDiedError, DecoderPool
-from frontend.settings import CorsSettings
+from shmring.frontend import embedding_service
+from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderPool
+from shmring.frontend.settings import CorsSettings
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 

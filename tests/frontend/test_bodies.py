@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from frontend import bodies
-from frontend.bodies import BodyReader, BodyShare, HungUp
-from frontend.errors import ApiError
-from frontend.settings import FrontendSettings
+from shmring.frontend import bodies
+from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
+from shmring.frontend.errors import ApiError
+from shmring.frontend.settings import FrontendSettings
 
 
 class Sender:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend import body_scan
-from frontend.body_scan import LONG_NBYTES, MAX_VALUES, BodyScan, is_cut
-from frontend.errors import ApiError
+from shmring.frontend import body_scan
+from shmring.frontend.body_scan import LONG_NBYTES, MAX_VALUES, BodyScan, is_cut
+from shmring.frontend.errors import ApiError
 
 TEXTS = st.text('a"\\,[{]}:é\n', max_size=8)
 DOCUMENTS = st.recursive(

@@ -13,10 +13,18 @@ import numpy as np
 import pytest
 
 import shmring
-from engine.protocol import GenerateReply, GenerateRequest, InputSpec, MediumPart, ModelDescription, PictureSpec, TextPart
-from engine.scheduler import SchedulerConfig
-from frontend.admission import Admitted
-from frontend.chat_service import ChatService
+from shmring.engine.protocol import (
+    GenerateReply,
+    GenerateRequest,
+    InputSpec,
+    MediumPart,
+    ModelDescription,
+    PictureSpec,
+    TextPart,
+)
+from shmring.engine.scheduler import SchedulerConfig
+from shmring.frontend.admission import Admitted
+from shmring.frontend.chat_service import ChatService
 
 PIXELS = np.random.default_rng(6).integers(0, 256, (2, 24, 32, 3), np.uint8)
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]

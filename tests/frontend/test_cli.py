@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import shmring
-from frontend.cli import main
+from shmring.frontend.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_it_explains_itself(arguments: list[str]) -> None:
 
 def test_every_command_is_listed() -> None:
     output = CliRunner().invoke(main, ["--help"]).output
-    for command in ("serve", "engine", "frontend", "bench", "demo", "doctor", "version"):
+    for command in ("serve", "engine", "frontend", "demo", "doctor", "version"):
         assert f"\n  {command} " in output
 
 
@@ -95,17 +95,3 @@ def test_a_server_that_can_not_start_is_one_line_and_an_exit_code(socket_dir: Pa
     assert result.exit_code == 1
     assert result.output.count("\n") == 1
     assert result.output.startswith("shmring: can't listen on 127.0.0.1")
-
-
-def test_the_benchmarks_get_their_options_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Replaced(Exception):
-        """What this process has been, by another program."""
-
-    def execute(path: str, arguments: list[str]) -> None:
-        raise Replaced(path, arguments)
-
-    monkeypatch.setattr(os, "execv", execute)
-    arguments = ["--name", "x", "--help", "--", "-v"]
-    result = CliRunner().invoke(main, ["bench", *arguments])
-    assert isinstance(result.exception, Replaced)
-    assert result.exception.args == (sys.executable, [sys.executable, "-P", "-m", "bench", *arguments])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.decoded_memory import DecodedMemory
-from frontend.errors import ApiError
+from shmring.frontend.decoded_memory import DecodedMemory
+from shmring.frontend.errors import ApiError
 
 LIMIT = 400  # 300 for slow requests, 100 for quick ones
 

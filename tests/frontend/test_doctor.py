@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from frontend import doctor, memory_checks
-from frontend.cli import main
-from frontend.doctor import Check
+from shmring.frontend import doctor, memory_checks
+from shmring.frontend.cli import main
+from shmring.frontend.doctor import Check
 from shmring.memory.slab import NAME_PREFIX
 from shmring.transport.endpoint import Listener
 

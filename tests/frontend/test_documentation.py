@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 import shmring
-from frontend.documentation import openapi_document
+from shmring.frontend.documentation import openapi_document
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import shmring
-from engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
-from frontend.admission import Admission, Admitted
-from frontend.embedding_service import Embedded, EmbeddingService
-from frontend.errors import ApiError
-from frontend.multimodal import MediaIntake
-from frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest, EmbeddingResponse
-from frontend.served_model import ServedModel
-from frontend.settings import FrontendSettings
+from shmring.engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
+from shmring.frontend.admission import Admission, Admitted
+from shmring.frontend.embedding_service import Embedded, EmbeddingService
+from shmring.frontend.errors import ApiError
+from shmring.frontend.multimodal import MediaIntake
+from shmring.frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest, EmbeddingResponse
+from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import FrontendSettings
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from frontend.entry_point import EXTRAS
+from shmring.frontend.entry_point import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,7 +65,7 @@ def test_with_all_extras_it_is_the_command() -> None:
 
 
 def test_a_module_of_no_extra_that_is_missing_is_our_own_failure() -> None:
-    done = run_without("engine.option_types", "--help")
+    done = run_without("shmring.engine.option_types", "--help")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 

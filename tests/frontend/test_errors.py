@@ -9,7 +9,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 import shmring
-from frontend.errors import ApiError, api_error_of, report
+from shmring.frontend.errors import ApiError, api_error_of, report
 
 
 @pytest.mark.parametrize(

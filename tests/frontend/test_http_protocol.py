@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontend import http_protocol
-from frontend.http_protocol import BoundedHttpProtocol
+from shmring.frontend import http_protocol
+from shmring.frontend.http_protocol import BoundedHttpProtocol
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone

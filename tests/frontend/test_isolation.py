@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from bench.isolation.attacks import ATTACKS
-from engine.executors.fingerprints.executor import FingerprintsExecutor
-from engine.executors.interface import StepInput
-from engine.protocol import EncodeRequest, Picture, Text
-from frontend.bodies import BodyReader, BodyShare
-from frontend.errors import ApiError
-from frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingInputs, EmbeddingRequest, encode_response
-from frontend.settings import FrontendSettings
+from shmring.engine.executors.fingerprints.executor import FingerprintsExecutor
+from shmring.engine.executors.interface import StepInput
+from shmring.engine.protocol import EncodeRequest, Picture, Text
+from shmring.frontend.bodies import BodyReader, BodyShare
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingInputs, EmbeddingRequest, encode_response
+from shmring.frontend.settings import FrontendSettings
 
 _MOST_S = 0.15  # of CPU, in one turn: fifteen times what is meant, and a tenth of what the worst took before
 _PIECE_NBYTES = 64 << 10

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.keys import read_keys
+from shmring.frontend.keys import read_keys
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from frontend import supervisor
-from frontend.listening import check_tls, listen, place_of, repeated, url_of
-from frontend.settings import ProcessSettings, TlsSettings
-from frontend.supervisor import ServeError
+from shmring.frontend import supervisor
+from shmring.frontend.listening import check_tls, listen, place_of, repeated, url_of
+from shmring.frontend.settings import ProcessSettings, TlsSettings
+from shmring.frontend.supervisor import ServeError
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = TlsSettings(certfile="certificate.pem")

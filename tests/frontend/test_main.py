@@ -1,4 +1,4 @@
-"""``python -m frontend`` as a process attached to a ring of this process."""
+"""``python -m shmring.frontend`` as a process attached to a ring of this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import shmring
-from engine.supervision import FrontendState, Orders
-from frontend.settings import ProcessSettings
+from shmring.engine.supervision import FrontendState, Orders
+from shmring.frontend.settings import ProcessSettings
 
 pytestmark = pytest.mark.slow  # each starts a frontend
 
@@ -33,7 +33,7 @@ async def start(socket_dir: Path) -> AsyncIterator[Start]:
     processes: list[asyncio.subprocess.Process] = []
 
     async def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> asyncio.subprocess.Process:
-        command = ("-m", "frontend", "--name=test", f"--socket-dir={socket_dir}", "--log-level=warning", *arguments)
+        command = ("-m", "shmring.frontend", "--name=test", f"--socket-dir={socket_dir}", "--log-level=warning", *arguments)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         processes.append(
             await asyncio.create_subprocess_exec(

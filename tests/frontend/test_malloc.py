@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys
-from frontend.malloc import make_malloc_return_memory
+from shmring.frontend.malloc import make_malloc_return_memory
 
 def resident_nbytes():
     with open("/proc/self/statm") as numbers:

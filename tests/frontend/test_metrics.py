@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from frontend.metrics import FrontendMetrics
+from shmring.frontend.metrics import FrontendMetrics
 
 
 async def test_the_ring_s_counters_are_taken_over_once(serve: Any, connect: Any) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import shmring
-from engine.client import MediaMemory
-from engine.protocol import (
+from shmring.engine.client import MediaMemory
+from shmring.engine.protocol import (
     InputSpec,
     Picture,
     PictureSpec,
@@ -27,13 +27,13 @@ from engine.protocol import (
     checksum_of,
     tensor_of,
 )
-from frontend.admission import Admission, Admitted
-from frontend.errors import ApiError
-from frontend.media.fetch import FetchSettings
-from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
-from frontend.media.options import MediaLimits
-from frontend.multimodal import MediaIntake
-from frontend.settings import FrontendSettings, MediaCounts
+from shmring.frontend.admission import Admission, Admitted
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.fetch import FetchSettings
+from shmring.frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
+from shmring.frontend.media.options import MediaLimits
+from shmring.frontend.multimodal import MediaIntake
+from shmring.frontend.settings import FrontendSettings, MediaCounts
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 LARGE = np.zeros((300, 300, 3), np.uint8)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from frontend.metrics import FrontendMetrics
-from frontend.observation import Observation, request_id_of
+from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.observation import Observation, request_id_of
 
 
 class Exchange:

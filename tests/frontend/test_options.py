@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from frontend.media.fetch import FetchSettings
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.options import FRONTEND_OPTIONS, settings_of
-from frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings
+from shmring.frontend.media.fetch import FetchSettings
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.options import FRONTEND_OPTIONS, settings_of
+from shmring.frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings
 
 
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:

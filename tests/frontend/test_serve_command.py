@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from engine import settings as engine_settings
-from engine.options import ENGINE_OPTIONS
-from engine.settings import EngineSettings
-from frontend import serve_command
-from frontend.cli import main
-from frontend.settings import ProcessSettings, TlsSettings
-from frontend.supervisor import ServeError, ServeOptions
 from shmring.config import RingConfig
+from shmring.engine import settings as engine_settings
+from shmring.engine.options import ENGINE_OPTIONS
+from shmring.engine.settings import EngineSettings
+from shmring.frontend import serve_command
+from shmring.frontend.cli import main
+from shmring.frontend.settings import ProcessSettings, TlsSettings
+from shmring.frontend.supervisor import ServeError, ServeOptions
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import shmring
-from frontend.errors import ApiError
-from frontend.served_model import ServedModel
+from shmring.frontend.errors import ApiError
+from shmring.frontend.served_model import ServedModel
 
 
 async def test_the_engine_is_queried_once(open_core: Any) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend import server as server_module
-from frontend.listening import listen, url_of
-from frontend.server import Server
-from frontend.settings import ProcessSettings, TlsSettings
+from shmring.frontend import server as server_module
+from shmring.frontend.listening import listen, url_of
+from shmring.frontend.server import Server
+from shmring.frontend.settings import ProcessSettings, TlsSettings
 
 
 class Application:

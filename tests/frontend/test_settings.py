@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.settings import FrontendSettings, MediaCounts
+from shmring.frontend.settings import FrontendSettings, MediaCounts
 
 
 @pytest.mark.parametrize(

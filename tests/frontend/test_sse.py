@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shmring
-from frontend.errors import api_error_of
-from frontend.sse import DONE, EventStream, event
+from shmring.frontend.errors import api_error_of
+from shmring.frontend.sse import DONE, EventStream, event
 
 Report = Any
 
@@ -100,7 +100,7 @@ async def test_a_stream_that_takes_too_long_says_so() -> None:
 
 
 async def test_a_caller_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.sse._LAST_WORDS_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("shmring.frontend.sse._LAST_WORDS_TIMEOUT_S", 0.02)
     stream, caller = Stream(*[event(1)] * 10), Caller(takes=3)
     await send(stream, caller, deadline_s=0.02)
     assert len(caller.messages) == 3

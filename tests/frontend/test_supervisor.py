@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.settings import EngineSettings
-from engine.supervision import FrontendState, Orders
-from frontend import supervisor
-from frontend.child import Child, end_children
-from frontend.memory_checks import Check
-from frontend.settings import FrontendSettings, ProcessSettings
-from frontend.supervisor import ServeError, ServeOptions, serve
 from shmring.config import RingConfig
+from shmring.engine.settings import EngineSettings
+from shmring.engine.supervision import FrontendState, Orders
+from shmring.frontend import supervisor
+from shmring.frontend.child import Child, end_children
+from shmring.frontend.memory_checks import Check
+from shmring.frontend.settings import FrontendSettings, ProcessSettings
+from shmring.frontend.supervisor import ServeError, ServeOptions, serve
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(600)"

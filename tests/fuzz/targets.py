@@ -18,17 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-from frontend.body_scan import LONG_NBYTES, BodyScan
-from frontend.errors import ApiError
-from frontend.media.errors import MediaError
-from frontend.media.image import probe
-from frontend.media.mp4 import check_tables
-from frontend.media.options import PictureLimits
-from frontend.media.riff import wav_sizes
-from frontend.media.signatures import demuxer_of
-from frontend.media.urls import parse_redirect, parse_url
-from frontend.openai.chat import CHAT_PARSER
-from frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
@@ -68,6 +57,17 @@ from shmring.core.views import Regions
 from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_record
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
+from shmring.frontend.body_scan import LONG_NBYTES, BodyScan
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.image import probe
+from shmring.frontend.media.mp4 import check_tables
+from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.riff import wav_sizes
+from shmring.frontend.media.signatures import demuxer_of
+from shmring.frontend.media.urls import parse_redirect, parse_url
+from shmring.frontend.openai.chat import CHAT_PARSER
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.fuzz import hostile_engine, hostile_worker
 from tests.model.pairs import PairedEngineBook

@@ -94,7 +94,7 @@ def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
 @contextlib.contextmanager
 def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
     """Runs a server on a free port; kills what is left of it in the end."""
-    program = [sys.executable, "-m", "frontend.cli", "serve"]
+    program = [sys.executable, "-m", "shmring.frontend.cli", "serve"]
     command = [*program, "--port=0", f"--name={NAME}", f"--socket-dir={socket_dir}", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -559,7 +559,7 @@ async def test_a_frontend_that_is_killed_is_replaced_and_the_other_loses_nothing
     server: Server, http: httpx.AsyncClient, body: bytes
 ) -> None:
     await settled(http)
-    victim = next(pid for pid, command in children_of(server.process.pid).items() if "-m frontend" in command)
+    victim = next(pid for pid, command in children_of(server.process.pid).items() if "-m shmring.frontend" in command)
     loading = [asyncio.create_task(http.post("/v1/embeddings", content=body)) for _ in range(30)]
     await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
     os.kill(victim, signal.SIGKILL)
@@ -571,7 +571,7 @@ async def test_a_frontend_that_is_killed_is_replaced_and_the_other_loses_nothing
 
     def replaced() -> bool:
         commands = children_of(server.process.pid)
-        return victim not in commands and sum("-m frontend" in command for command in commands.values()) == 2
+        return victim not in commands and sum("-m shmring.frontend" in command for command in commands.values()) == 2
 
     await asyncio.to_thread(until, replaced)
     deadline = time.monotonic() + 30
@@ -645,7 +645,15 @@ def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
 
 
 def test_a_server_that_can_not_start_says_why_and_leaves_nothing(socket_dir: Path) -> None:
-    command = [sys.executable, "-m", "frontend.cli", "serve", "--port=0", "--slab-nbytes=4000GiB", f"--socket-dir={socket_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "shmring.frontend.cli",
+        "serve",
+        "--port=0",
+        "--slab-nbytes=4000GiB",
+        f"--socket-dir={socket_dir}",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert result.returncode == 1

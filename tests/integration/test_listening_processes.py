@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # starts servers
 @contextlib.contextmanager
 def serving(path: Path, certificate: tuple[Path, Path]) -> Iterator[subprocess.Popen[str]]:
     certfile, keyfile = certificate
-    command = [sys.executable, "-P", "-m", "frontend.cli", "serve", f"--uds={path}", "--executor=synthetic"]
+    command = [sys.executable, "-P", "-m", "shmring.frontend.cli", "serve", f"--uds={path}", "--executor=synthetic"]
     command += [f"--ssl-certfile={certfile}", f"--ssl-keyfile={keyfile}", f"--name={own_name('listening')}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

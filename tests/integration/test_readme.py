@@ -55,7 +55,11 @@ def run_against(executor: str, code: str, tmp_path: Path) -> str:
     command = ["serve", "--port", "0", "--executor", executor, "--name", f"readme-{os.getpid()}", "--slab-nbytes", "64MiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
     server = subprocess.Popen(
-        [sys.executable, "-m", "frontend.cli", *command], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [sys.executable, "-m", "shmring.frontend.cli", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     try:
         assert server.stdout is not None

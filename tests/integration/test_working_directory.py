@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend.demo.server import serving
+from shmring.frontend.demo.server import serving
 
 # Names of ours, of what we import, and of what the interpreter and torch import.
 TRAPS = (
@@ -49,9 +49,7 @@ def test_the_traps_work(sprung: Path) -> None:
     assert sprung.read_text().startswith("engine ")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["version"], ["engine", "--help"], ["frontend", "--help"], ["bench", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["engine", "--help"], ["frontend", "--help"]])
 def test_commands_that_only_talk_import_nothing_from_there(sprung: Path, arguments: list[str]) -> None:
     command = [COMMAND, *arguments]
     subprocess.run(command, cwd=sprung.parent / "trapped", env=environment(sprung), capture_output=True, timeout=60, check=True)
@@ -59,7 +57,7 @@ def test_commands_that_only_talk_import_nothing_from_there(sprung: Path, argumen
 
 
 # What Python, and the script by which an installed command starts, import before anything of ours runs.
-BEFORE_US = ("sitecustomize", "usercustomize", "types", "frontend")
+BEFORE_US = ("sitecustomize", "usercustomize", "types", "shmring")
 
 
 def test_an_empty_part_of_the_path_is_not_the_working_directory(sprung: Path) -> None:

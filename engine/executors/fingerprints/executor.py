@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from engine.executors.encoding import Encoded, EncodingLine
-from engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip_in_steps
-from engine.executors.fingerprints.pictures import fingerprint_picture
-from engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
-from engine.executors.fingerprints.texts import count_words, fingerprint_text
-from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
-from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
-from engine.protocol import (
+from shmring.engine.executors.encoding import Encoded, EncodingLine
+from shmring.engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip_in_steps
+from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
+from shmring.engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
+from shmring.engine.executors.fingerprints.texts import count_words, fingerprint_text
+from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
+from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.protocol import (
     EncodeRequest,
     InputSpec,
     Medium,

@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.fingerprints import clips
-from engine.executors.fingerprints.clips import fingerprint_clip
-from engine.executors.fingerprints.pictures import View, fingerprint_picture
+from shmring.engine.executors.fingerprints import clips
+from shmring.engine.executors.fingerprints.clips import fingerprint_clip
+from shmring.engine.executors.fingerprints.pictures import View, fingerprint_picture
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 WIDTH, HEIGHT = 320, 180

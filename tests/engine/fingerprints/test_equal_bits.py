@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, Numbers, length_of, product
+from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, Numbers, length_of, product
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 KINDS = ("picture", "photograph", "sound", "clip", "text")
@@ -22,10 +22,10 @@ FINGERPRINTS = """
 import json, sys
 import numpy as np, torch
 from PIL import Image
-from engine.executors.fingerprints.clips import fingerprint_clip
-from engine.executors.fingerprints.pictures import fingerprint_picture
-from engine.executors.fingerprints.sounds import fingerprint_sound
-from engine.executors.fingerprints.texts import fingerprint_text
+from shmring.engine.executors.fingerprints.clips import fingerprint_clip
+from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
+from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
+from shmring.engine.executors.fingerprints.texts import fingerprint_text
 
 torch.set_num_threads(int(sys.argv[1]))
 generator = torch.Generator().manual_seed(1)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.fingerprints.clips import fingerprint_clip
-from engine.executors.fingerprints.executor import FingerprintsExecutor
-from engine.executors.fingerprints.pictures import fingerprint_picture
-from engine.executors.fingerprints.sounds import fingerprint_sound
-from engine.executors.fingerprints.texts import fingerprint_text
-from engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
-from engine.protocol import (
+from shmring.engine.executors.fingerprints.clips import fingerprint_clip
+from shmring.engine.executors.fingerprints.executor import FingerprintsExecutor
+from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
+from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
+from shmring.engine.executors.fingerprints.texts import fingerprint_text
+from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.fingerprints.pictures import fingerprint_picture
-from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
+from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
+from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 REPOSITORY = Path(__file__).resolve().parents[3]

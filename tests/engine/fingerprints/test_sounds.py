@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.executors.fingerprints.sounds import fingerprint_sound
+from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = REPOSITORY / "frontend" / "samples"

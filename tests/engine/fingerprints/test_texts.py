@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.executors.fingerprints.texts import count_words, fingerprint_text
+from shmring.engine.executors.fingerprints.texts import count_words, fingerprint_text
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

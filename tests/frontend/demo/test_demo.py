@@ -12,17 +12,17 @@ import numpy as np
 import psutil
 import pytest
 
-from frontend import demo
-from frontend.demo.client import Answer
-from frontend.demo.media import Sample
-from frontend.demo.server import DemoServer, left_behind, serving
+from shmring.frontend import demo
+from shmring.frontend.demo.client import Answer
+from shmring.frontend.demo.media import Sample
+from shmring.frontend.demo.server import DemoServer, left_behind, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
 def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_streams() -> None:
-    command = [sys.executable, "-m", "frontend.cli", "demo"]
+    command = [sys.executable, "-m", "shmring.frontend.cli", "demo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -36,7 +36,7 @@ def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_st
 
 @pytest.mark.slow
 def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_along() -> None:
-    command = [sys.executable, "-m", "frontend.cli", "demo"]
+    command = [sys.executable, "-m", "shmring.frontend.cli", "demo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demonstration:
         assert demonstration.stdout is not None

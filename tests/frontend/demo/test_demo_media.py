@@ -8,8 +8,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from frontend.demo import media
-from frontend.demo.media import Sample
+from shmring.frontend.demo import media
+from shmring.frontend.demo.media import Sample
 
 
 def open_picture(sample: Sample) -> np.ndarray:

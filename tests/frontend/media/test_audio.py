@@ -15,11 +15,11 @@ import av
 import numpy as np
 import pytest
 
-from engine.protocol import SoundSpec
-from frontend.media.audio import DecodedSound, SoundHeader, decode_into, probe
-from frontend.media.errors import MediaError
-from frontend.media.mel import LogMelWriter, num_mel_frames
-from frontend.media.options import MediaLimits
+from shmring.engine.protocol import SoundSpec
+from shmring.frontend.media.audio import DecodedSound, SoundHeader, decode_into, probe
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
+from shmring.frontend.media.options import MediaLimits
 
 Array = np.ndarray[Any, Any]
 SAMPLES = Path(__file__).resolve().parents[3] / "frontend" / "samples"

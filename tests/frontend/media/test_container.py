@@ -5,9 +5,9 @@ from __future__ import annotations
 import av
 import pytest
 
-from frontend.media import signatures
-from frontend.media.container import SOUND_DECODERS, VIDEO_DECODERS
-from frontend.media.signatures import demuxer_of, picture_format_of
+from shmring.frontend.media import signatures
+from shmring.frontend.media.container import SOUND_DECODERS, VIDEO_DECODERS
+from shmring.frontend.media.signatures import demuxer_of, picture_format_of
 
 
 @pytest.mark.parametrize(

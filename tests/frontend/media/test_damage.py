@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s
-from frontend.media.errors import MediaError
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s
+from shmring.frontend.media.errors import MediaError
 
 
 def test_nothing_is_said_of_what_is_whole() -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from engine.inputs import InputSpec, PictureSpec, VideoSpec
-from frontend.callers import caller
-from frontend.media import decoder_pool
-from frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, _Places
-from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
-from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.engine.inputs import InputSpec, PictureSpec, VideoSpec
+from shmring.frontend.callers import caller
+from shmring.frontend.media import decoder_pool
+from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, _Places
+from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
+from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 SPEC = InputSpec(picture=PictureSpec(max_pixels=10_000), video=VideoSpec(num_frames=2, max_pixels=10_000))
 LIMITS = MediaLimits(max_image_scans=1_000_000, max_video_expansion=1e9)
@@ -74,7 +74,7 @@ def nurseries() -> list[int]:
     return [
         child
         for child in children_of(os.getpid())
-        if b"frontend.media.decoder_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"shmring.frontend.media.decoder_process" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 
@@ -233,10 +233,10 @@ async def test_what_forks_decoders_is_started_again(pool: DecoderPool, many_scan
 _FRONTEND = """
 import asyncio, base64, sys
 from concurrent.futures import ThreadPoolExecutor
-from engine.inputs import InputSpec, PictureSpec
-from frontend.media.decoder_pool import DecoderPool
-from frontend.media.jobs import Decode, Probe
-from frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.engine.inputs import InputSpec, PictureSpec
+from shmring.frontend.media.decoder_pool import DecoderPool
+from shmring.frontend.media.jobs import Decode, Probe
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 async def main():
     data = base64.b64decode(sys.stdin.readline())
     pool = DecoderPool(2, ThreadPoolExecutor(1))

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.media import fetch
-from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher, FetchSettings, LocalDirectory, MediaKind, decode_base64, decode_data_url
+from shmring.frontend.media import fetch
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.fetch import Fetcher, FetchSettings, LocalDirectory, MediaKind, decode_base64, decode_data_url
 
 LIMIT = 1 << 20
 KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")

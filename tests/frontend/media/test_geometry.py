@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from frontend.media.errors import MediaError
-from frontend.media.geometry import as_stored, check_size, scaled_size
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.geometry import as_stored, check_size, scaled_size
 
 
 @given(width=st.integers(1, 20_000), height=st.integers(1, 20_000), max_pixels=st.integers(1, 10_000_000))

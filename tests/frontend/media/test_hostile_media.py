@@ -26,11 +26,11 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
-from frontend.media import audio, container, image, video
-from frontend.media.errors import MediaError
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.media.signatures import demuxer_of
+from shmring.engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
+from shmring.frontend.media import audio, container, image, video
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.signatures import demuxer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
@@ -567,12 +567,12 @@ def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]]
     lines.append(f"image {base64.b64encode(damaged_tiff).decode()}")
     program = """
 import asyncio, base64, sys, concurrent.futures
-from engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
-from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher, FetchSettings
-from frontend.media.loader import MediaLoader, MediaSource
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.media.signatures import demuxer_of
+from shmring.engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.fetch import Fetcher, FetchSettings
+from shmring.frontend.media.loader import MediaLoader, MediaSource
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.signatures import demuxer_of
 async def main():
     fetcher = Fetcher(FetchSettings(), concurrent.futures.ThreadPoolExecutor(1))
     loader = MediaLoader(2, MediaLimits(), MediaIoKwargs(), fetcher)

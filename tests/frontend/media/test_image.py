@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
-from frontend.media.errors import MediaError
-from frontend.media.image import FORMATS, PictureHeader, decode_into, probe
-from frontend.media.options import PictureLimits
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.image import FORMATS, PictureHeader, decode_into, probe
+from shmring.frontend.media.options import PictureLimits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
@@ -74,7 +74,7 @@ def test_exif_turns_the_picture(name: str, orientation: int) -> None:
 
 
 def test_turning_works_over_many_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.media.image._BAND_NBYTES", 4 * WIDTH * 5)  # five rows
+    monkeypatch.setattr("shmring.frontend.media.image._BAND_NBYTES", 4 * WIDTH * 5)  # five rows
     for orientation in range(1, 9):
         data = encoded(Image.fromarray(noise()), "JPEG", exif=with_orientation(orientation))
         np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from frontend.media.keeping import Keeping
+from shmring.frontend.media.keeping import Keeping
 
 NBYTES = 1 << 20
 CAPACITY = 40  # media

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 import shmring
-from engine.protocol import InputSpec, Medium, Picture, PictureSpec, SoundSpec, Spectrogram, Video, VideoSpec, Waveform
-from frontend.media import decoder_pool
-from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher, FetchSettings
-from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
-from frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.engine.protocol import InputSpec, Medium, Picture, PictureSpec, SoundSpec, Spectrogram, Video, VideoSpec, Waveform
+from shmring.frontend.media import decoder_pool
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.fetch import Fetcher, FetchSettings
+from shmring.frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 
 Array = np.ndarray[Any, Any]
 OpenLoader = Callable[..., MediaLoader]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frontend.media.mel import LogMelWriter, mel_filters, num_mel_frames
+from shmring.frontend.media.mel import LogMelWriter, mel_filters, num_mel_frames
 
 RATE = 16_000
 Array = np.ndarray[Any, Any]

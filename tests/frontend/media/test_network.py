@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from frontend.media import network
-from frontend.media.errors import MediaError
-from frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks
-from frontend.media.urls import AllowedHosts
+from shmring.frontend.media import network
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks
+from shmring.frontend.media.urls import AllowedHosts
 
 LIMIT = 1 << 20
 LOOPBACK = parse_networks(["127.0.0.1/32"])

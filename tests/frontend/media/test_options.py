@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 
 
 def test_what_vllm_takes_is_taken() -> None:

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from frontend.media.riff import WavSizes, wav_sizes
+from shmring.frontend.media.riff import WavSizes, wav_sizes
 
 FORMAT = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16_000, 32_000, 2, 16)
 

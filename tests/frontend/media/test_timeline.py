@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.media.timeline import Timeline, frames_to_sample
+from shmring.frontend.media.timeline import Timeline, frames_to_sample
 
 
 def timeline_of(positions: list[int | None], keyframes: set[int], rate: int = 10, duration: int = 1) -> Timeline:

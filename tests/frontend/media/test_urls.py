@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.media.errors import MediaError
-from frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
 
 
 @pytest.mark.parametrize(

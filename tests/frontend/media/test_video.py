@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.protocol import VideoSpec
-from frontend.media import video
-from frontend.media.errors import MediaError
-from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.media.video import ClipHeader, DecodedClip, decode_into, probe
+from shmring.engine.protocol import VideoSpec
+from shmring.frontend.media import video
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.video import ClipHeader, DecodedClip, decode_into, probe
 
 Array = np.ndarray[Any, Any]
 Clip = Callable[..., bytes]

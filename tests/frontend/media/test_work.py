@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
-from frontend.media.errors import MediaError
-from frontend.media.options import PictureLimits
-from frontend.media.work import check_work
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.work import check_work
 
 LIMITS = PictureLimits()
 MAX_SECONDS = 0.5  # of a core, on a busy machine; each of these files took seconds or minutes to decode

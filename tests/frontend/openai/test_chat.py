@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
-from frontend.openai.messages import MAX_PARTS
+from shmring.engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
+from shmring.frontend.openai.messages import MAX_PARTS
 
 
 def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol import Text
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.openai import embeddings
-from frontend.openai.embeddings import (
+from shmring.engine.protocol import Text
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai import embeddings
+from shmring.frontend.openai.embeddings import (
     EMBEDDING_PARSER,
     EmbeddingInputs,
     EmbeddingRequest,

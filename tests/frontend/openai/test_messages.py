@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from frontend.errors import ApiError
-from frontend.media.loader import MediaSource
-from frontend.openai.messages import ContentPart, TextPart, check_counts, data_url_kind, source_of
-from frontend.settings import MediaCounts
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.openai.messages import ContentPart, TextPart, check_counts, data_url_kind, source_of
+from shmring.frontend.settings import MediaCounts
 
 
 @pytest.mark.parametrize(

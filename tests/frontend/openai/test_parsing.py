@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend.errors import ApiError
-from frontend.openai import parsing
-from frontend.openai.chat import CHAT_PARSER, ChatRequest
-from frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai import parsing
+from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 
 HEAD = b'{"model": "m", "messages": [{"role": "user", "content": "x"}]'
 
