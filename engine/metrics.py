@@ -42,6 +42,6 @@ class EngineMetrics:
 
         The epoch is an identity, not a number, and is left out.
         """
-        numbers = {f"ring_{name}": value for name, value in dataclasses.asdict(ring).items() if name != "epoch"}
+        numbers = {f"ring_{name}": value for name, value in ring.as_dict().items() if name != "epoch"}
         numbers["ring_workers"] = sum(worker.is_member for worker in ring.workers)
-        return {**dataclasses.asdict(self), **numbers, "ring_slots_in_use": ring.slots_in_use}
+        return {**dataclasses.asdict(self), **numbers}

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-__all__ = ["BACKINGS", "Backing", "ClientConfig", "RingConfig", "WorkerConfig", "parse_nbytes"]
+__all__ = [
+    "BACKINGS",
+    "Backing",
+    "ClientConfig",
+    "ClientOptions",
+    "RingConfig",
+    "RingOptions",
+    "WorkerConfig",
+    "WorkerOptions",
+    "parse_nbytes",
+]
 
 #: Where a slab lies; see :class:`RingConfig`.
 Backing = Literal["auto", "/dev/shm", "memfd"]
@@ -83,12 +94,13 @@ def check_timeout(timeout: object) -> None:
 _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
 
 
-def configured(kind: type[_Config], config: _Config | None, overrides: dict[str, Any]) -> _Config:
+def configured(kind: type[_Config], config: _Config | None, overrides: Mapping[str, object]) -> _Config:
     """Returns ``config`` (or the defaults) with ``overrides`` applied; an unknown option is a ``TypeError`` naming it."""
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(kind)}
     if unknown:
         raise TypeError(f"{kind.__name__} has no option {', '.join(sorted(unknown))}")
-    return dataclasses.replace(config or kind(), **overrides)
+    changes: dict[str, Any] = dict(overrides)
+    return dataclasses.replace(config or kind(), **changes)
 
 
 def _normalise(config: Any, *size_fields: str) -> None:
@@ -325,3 +337,71 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _require_busy_poll(self.busy_poll_s)
         _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")
+
+
+# What type checkers know of ``**overrides``. A test compares them with the fields.
+
+
+class RingOptions(TypedDict, total=False):
+    """The fields of :class:`RingConfig`, as keywords of :func:`shmring.serve`."""
+
+    slab_nbytes: int | str
+    backing: Backing
+    reply_nbytes: int | str | None
+    max_lease_nbytes: int | str | None
+    client_quota_nbytes: int | str | None
+    kept_nbytes: int | str | None
+    max_kept: int
+    max_pins: int
+    max_clients: int
+    max_inflight: int
+    max_calls: int
+    max_leases: int
+    message_ring_nbytes: int | str
+    max_payload_nbytes: int | str
+    max_tensors: int
+    max_values: int
+    handshake_timeout_s: float
+    allowed_uids: frozenset[int] | None
+    socket_dir: str | None
+    prefault: bool
+    pin: Literal["auto", "on", "off"]
+    staging_nbytes: int | str
+    device_slab_nbytes: int | str
+    device_slab_device: str
+    inline_nbytes: int | str
+    copy_offload_nbytes: int | str
+    busy_poll_s: float
+    max_workers: int
+    worker_backlog: int
+    broadcast_nbytes: int | str
+    debug: bool
+
+
+class ClientOptions(TypedDict, total=False):
+    """The fields of :class:`ClientConfig`, as keywords of :func:`shmring.connect`."""
+
+    lease_nbytes: int | str
+    inline_nbytes: int | str
+    copy_offload_nbytes: int | str
+    copy_threads: int
+    lease_idle_s: float
+    connect_timeout_s: float
+    reconnect_initial_s: float
+    reconnect_max_s: float
+    socket_dir: str | None
+    engine_uids: frozenset[int] | None
+    prefault: bool
+    busy_poll_s: float
+    map_leased_only: bool
+    debug: bool
+
+
+class WorkerOptions(TypedDict, total=False):
+    """The fields of :class:`WorkerConfig`, as keywords of :func:`shmring.join`."""
+
+    connect_timeout_s: float
+    socket_dir: str | None
+    engine_uids: frozenset[int] | None
+    prefault: bool
+    busy_poll_s: float

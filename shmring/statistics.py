@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 __all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics"]
 
 
+class _Record:
+    """What all of them can do."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields by name, and ``slots_in_use`` where there are slots; of workers, a tuple of such."""
+        fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return fields | ({"slots_in_use": self.slots_in_use} if hasattr(self, "slots_in_use") else {})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatistics:
+class WorkerStatistics(_Record):
     """A worker at one moment, as its engine's books have it.
 
     Attributes:
@@ -27,7 +39,7 @@ class WorkerStatistics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RingStatistics:
+class RingStatistics(_Record):
     """The engine's end at one moment. Sizes in bytes; counters count from the ring's start.
 
     Attributes:
@@ -138,7 +150,7 @@ class RingStatistics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ClientStatistics:
+class ClientStatistics(_Record):
     """A frontend's end at one moment. Sizes in bytes; counters count from ``connect``, over all reconnections.
 
     Attributes:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmring.config import ClientConfig, RingConfig, configured, parse_nbytes, validate_name
+from shmring.config import (
+    ClientConfig,
+    ClientOptions,
+    RingConfig,
+    RingOptions,
+    WorkerConfig,
+    WorkerOptions,
+    configured,
+    parse_nbytes,
+    validate_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,13 @@ def test_configured_overrides_a_given_config_and_validates_again() -> None:
     with pytest.raises(ValueError, match="max_clients"):
         configured(RingConfig, base, {"max_clients": 0})
     assert base.slab_nbytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [(RingConfig, RingOptions), (ClientConfig, ClientOptions), (WorkerConfig, WorkerOptions)]
+)
+def test_type_checkers_know_the_options_that_there_are(config: type, options: type) -> None:
+    assert get_type_hints(options) == get_type_hints(config)
 
 
 def test_an_unknown_option_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import prometheus_client.parser
 import pytest
@@ -45,6 +46,14 @@ RECORDS: list[tuple[str, type]] = [
 @pytest.mark.parametrize(("heading", "record"), RECORDS, ids=[record.__name__ for _, record in RECORDS])
 def test_every_number_of_a_record_is_in_its_table(heading: str, record: type) -> None:
     assert rows(heading).keys() == names_of(record)
+
+
+@pytest.mark.parametrize("record", [shmring.RingStatistics, shmring.ClientStatistics, shmring.WorkerStatistics])
+def test_every_number_is_in_the_dictionary(record: Any) -> None:
+    counts = record(**{field.name: 1 for field in dataclasses.fields(record)}).as_dict()
+    assert counts.keys() == names_of(record)
+    assert counts.pop("slots_in_use", 3) >= 3
+    assert set(counts.values()) == {1}
 
 
 def test_every_record_of_numbers_has_a_table() -> None:

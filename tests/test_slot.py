@@ -87,8 +87,22 @@ async def test_a_slot_may_be_empty(client: shmring.RingClient) -> None:
             slot.tensor((1,), torch.uint8)
 
 
+async def test_sizes_may_be_text_as_in_configurations(client: shmring.RingClient) -> None:
+    async with client.slot("1KiB") as slot:
+        assert slot.nbytes == 1024
+    with client.slot_nowait("1KB") as slot:
+        assert slot.nbytes == 1000
+    slots = await client.slots(["2KiB", 64])
+    assert [slot.nbytes for slot in slots] == [2048, 64]
+    for slot in slots:
+        slot.close()
+    client.check_capacity("1KiB", 64)
+    with pytest.raises(shmring.CapacityError):
+        client.check_capacity("1GiB")
+
+
 async def test_sizes_are_checked_before_anything_is_asked_for(client: shmring.RingClient) -> None:
-    for nbytes, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1MiB", TypeError)]:
+    for nbytes, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1 MiBi", ValueError)]:
         with pytest.raises(error):
             client.slot(nbytes)  # type: ignore[arg-type]
         with pytest.raises(error):

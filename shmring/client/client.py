@@ -23,8 +23,8 @@ from shmring.client.preparing import Preparations
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
-from shmring.config import ClientConfig
-from shmring.core.client_calls import ClientCalls, check_nbytes
+from shmring.config import ClientConfig, parse_nbytes
+from shmring.core.client_calls import ClientCalls
 from shmring.core.forks import Origin
 from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
@@ -312,7 +312,7 @@ class RingClient(ClientCalls):
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    async def slots(self, sizes: Sequence[int], *, timeout: float | None = None, drain: bool = False) -> list[Slot]:
+    async def slots(self, sizes: Sequence[int | str], *, timeout: float | None = None, drain: bool = False) -> list[Slot]:
         """Waits in line for several slots at once, in host memory: who acquires them one by one may wait for itself.
 
         Args:
@@ -326,12 +326,12 @@ class RingClient(ClientCalls):
             CapacityError: together they are more than the engine can lease out.
             TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
         """
-        check_sizes(sizes)
+        parts = parse_sizes(sizes)
         with self._deadlines.within(timeout, self.why_not_sent):
             session = await self._ready()
             slots = session.host_slots
-            record = await slots.acquire(nbytes_for_slots(sizes), held=True)
-            return [slots.hold(part, drain=drain) for part in slots.book.split(record, sizes)]
+            record = await slots.acquire(nbytes_for_slots(parts), held=True)
+            return [slots.hold(part, drain=drain) for part in slots.book.split(record, parts)]
 
     @property
     def kept_nbytes(self) -> int:
@@ -339,7 +339,7 @@ class RingClient(ClientCalls):
         session = self._session
         return 0 if session is None else session.welcome.kept_nbytes
 
-    def check_capacity(self, *sizes: int) -> None:
+    def check_capacity(self, *sizes: int | str) -> None:
         """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
 
         Args:
@@ -351,10 +351,10 @@ class RingClient(ClientCalls):
             EngineDeadError, ClosedError: as :meth:`request`.
             ValueError: a size is negative, or there is none.
         """
-        check_sizes(sizes)
+        total_nbytes = nbytes_for_slots(parse_sizes(sizes))
         session = self._ready_nowait()
         session.check_alive()
-        session.host_slots.book.check_capacity(nbytes_for_slots(sizes))
+        session.host_slots.book.check_capacity(total_nbytes)
 
     def resolve_device(self, device: torch.device | str) -> torch.device | None:
         """For :meth:`slot`: the GPU that is meant, or None for the host."""
@@ -373,7 +373,9 @@ class RingClient(ClientCalls):
             slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
             return slot
 
-    def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True) -> Slot:
+    def slot_nowait(
+        self, nbytes: int | str, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True
+    ) -> Slot:
         """Returns a slot if one is free in this client's leases.
 
         Args:
@@ -385,7 +387,7 @@ class RingClient(ClientCalls):
                 does.
             CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
         """
-        check_nbytes(nbytes)
+        nbytes = parse_nbytes(nbytes)
         wanted = self.resolve_device(device)
         session = self._ready_nowait()
         session.check_alive()
@@ -643,9 +645,8 @@ class RingClient(ClientCalls):
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
 
 
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Raises unless these are sizes of slots: at least one, and none of them negative."""
-    for nbytes in sizes:
-        check_nbytes(nbytes)
+def parse_sizes(sizes: Sequence[int | str]) -> list[int]:
+    """Returns sizes of slots, of which there is at least one, in bytes."""
     if not sizes:
         raise ValueError("there is at least one slot")
+    return [parse_nbytes(nbytes) for nbytes in sizes]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, Unpack, overload
 
 from shmring.client.client import RingClient
 from shmring.client.routing import Route
 from shmring.client.routing_client import RoutingClient
-from shmring.config import ClientConfig, configured
+from shmring.config import ClientConfig, ClientOptions, configured
 
 __all__ = ["Connecting", "connect"]
 
@@ -49,7 +49,7 @@ def connect(
     *,
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> Connecting[RingClient]: ...
 
 
@@ -61,7 +61,7 @@ def connect(
     route: Route = "least_loaded",
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> Connecting[RoutingClient]: ...
 
 
@@ -72,7 +72,7 @@ def connect(
     route: Route | None = None,
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> Connecting[RingClient] | Connecting[RoutingClient]:
     """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shmring.client.client import RingClient, check_sizes
+from shmring.client.client import RingClient, parse_sizes
 from shmring.client.deadlines import Deadlines
 from shmring.client.kept import Kept
 from shmring.client.preparing import Preparations
@@ -33,8 +33,7 @@ from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Rout
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
-from shmring.config import ClientConfig
-from shmring.core.client_calls import check_nbytes
+from shmring.config import ClientConfig, parse_nbytes
 from shmring.core.forks import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
@@ -322,7 +321,7 @@ class RoutingClient:
 
     def slot(
         self,
-        nbytes: int,
+        nbytes: int | str,
         *,
         timeout: float | None = None,
         drain: bool = False,
@@ -343,13 +342,13 @@ class RoutingClient:
                 :meth:`shmring.RingClient.slot`. An
                 engine that dies meanwhile is no error unless ``engine`` names it: another one is chosen.
         """
-        check_nbytes(nbytes)
+        asked_nbytes = parse_nbytes(nbytes)
         _check_key(key)
-        return AcquiringRoutedSlot(lambda: self._acquire(nbytes, timeout, drain, device, key, engine))
+        return AcquiringRoutedSlot(lambda: self._acquire(asked_nbytes, timeout, drain, device, key, engine))
 
     async def slots(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[int | str],
         *,
         timeout: float | None = None,
         drain: bool = False,
@@ -365,10 +364,10 @@ class RoutingClient:
         Raises:
             CapacityError, TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
         """
-        check_sizes(sizes)
+        parts = parse_sizes(sizes)
         _check_key(key)
         with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
-            return await self._at_some_engine(key, engine, lambda client: client.slots(sizes, drain=drain))
+            return await self._at_some_engine(key, engine, lambda client: client.slots(parts, drain=drain))
 
     async def _acquire(
         self,
@@ -396,7 +395,7 @@ class RoutingClient:
 
     def slot_nowait(
         self,
-        nbytes: int,
+        nbytes: int | str,
         *,
         drain: bool = False,
         device: torch.device | str = "cpu",
@@ -413,14 +412,14 @@ class RoutingClient:
         Raises:
             WouldBlock, CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as there.
         """
-        check_nbytes(nbytes)
+        asked_nbytes = parse_nbytes(nbytes)
 
         def take(client: RingClient) -> Slot:
-            return client.slot_nowait(nbytes, drain=drain, device=device, ask=ask)
+            return client.slot_nowait(asked_nbytes, drain=drain, device=device, ask=ask)
 
         return _first_that_can(self._candidates(key, engine), take)
 
-    def check_capacity(self, *sizes: int) -> None:
+    def check_capacity(self, *sizes: int | str) -> None:
         """Checks that slots of these sizes could be had at once, at each engine that is attached. Takes nothing.
 
         Raises:

@@ -12,24 +12,13 @@ from libc.stdint cimport uint64_t
 from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
 from shmring.core.client_end cimport ClientEnd, SlotEnd
 
+from shmring.config import parse_nbytes
 from shmring.core.awaiting import done
 
 cdef str _HOST = "cpu"
 
 cdef enum:
     _COUNTED_NBYTES = 256 << 10  # a copy that may be worth counting: the copier knows
-
-
-def check_nbytes(nbytes) -> None:
-    """Raises unless this is a number of bytes.
-
-    Raises:
-        TypeError, ValueError: it is no int, or negative.
-    """
-    if type(nbytes) is not int and (isinstance(nbytes, bool) or not isinstance(nbytes, int)):
-        raise TypeError(f"nbytes is an int, not {type(nbytes).__name__}")
-    if nbytes < 0:
-        raise ValueError(f"nbytes can't be negative: {nbytes}")
 
 
 cdef class ClientCalls:
@@ -76,7 +65,7 @@ cdef class ClientCalls:
         """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
 
         Args:
-            nbytes: bytes of tensors; :func:`shmring.nbytes_for` adds several up with their alignment.
+            nbytes: bytes of tensors, or text such as ``"63MiB"``; :func:`shmring.nbytes_for` adds several up with their alignment.
             timeout: seconds to wait.
             drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
                 threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
@@ -91,12 +80,12 @@ cdef class ClientCalls:
             TimeoutError, EngineDeadError, ClosedError: as :meth:`~shmring.RingClient.request`.
             SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
                 never given in its place.
-            ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
-            TypeError: ``nbytes`` is no int, or ``timeout`` no number.
+            ValueError: ``nbytes`` is negative or no size, or ``device`` another GPU than that of the device slab.
+            TypeError: ``nbytes`` is neither int nor text, or ``timeout`` no number.
         """
         cdef AcquiringSlot acquiring
         if type(nbytes) is not int or nbytes < 0:
-            check_nbytes(nbytes)
+            nbytes = parse_nbytes(nbytes)
         check_timeout(timeout)
         where = None if device is _HOST or device == _HOST else self.resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)

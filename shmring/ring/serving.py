@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
-from shmring.config import RingConfig, configured
+from shmring.config import RingConfig, RingOptions, configured
 from shmring.ring.frontend import CallHandler
 from shmring.ring.ring import Ring
 
@@ -40,7 +40,7 @@ def serve(
     *,
     payload_type: Any = Any,
     calls: Mapping[str, CallHandler] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[RingOptions],
 ) -> Serving:
     """Opens the engine's end of a ring: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
 

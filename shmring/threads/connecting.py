@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Unpack, overload
 
 from shmring.client.routing import Route
-from shmring.config import ClientConfig, configured
+from shmring.config import ClientConfig, ClientOptions, configured
 from shmring.threads.client import Client
 from shmring.threads.routing_client import RoutingClient
 
@@ -19,7 +19,7 @@ def connect(
     *,
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> Client: ...
 
 
@@ -31,7 +31,7 @@ def connect(
     route: Route = "least_loaded",
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> RoutingClient: ...
 
 
@@ -42,7 +42,7 @@ def connect(
     route: Route | None = None,
     reconnect: bool | None = None,
     description: str = "",
-    **overrides: Any,
+    **overrides: Unpack[ClientOptions],
 ) -> Client | RoutingClient:
     """Opens a frontend's end of a ring: ``with shmring.threads.connect("vision") as client``.
 

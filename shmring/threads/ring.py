@@ -15,11 +15,11 @@ import functools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
-from shmring.config import RingConfig, configured
+from shmring.config import RingConfig, RingOptions, configured
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.statistics import RingStatistics
@@ -523,7 +523,7 @@ def serve(
     payload_type: Any = Any,
     calls: Mapping[str, CallHandler] | None = None,
     untaken_s: float | None = None,
-    **overrides: Any,
+    **overrides: Unpack[RingOptions],
 ) -> Ring:
     """Opens the engine's end of a ring: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
 

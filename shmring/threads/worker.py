@@ -22,9 +22,9 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
-from shmring.config import WorkerConfig, configured
+from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
@@ -416,7 +416,7 @@ def join(
     *,
     payload_type: Any = Any,
     label: str = "",
-    **overrides: Any,
+    **overrides: Unpack[WorkerOptions],
 ) -> Worker:
     """Joins an engine as a worker: ``with shmring.threads.join("vision", rank=0) as worker``.
 

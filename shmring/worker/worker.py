@@ -13,9 +13,9 @@ import contextlib
 from collections import deque
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
-from shmring.config import WorkerConfig, configured
+from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.forks import Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
@@ -349,7 +349,7 @@ def join(
     *,
     payload_type: Any = Any,
     label: str = "",
-    **overrides: Any,
+    **overrides: Unpack[WorkerOptions],
 ) -> Joining:
     """Joins an engine as a worker: ``async with shmring.join("vision", rank=0) as worker``.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import random
@@ -70,7 +69,7 @@ class _Engine:
     async def statistics(self) -> dict[str, int]:
         assert self.ring is not None
         self.check_book()
-        counts = dataclasses.asdict(self.ring.statistics())
+        counts = self.ring.statistics().as_dict()
         counts["workers"] = len(self.ring.ranks)
         return counts
 

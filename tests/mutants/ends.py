@@ -70,7 +70,7 @@ FAULTS = (
             "if type(nbytes) is not int or nbytes < 0",
             "if type(nbytes) is not int or nbytes <= 0",
             "tests/test_slot.py",
-            "Equivalent: check_nbytes, which is called then, looks again.",
+            "Equivalent: parse_nbytes, which is called then, looks again.",
         ),
         (
             "a slot is not left with its block",
