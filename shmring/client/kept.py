@@ -36,6 +36,7 @@ from shmring.core.messages import (
 )
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
+from shmring.line import Line, Place
 
 if TYPE_CHECKING:
     from shmring.client.session import Session
@@ -174,7 +175,8 @@ class KeptContents:
         self._pins: dict[int, _Pin] = {}  # by generation
         self._by_key: dict[bytes, _Pin] = {}
         self._asking = asyncio.Semaphore(MAX_FINDS)
-        self._answers: dict[int, tuple[asyncio.Future[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
+        self._line: Line[_Pin | NotKept] = Line(self._unused)
+        self._answers: dict[int, tuple[Place[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -262,22 +264,20 @@ class KeptContents:
                     encoded, record = packed.payload, packed.slots[0]
                 slot = session.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
-            future: asyncio.Future[_Pin | NotKept] = session.loop.create_future()
-            self._answers[token] = future, key, record
+            place = self._line.enter()
+            self._answers[token] = place, key, record
             session.link.send(message)
         except BaseException:
             self._asking.release()
             raise
         try:
-            return await future
-        except BaseException:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                answer = future.result()  # it came as this was cancelled
-                if isinstance(answer, _Pin):
-                    self.leave(answer, None)
-            raise
+            return await self._line.stay(place)
         finally:
-            del future  # it holds its error, whose traceback holds this frame
+            del place
+
+    def _unused(self, answer: _Pin | NotKept) -> None:
+        if isinstance(answer, _Pin):
+            self.leave(answer, None)
 
     def answered(self, answer: Found | NotKept) -> None:
         """The engine answers.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import deque
 from typing import TYPE_CHECKING
 
 from shmring.client.submission import Submission
@@ -22,6 +21,7 @@ from shmring.core.client_book import ClientSlotRecord
 from shmring.core.payload import Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.gpu.cuda import Stream
+from shmring.line import Line, Place
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 
@@ -76,8 +76,9 @@ class Sending:
         self._device_slots = session.device_slots
         self._copier = copier
         self._slab = slab
-        self._turns: deque[asyncio.Future[None]] = deque()  # of requests that wait until fewer are in flight
-        self._again: deque[asyncio.Future[None]] = deque()  # of those among them that come first: they have space by now
+        # Of requests that wait until fewer are in flight; and of those among them that come first: they have space by now.
+        self._turns: Line[None] = Line(lambda _: self.end.leave())
+        self._again: Line[None] = Line(lambda _: self.end.leave())
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit(self, payload: object, name: str) -> Submission:
@@ -104,35 +105,20 @@ class Sending:
 
     async def turn(self, *, again: bool) -> None:
         """Waits until this request may be in flight, which it then is."""
-        turn = self._session.loop.create_future()
-        (self._again if again else self._turns).append(turn)
         self.end.crowded = True
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.end.leave()  # its turn came as it was cancelled: the next one's
-            raise
-        finally:
-            del turn  # it holds its error, whose traceback holds this frame and its callers', and they the payload
+        await (self._again if again else self._turns).wait()
 
-    def lose(self) -> list[asyncio.Future[None]]:
+    def lose(self) -> list[Place[None]]:
         """The session has ended; returns what somebody waits for."""
-        waiting = [*self._again, *self._turns]
-        self._again.clear()
-        self._turns.clear()
         self.end.crowded = False
-        return waiting
+        return [*self._again, *self._turns]
 
     def request_left(self) -> None:
         """For the end: fewer requests are in flight, and others wait for that."""
-        while line := self._again or self._turns:
-            turn = line.popleft()
-            if not turn.done():  # else it was cancelled
-                self.end.pass_on()
-                turn.set_result(None)
-                break
-        self.end.crowded = bool(self._again or self._turns)
+        line = self._again if self._again.is_waited_in else self._turns
+        if line.give_first(None):
+            self.end.pass_on()
+        self.end.crowded = self._again.is_waited_in or self._turns.is_waited_in
 
     def _send_now(self, packed: Packed, name: str, stream: Stream | None, copy_limit_nbytes: float) -> Submission | None:
         """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
@@ -267,7 +253,7 @@ class Sending:
         reasons = []
         if any(slots.book.waiting for slots in self._session.slots):
             reasons.append(self._why_no_space())
-        if self._turns or self._again:
+        if self._turns.is_waited_in or self._again.is_waited_in:
             reasons.append(
                 f"its turn: {self.end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
             )

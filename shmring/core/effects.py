@@ -5,7 +5,7 @@ The books decide and return these; the ring, and a session, carry them out. Noth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -79,9 +79,9 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReplyGranted(msgspec.Struct, frozen=True, gc=False):
-    """The waiter that queued with this ticket has its reply slot."""
+    """The waiter that queued with this ticket, whatever that is, has its reply slot."""
 
-    ticket: int
+    ticket: Any
     slot: ReplySlot
 
 
@@ -111,9 +111,9 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Acquired(msgspec.Struct, frozen=True, gc=False):
-    """The waiter that queued with this ticket has its slot."""
+    """The waiter that queued with this ticket, whatever that is, has its slot."""
 
-    ticket: int
+    ticket: Any
     slot: ClientSlotRecord
 
 

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ import torch
 from shmring.core.blocks import RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+from shmring.line import Line
 
 __all__ = ["StagingPart", "StagingRing"]
 
@@ -82,7 +83,8 @@ class StagingRing:
         self._dead: deque[StagingPart] = deque()
         self._retired: list[tuple[Event, StagingPart]] = []
         self._users: set[Stream] = set()
-        self._waiters: OrderedDict[asyncio.Future[tuple[StagingPart, torch.Tensor]], int] = OrderedDict()
+        # A part that is given in vain dies, and goes on to the next.
+        self._line: Line[tuple[StagingPart, torch.Tensor]] = Line(lambda _: None, lambda _: self._serve())
         self._poll: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -95,15 +97,12 @@ class StagingRing:
         """Waits for a part; see :meth:`acquire_nowait`."""
         if (taken := self._take_in_turn(nbytes)) is not None:
             return taken
-        future: asyncio.Future[tuple[StagingPart, torch.Tensor]] = self._loop.create_future()
-        self._waiters[future] = nbytes
+        place = self._line.enter(nbytes)
         self._serve()
         try:
-            return await future
+            return await self._line.stay(place)
         finally:
-            self._waiters.pop(future, None)
-            del future  # if it was cancelled with a part in it, that dies here, and goes on to the next
-            self._serve()
+            del place
 
     def acquire_nowait(self, nbytes: int) -> tuple[StagingPart, torch.Tensor]:
         """Takes a part, if one is free and nobody waits.
@@ -136,10 +135,8 @@ class StagingRing:
         self._closed = True
         if self._poll is not None:
             self._poll.cancel()
-        while self._waiters:
-            future, _ = self._waiters.popitem()
-            if not future.done():
-                future.set_exception(ClosedError("the ring was closed"))
+        for place, _ in self._line.waiting():
+            place.set_exception(ClosedError("the ring was closed"))
 
     def _take_in_turn(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
         if self._closed:
@@ -151,7 +148,7 @@ class StagingRing:
                 capacity=self.nbytes,
             )
         self._reap()
-        return None if self._waiters else self._take(nbytes)
+        return None if self._line.is_waited_in else self._take(nbytes)
 
     def _take(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
         units = -(-nbytes // UNIT_NBYTES)
@@ -202,22 +199,19 @@ class StagingRing:
 
     def _serve(self) -> None:
         """Gives those who wait what there is, first come first served."""
-        if self._closed or not self._waiters:
+        if self._closed or not self._line.is_waited_in:
             return
         self._reap()
-        while self._waiters:
-            future, nbytes = next(iter(self._waiters.items()))
-            if not future.done():
-                try:
-                    taken = self._take(nbytes)
-                except CudaError as error:
-                    future.set_exception(error)
-                else:
-                    if taken is None:
-                        break  # nobody overtakes the first
-                    future.set_result(taken)
-            del self._waiters[future]
-        if self._waiters and self._retired and self._poll is None:
+        for place, nbytes in self._line.waiting():
+            try:
+                taken = self._take(nbytes)
+            except CudaError as error:
+                place.set_exception(error)
+                continue
+            if taken is None:
+                break  # nobody overtakes the first
+            place.set_result(taken)
+        if self._line.is_waited_in and self._retired and self._poll is None:
             self._poll = self._loop.call_later(_POLL_S, self._poll_again)
 
     def _poll_again(self) -> None:

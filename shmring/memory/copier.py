@@ -12,8 +12,6 @@ in order of arrival. A caller that sends one message after the other lets the lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -21,6 +19,7 @@ from typing import TypeVar
 from shmring.cancellation import uninterrupted
 from shmring.core.mapping import Mapping
 from shmring.core.payload import Packed
+from shmring.line import Line
 
 __all__ = ["Copier"]
 
@@ -50,23 +49,19 @@ class Copier:
         self.at_once_nbytes = offload_nbytes
         self.copied_in_turn = False
         self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._line: Line[None] = Line(lambda _: self._reckon(), lambda _: self._reckon())  # its turn passes unused
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
 
     async def turn(self, nbytes: int) -> None:
         """Waits for a turn of the loop in which so many bytes may be copied, if they may not be copied now."""
         if nbytes <= self.at_once_nbytes or nbytes > self.offload_nbytes:
             return
-        waiting = asyncio.get_running_loop().create_future(), nbytes
-        self._waiting.append(waiting)
+        place = self._line.enter(nbytes)
         self._reckon()
         try:
-            await waiting[0]
-        except asyncio.CancelledError:
-            with contextlib.suppress(ValueError):  # its turn came just now, and passes unused
-                self._waiting.remove(waiting)
-            self._reckon()
-            raise
+            await self._line.stay(place)
+        finally:
+            del place
 
     async def copy(self, packed: Packed, mapping: Mapping, address: int) -> None:
         """Copies a payload into a slot. When this returns or raises, nobody is writing there.
@@ -94,17 +89,17 @@ class Copier:
 
     def _reckon(self) -> None:
         """What was copied in this turn, or who waits, has changed."""
-        left = 0 if self._waiting else self.offload_nbytes - self._turn_nbytes
+        left = 0 if self._line.is_waited_in else self.offload_nbytes - self._turn_nbytes
         self.at_once_nbytes = min(max(left, _LONG_NBYTES - 1), self.offload_nbytes)
         self.copied_in_turn = self._turn_nbytes >= min(_TURN_NBYTES, self.offload_nbytes) > 0
 
     def _begin_turn(self) -> None:
         self._turn_nbytes = 0
-        while self._waiting and self._turn_nbytes + self._waiting[0][1] <= self.offload_nbytes:
-            future, nbytes = self._waiting.popleft()
-            if not future.done():  # else cancelled just now
-                self.count_in_turn(nbytes)
-                future.set_result(None)
+        for place, nbytes in self._line.waiting():
+            if self._turn_nbytes + nbytes > self.offload_nbytes:
+                break
+            self.count_in_turn(nbytes)
+            place.set_result(None)
         self._reckon()
 
     async def run(self, work: Callable[[], _Result]) -> _Result:

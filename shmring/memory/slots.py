@@ -12,7 +12,6 @@ the session's end.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from shmring.core.geometry import ClientBookLimits, Geometry
 from shmring.core.mapping import Mapping
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
+from shmring.line import Line, Place, give
 from shmring.memory.slab import Slab
 
 __all__ = ["HostSlots", "Owner", "Slots"]
@@ -86,8 +86,7 @@ class Slots:
                 first_block=first_block,
             )
         )
-        self._tickets = itertools.count(1)
-        self._waiters: dict[int, asyncio.Future[ClientSlotRecord]] = {}
+        self._line: Line[ClientSlotRecord] = Line(self.give_up, self._gave_up_waiting)
         self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still used by somebody
         self._expiry: asyncio.TimerHandle | None = None
         self._is_lost = False
@@ -123,24 +122,24 @@ class Slots:
         slot = self.book.acquire(nbytes, held=held)
         if slot is not None:
             return slot
-        ticket = next(self._tickets)
-        future: asyncio.Future[ClientSlotRecord] = self._loop.create_future()
-        self._waiters[ticket] = future
+        place = self._line.enter()
         warning = self._loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
-        self.carry_out(self.book.queue(ticket, nbytes, held=held))
+        self.carry_out(self.book.queue(place, nbytes, held=held))
         try:
-            slot = await future
-            self._owner.check_alive()  # it may have been lost between the grant and now
-            return slot
-        except BaseException:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self.give_up(future.result())
-            elif self._waiters.pop(ticket, None) is not None:
-                self.carry_out(self.book.cancel(ticket))
-            raise
+            slot = await self._line.stay(place)
         finally:
             warning.cancel()
-            del future  # it holds its error, whose traceback holds this frame and its callers', and they the payload
+            del place
+        try:
+            self._owner.check_alive()  # it may have been lost between the grant and now
+        except BaseException:
+            self.give_up(slot)
+            raise
+        return slot
+
+    def _gave_up_waiting(self, place: Place[ClientSlotRecord]) -> None:
+        if not self._is_lost:
+            self.carry_out(self.book.cancel(place))
 
     def _warn_of_draining(self, nbytes: int) -> None:
         if self.book.draining_nbytes():
@@ -182,10 +181,7 @@ class Slots:
             return  # the slab is unmapped, and whoever waited has been told
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             if isinstance(effect, Acquired):
-                future = self._waiters.pop(effect.ticket)
-                if not future.done():
-                    future.set_result(effect.slot)
-                else:  # its waiter was cancelled in this very iteration, and has not run yet
+                if not give(effect.ticket, effect.slot):
                     effects += self.book.give_up(effect.slot, self._loop.time())
             elif isinstance(effect.message, LeaseReturn):
                 self._leases_left(effect.message.lease_ids)
@@ -220,14 +216,12 @@ class Slots:
         """The engine wants leases back; those of other memories are ignored."""
         self.carry_out(self.book.recalled(lease_ids))
 
-    def lose(self) -> list[asyncio.Future[Any]]:
+    def lose(self) -> list[Place[Any]]:
         """The session has ended; returns what somebody waits for."""
         self._is_lost = True
         if self._expiry is not None:
             self._expiry.cancel()
-        waiting: list[asyncio.Future[Any]] = [*self._waiters.values()]
-        self._waiters.clear()
-        return waiting
+        return [*self._line]
 
 
 class HostSlots(Slots):

@@ -9,10 +9,8 @@ Invariant: a slot whose reply is not sent goes back.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
 from shmring.core.payload import Packed
 from shmring.errors import PeerLostError, WouldBlock
+from shmring.line import Line, Place, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_packer
@@ -50,12 +49,11 @@ class Replies:
         self._copier = copier
         self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes), ring.config.max_values)
         self._inline_nbytes = int(ring.config.inline_nbytes)
-        self._tickets = itertools.count(1)
-        self._waiters: dict[int, asyncio.Future[ReplySlot]] = {}
+        self._line: Line[ReplySlot] = Line(self._discard, lambda place: ring.carry_out(self._book.cancel_reply(place)))
 
     def __len__(self) -> int:
         """How many wait for space."""
-        return len(self._waiters)
+        return len(self._line)
 
     async def send(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
@@ -129,31 +127,24 @@ class Replies:
         if slot is not None:
             return slot
         self._ring.check_loop()
-        ticket = next(self._tickets)
-        future: asyncio.Future[ReplySlot] = self._ring.loop.create_future()
-        self._book.queue_reply(claim.client_id, ticket, nbytes)
-        self._waiters[ticket] = future
-        give_up = functools.partial(_give_up, future, claim)
+        place = self._line.enter()
+        self._book.queue_reply(claim.client_id, place, nbytes)
+        give_up = functools.partial(_give_up, place, claim)
         claim.call_on_end(give_up)
         try:
-            return await future
-        except BaseException:
-            self._waiters.pop(ticket, None)
-            self._ring.carry_out(self._book.cancel_reply(ticket))
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._ring.carry_out(self._book.discard_reply(claim.client_id, future.result().generation))
-            raise
+            return await self._line.stay(place)
         finally:
             claim.forget_on_end(give_up)
-            del future, give_up  # they hold their error, whose traceback holds this frame and its callers', and they views
+            del place, give_up
 
-    def granted(self, ticket: int, slot: ReplySlot) -> list[EngineEffect]:
+    def granted(self, place: Place[ReplySlot], slot: ReplySlot) -> list[EngineEffect]:
         """Somebody who waits has its slot; returns what follows."""
-        future = self._waiters.pop(ticket)
-        if not future.done():
-            future.set_result(slot)
-            return []
-        # Its waiter was cancelled in this very iteration, and has not run yet.
+        return [] if give(place, slot) else self._discarded(slot)
+
+    def _discard(self, slot: ReplySlot) -> None:
+        self._ring.carry_out(self._discarded(slot))
+
+    def _discarded(self, slot: ReplySlot) -> list[EngineEffect]:
         client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
         return self._book.discard_reply(client_id, slot.generation)
 
@@ -162,6 +153,6 @@ def _content_start(slot: ReplySlot) -> int:
     return slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
 
 
-def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
-    if not future.done():
-        future.set_exception(claim.why_not_running())
+def _give_up(place: Place[ReplySlot], claim: Claim) -> None:
+    if not place.done():
+        place.set_exception(claim.why_not_running())

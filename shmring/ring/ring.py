@@ -17,7 +17,6 @@ import mmap
 import os
 import secrets
 import traceback
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -65,6 +64,7 @@ from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.driver import Driver
 from shmring.gpu.layout import NOTHING_GIVEN, Given
+from shmring.line import Line
 from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
@@ -148,7 +148,7 @@ class Ring(EngineCalls):
         self.call_handlers = dict(calls)
         self.copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         self._frontends: dict[int, Frontend] = {}
-        self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._claimers: Line[None] = Line(lambda _: self.request_arrived())
         decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, self.copier, decoder, config)
         self._device_claims = tuple(  # none or one
@@ -278,28 +278,18 @@ class Ring(EngineCalls):
         await handle_claims(self, handler, max_concurrency)
 
     async def _request_arrived(self) -> None:
-        future = self.loop.create_future()
-        self._claimers[future] = None
         self._end.is_awaited = self._end.is_crowded = True
         try:
-            await future
+            await self._claimers.wait()
             self._end.begin_turn()
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.request_arrived()  # our turn came as we were cancelled: pass it on
-            raise
         finally:
-            self._claimers.pop(future, None)
             self._end.is_awaited = self._end.is_crowded = bool(self._claimers)
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
         if not self._end.waiting_count or self._end.is_turn_over:
             return
-        for future in self._claimers:
-            if not future.done():
-                future.set_result(None)
-                break
+        self._claimers.give_first(None)
         self._end.is_awaited = False  # whom this wakes wakes the next
 
     def let_others_run(self) -> None:
@@ -585,9 +575,7 @@ class Ring(EngineCalls):
             if frontend.connected:
                 frontend.dismiss(reason)
             frontend.forget()
-        for future in self._claimers:
-            if not future.done():
-                future.set_result(None)
+        self._claimers.give_all(None)
         self.copier.close()
 
     async def _give_memory_up(self) -> None:

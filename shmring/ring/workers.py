@@ -21,7 +21,6 @@ import contextlib
 import logging
 import operator
 import os
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,7 @@ from shmring.core.messages import (
 )
 from shmring.core.printable import printable, printable_lines
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
+from shmring.line import Line, give
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.statistics import WorkerStatistics
@@ -169,10 +169,10 @@ class Workers:
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
-        self._line: deque[asyncio.Future[None]] = deque()  # of those who wait for their turn to send
+        self._line: Line[None] = Line(lambda _: self._pass_turn())  # of those who wait for their turn to send
         self._is_sending = False
         self._change: asyncio.Future[None] | None = None  # of whoever sends and waits for workers
-        self._joined: list[asyncio.Future[None]] = []  # of those who wait for workers to join
+        self._joined: Line[None] = Line(lambda _: None)  # of those who wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -265,24 +265,11 @@ class Workers:
         if not self._is_sending and not self._line:
             self._is_sending = self.end.is_crowded = True
             return
-        future: asyncio.Future[None] = self.loop.create_future()
-        self._line.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._pass_turn()
-            elif future in self._line:  # whoever passed the turn on has taken out those who were cancelled by then
-                self._line.remove(future)
-            raise
+        await self._line.wait()
 
     def _pass_turn(self) -> None:
-        while self._line:
-            future = self._line.popleft()
-            if not future.done():
-                future.set_result(None)
-                return
-        self._is_sending = self.end.is_crowded = False
+        if not self._line.give_first(None):
+            self._is_sending = self.end.is_crowded = False
 
     async def _changed(self, want: Callable[[], bool]) -> None:
         """Waits until a worker rings. Returns at once if the workers did what is wanted while ``want`` asked them."""
@@ -376,12 +363,7 @@ class Workers:
         """See :meth:`Ring.wait_workers`."""
         while len(self.book.ranks) < count:
             self._check_open()
-            future: asyncio.Future[None] = self.loop.create_future()
-            self._joined.append(future)
-            try:
-                await future
-            finally:
-                self._joined.remove(future)
+            await self._joined.wait()
         self._check_open()
 
     async def admit(self, peer: Peer) -> None:
@@ -414,9 +396,7 @@ class Workers:
             raise
         worker.link.start()
         logger.info("%s has joined", worker)
-        for future in self._joined:
-            if not future.done():
-                future.set_result(None)
+        self._joined.give_all(None)
 
     def _check_room(self, peer: Peer, join: Join) -> None:
         self._settle()
@@ -544,9 +524,10 @@ class Workers:
             worker.watch.close()
         self._workers.clear()
         self.book.gone.clear()
-        for future in [*self._line, *self._joined, *([self._change] if self._change is not None else [])]:
-            if not future.done():
-                future.set_result(None)
+        self._line.give_all(None)
+        self._joined.give_all(None)
+        if self._change is not None:
+            give(self._change, None)
         if self._looking is not None:
             self._looking.cancel()
         if self._fd >= 0:

@@ -21,6 +21,7 @@ from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
+from shmring.line import Line, give
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.loops import check_loop
@@ -85,7 +86,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._origin = Origin()
         self._records: deque[bytes] = deque()
-        self._receivers: deque[asyncio.Future[None]] = deque()
+        self._receivers: Line[None] = Line(lambda _: self._wake())
         self._reason: ShmringError | None = None  # why nothing more will come
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
@@ -154,26 +155,15 @@ class Worker:
 
     async def _record_came(self) -> None:
         self._check_loop()
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._receivers.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._wake()  # our turn came as we were cancelled: pass it on
-            raise
-        finally:
-            with contextlib.suppress(ValueError):
-                self._receivers.remove(future)
+        await self._receivers.wait()
 
     def _wake(self) -> None:
         """Wakes as many as there is something for; all of them if nothing more will come."""
         left = len(self._receivers) if self._reason is not None else len(self._records)
-        for future in self._receivers:
-            if left and not future.cancelled():  # one that was woken before takes a record, too
+        for place in self._receivers:
+            if left and not place.cancelled():  # one that was woken before takes a record, too
                 left -= 1
-                if not future.done():
-                    future.set_result(None)
+                give(place, None)
 
     def __aiter__(self) -> Worker:
         return self

@@ -206,8 +206,9 @@ def _check_book(session: Session) -> None:
     book, slots = session.book, session.real.host_slots
     book.check()
     waiting = [waited_for(caller.task) for caller in session.callers]
-    require(book._waiters.keys() == slots._waiters.keys(), "a waiter is in the book and is nobody, or the reverse")
-    require(all(future in waiting for future in slots._waiters.values()), "a waiter is in line whom nobody knows")
+    ungiven = {place for place in slots._line if not place.done() or place.cancelled()}
+    require(book._waiters.keys() == ungiven, "a waiter is in the book and is nobody, or the reverse")
+    require(all(place in waiting for place in ungiven), "a waiter is in line whom nobody knows")
     first = next(iter(book._waiters.values()), None)
     blocks = 0 if first is None else slot_blocks(first.nbytes)
     usable = [lease.slots.largest_run for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]

@@ -106,9 +106,7 @@ class _Encoding:
             ]
             for lease in book.leases.values()
         ]
-        waiters = [
-            [waiter.held, waiter.nbytes, real.host_slots._waiters[ticket].done()] for ticket, waiter in book._waiters.items()
-        ]
+        waiters = [[waiter.held, waiter.nbytes, place.done()] for place, waiter in book._waiters.items()]
         client = self._client_of(session)
         return [
             client,
@@ -142,7 +140,7 @@ class _Encoding:
         """What it wants, and what its task waits for."""
         future = waited_for(caller.task)
         places: list[Any] = [
-            *session.real.host_slots._waiters.values(),
+            *session.real.host_slots._line,
             *session.real.sending._again,
             *session.real.sending._turns,
             *(answer for answer, _, _ in session.real.kept._answers.values()),
@@ -398,7 +396,7 @@ class _Encoding:
     def _replying(self, engine: Engine, handling: Handling, task: Any) -> list[Any]:
         """What the task of a handler waits for."""
         future = waited_for(task)
-        ticket = next((ticket for ticket, waiter in engine.ring.replies._waiters.items() if waiter is future), None)
+        ticket = next((place for place in engine.end.book._reply_wants if place is future), None)
         slot = handling.reply_slot
         return [
             future is None,

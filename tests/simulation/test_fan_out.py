@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -69,22 +68,13 @@ def a_turn_is_not_passed_on(patch: Patch) -> None:
 
 
 def who_is_cancelled_is_in_line(patch: Patch) -> None:
-    """What the simulator has found: the turn has passed by whoever was cancelled, before that ran."""
+    """Whoever is cancelled as its turn comes does not pass it on."""
 
     async def mutated(workers: Workers) -> None:
         if not workers._is_sending and not workers._line:
             workers._is_sending = workers.end.is_crowded = True
             return
-        future = workers.loop.create_future()
-        workers._line.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                workers._pass_turn()
-            else:
-                workers._line.remove(future)
-            raise
+        await workers._line.enter()  # it stays in line, whatever becomes of it
 
     patch.setattr(Workers, "_take_turn", mutated)
 

@@ -20,10 +20,11 @@ from click.testing import CliRunner
 from shmring.client.sending import Sending
 from shmring.client.session import Session as RealSession
 from shmring.core.blocks import TakenRuns
-from shmring.core.client_book import ClientBook
+from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.effects import Acquired, ClientEffect, EngineEffect, Granted
 from shmring.core.engine_book import EngineBook
 from shmring.core.states import Request, RequestEvent
+from shmring.line import Line, Place, give
 from shmring.memory.slots import HostSlots, Slots
 from shmring.ring.claim import Claim
 from shmring.ring.replies import Replies
@@ -365,10 +366,7 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
     def mutated(slots: Slots, effects: list[ClientEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Acquired):
-                future = slots._waiters.pop(effect.ticket)
-                if not future.done():
-                    future.set_result(effect.slot)
-                else:
+                if not give(effect.ticket, effect.slot):
                     slots.carry_out(slots.book.give_up(effect.slot, slots._loop.time()))
             else:
                 slots._owner.link.send(effect.message)
@@ -382,22 +380,12 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
 
 def who_was_cancelled_keeps_what_came(patch: Patch) -> None:
     """A waiter to whom its slot comes as it is cancelled."""
+    line_init = Line.__init__
 
-    async def mutated(slots: Slots, nbytes: int, *, held: bool) -> Any:
-        slot = slots.book.acquire(nbytes, held=held)
-        if slot is not None:
-            return slot
-        ticket = next(slots._tickets)
-        slots._waiters[ticket] = future = slots._loop.create_future()
-        slots.carry_out(slots.book.queue(ticket, nbytes, held=held))
-        try:
-            return await future
-        except BaseException:
-            if slots._waiters.pop(ticket, None) is not None:
-                slots.carry_out(slots.book.cancel(ticket))
-            raise
+    def mutated(line: Line[Any], unused: Any, left: Any = None) -> None:
+        line_init(line, lambda thing: None if isinstance(thing, ClientSlotRecord) else unused(thing), left)
 
-    patch.setattr(Slots, "acquire", mutated)
+    patch.setattr(Line, "__init__", mutated)
 
 
 def who_waits_for_space_keeps_its_turn(patch: Patch) -> None:
@@ -411,10 +399,8 @@ def who_waits_for_space_keeps_its_turn(patch: Patch) -> None:
 
 def a_cancelled_turn_is_nobodys(patch: Patch) -> None:
     async def mutated(sending: Sending, *, again: bool) -> None:
-        turn = sending._session.loop.create_future()
-        sending._turns.append(turn)
         sending.end.crowded = True
-        await turn
+        await sending._turns.enter()
 
     patch.setattr(Sending, "turn", mutated)
 
@@ -425,10 +411,8 @@ def a_copy_that_is_cancelled_keeps_its_slot(patch: Patch) -> None:
 
 
 def a_reply_that_is_not_sent_keeps_its_slot(patch: Patch) -> None:
-    def granted(replies: Replies, ticket: int, slot: Any) -> list[EngineEffect]:
-        future = replies._waiters.pop(ticket)
-        if not future.done():
-            future.set_result(slot)
+    def granted(replies: Replies, place: Place[Any], slot: Any) -> list[EngineEffect]:
+        give(place, slot)
         return []
 
     patch.setattr(Replies, "granted", granted)
