@@ -262,7 +262,7 @@ class Workers:
             self.end.discard(parcel)
 
     async def _take_turn(self) -> None:
-        if not self._is_sending and not self._line:
+        if not self._is_sending and not self._line.is_waited_in:
             self._is_sending = self.end.is_crowded = True
             return
         await self._line.wait()

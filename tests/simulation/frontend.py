@@ -263,7 +263,8 @@ class Session:
     def is_in_flight(caller: Caller) -> bool:
         """Whether the request of a caller counts as in flight: its turn has come."""
         flight: Any = local_of(caller.task, "submit", "flight")
-        turn: Any = local_of(caller.task, "turn", "turn")
+        in_line = local_of(caller.task, "turn", "self") is not None
+        turn: Any = local_of(caller.task, "stay", "place") if in_line else None
         return flight is not None and (flight._counts or (turn is not None and turn.done() and not turn.cancelled()))
 
     @staticmethod

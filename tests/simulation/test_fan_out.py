@@ -71,7 +71,7 @@ def who_is_cancelled_is_in_line(patch: Patch) -> None:
     """Whoever is cancelled as its turn comes does not pass it on."""
 
     async def mutated(workers: Workers) -> None:
-        if not workers._is_sending and not workers._line:
+        if not workers._is_sending and not workers._line.is_waited_in:
             workers._is_sending = workers.end.is_crowded = True
             return
         await workers._line.enter()  # it stays in line, whatever becomes of it
