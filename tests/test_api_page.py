@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What the parts of shmring use of each other's public classes, and no user needs.
 INTERNAL = {
-    shmring.Ring: """call_soon carry_out check_loop check_open check_process claim_in_turn claim_now client_lost closed_error
+    shmring.Ring: """call_soon carry_out check_loop check_open check_process claim_in_turn claim_lingering claim_now
+        client_lost closed_error
         count_protocol_error create device_slab_unmapped end_claim let_others_run log_drain loop next_in_turn release_on_device
         request_arrived send_release take_up_device take_up_failed upload upload_nowait""",
     shmring.Claim: """call_on_abort call_on_end check_running content_regions end finish finish_with forget_on_end frontend

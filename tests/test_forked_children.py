@@ -89,6 +89,8 @@ REFUSED: dict[type, dict[str, Call]] = {
         "broadcast_nowait (with a tensor)": lambda ring: ring.broadcast_nowait(torch.ones(5000)),
         "claim_many": lambda ring: ring.claim_many(2),
         "run": lambda ring: ring.run(lambda claim: claim.reply(1)),
+        "run_batches": lambda ring: ring.run_batches(lambda claims: claims, 2),
+        "drain": lambda ring: ring.drain(),
         "__anext__": lambda ring: ring.__anext__(),
         "check_open": lambda ring: ring.check_open(),
         "check_process": lambda ring: ring.check_process(),
@@ -207,9 +209,9 @@ HARMLESS: dict[type, dict[str, Call]] = {
 
 #: What is no call of users: the parts of an end call it on each other, behind the calls above. And what makes a new end.
 OF_PARTS: dict[type, str] = {
-    shmring.Ring: """call_soon carry_out claim_in_turn claim_now client_lost count_protocol_error device_slab_unmapped end_claim
-        let_others_run log_drain next_in_turn release_on_device request_arrived send_release take_up_device take_up_failed
-        upload upload_nowait create""",
+    shmring.Ring: """call_soon carry_out claim_in_turn claim_lingering claim_now client_lost count_protocol_error
+        device_slab_unmapped end_claim let_others_run log_drain next_in_turn release_on_device request_arrived send_release
+        take_up_device take_up_failed upload upload_nowait create""",
     shmring.Claim: """call_on_abort call_on_end finish_with forget_on_end mark_ended release_slots send_reply""",
     shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
         join""",

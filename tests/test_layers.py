@@ -20,7 +20,8 @@ OURS = ("shmring", "bench")
 LINKED = ("engine", "frontend")  # which are packages of shmring
 
 CORE = ("shmring.core", "shmring.errors", "shmring.config")
-ENDS_STAND_ON = ("shmring.gpu", "shmring.memory", "shmring.transport", *CORE, "shmring.statistics", "shmring.cancellation")
+WAITING = ("shmring.cancellation", "shmring.line")
+ENDS_STAND_ON = ("shmring.gpu", "shmring.memory", "shmring.transport", *CORE, *WAITING, "shmring.statistics")
 
 # What each part may import of this repository beside itself: other parts, or single modules of them. "shmring" is the package
 # itself, shmring/__init__.py, which has what everybody may use.
@@ -29,10 +30,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.config": (),
     "shmring.statistics": (),
     "shmring.cancellation": (),
+    "shmring.line": (),
     "shmring.core": CORE,
-    "shmring.memory": (*CORE, "shmring.cancellation"),
+    "shmring.memory": (*CORE, *WAITING),
     "shmring.transport": CORE,
-    "shmring.gpu": (*CORE, "shmring.memory", "shmring.cancellation"),
+    "shmring.gpu": (*CORE, *WAITING, "shmring.memory"),
     "shmring.ring": ENDS_STAND_ON,
     "shmring.client": ENDS_STAND_ON,
     "shmring.worker": ENDS_STAND_ON,

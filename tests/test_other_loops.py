@@ -63,6 +63,8 @@ CALLS: dict[str, Callable[[Ends], Awaitable[object]]] = {
     "claim": lambda ends: ends.ring.claim(),
     "iterate": lambda ends: ends.gone_through(),
     "run": lambda ends: ends.ring.run(lambda claim: asyncio.sleep(0)),
+    "run in batches": lambda ends: ends.ring.run_batches(lambda claims: asyncio.sleep(0), 2, linger_s=1.0),
+    "drain": lambda ends: ends.ring.drain(),
     "wait_workers": lambda ends: ends.ring.wait_workers(2),
     "gather": lambda ends: ends.ring.gather(1),
     "gather what takes long": lambda ends: ends.ring.gather(torch.ones(40_000)),

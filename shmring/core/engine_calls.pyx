@@ -37,13 +37,16 @@ cdef class EngineCalls:
         """
         return _claiming(self, 0)
 
-    def claim_many(self, uint32_t most):
+    def claim_many(self, uint32_t most, *, double linger_s=0):
         """Waits for the next request, and claims it and those behind it that have come as well.
 
-        For engines that work in steps on whatever there is; as much of it as may be claimed in one turn of the loop. A claim that is aborted meanwhile says so (``claim.aborted``).
+        For engines that work in steps on whatever there is; as much of it as may be claimed in one turn of the loop. A claim that is
+        aborted meanwhile says so (``claim.aborted``).
 
         Args:
             most: requests, at most.
+            linger_s: for so long more is waited for once the first has come, where ``most`` have not. Requests that were claimed by
+                then fail if this is cancelled.
 
         Returns:
             A list of 1 to ``most`` claims in order of arrival, when awaited. Each is to be left, as one from :meth:`claim`.
@@ -54,7 +57,7 @@ cdef class EngineCalls:
         """
         if not most:
             raise ValueError("claim_many(0) would wait for nothing; ask for at least 1 claim")
-        return _claiming(self, most)
+        return self.claim_lingering(most, linger_s) if linger_s > 0 else _claiming(self, most)
 
     def __aiter__(self):
         return self
@@ -63,6 +66,10 @@ cdef class EngineCalls:
         cdef _Claiming claiming = _claiming(self, 0)
         claiming.is_next = True
         return claiming
+
+    def claim_lingering(self, most, linger_s):
+        """A coroutine that claims requests as they come, for so long; for the subclass."""
+        raise NotImplementedError
 
     def claim_in_turn(self):
         """A coroutine that waits for a request and claims it; for the subclass."""

@@ -1,4 +1,4 @@
-"""One task for each claim: what ``ring.run(handler)`` does.
+"""One task for each claim, or one call for a batch of them: what ``ring.run`` and ``ring.run_batches`` do.
 
 Invariant: when it returns or raises, no handler runs any more, and each of their requests has ended.
 """
@@ -9,17 +9,17 @@ import asyncio
 import functools
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shmring.core.printable import printable_lines
-from shmring.errors import ClosedError
+from shmring.errors import AbortedError, ClosedError
 from shmring.ring.claim import Claim
 
 if TYPE_CHECKING:
     from shmring.ring.ring import Ring
 
-__all__ = ["handle_claims"]
+__all__ = ["handle_batches", "handle_claims"]
 
 logger = logging.getLogger("shmring.ring")
 
@@ -66,11 +66,61 @@ async def _handle(claim: Claim, handler: Callable[[Claim], Awaitable[object]]) -
         if not claim.aborted:
             raise
     except Exception:  # noqa: BLE001 - a handler that raises ends its own request, and nothing else
-        # The request has failed and its frontend knows; what is left is to tell whoever reads the log. As text: a
-        # log handler that keeps the exception would keep its frames, and they the views of the request's slots.
-        logger.error(
-            "the handler of request %d of client %d failed\n%s",
-            claim.request_id,
-            claim.client_id,
-            printable_lines(traceback.format_exc()),
-        )
+        _log_failure([claim])
+
+
+async def handle_batches(
+    ring: Ring, handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], most: int, linger_s: float
+) -> None:
+    """See :meth:`Ring.run_batches`."""
+    answering: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            try:
+                claims = await ring.claim_many(most, linger_s=linger_s)
+            except ClosedError:
+                break
+            await _handle_batch(claims, handler, answering)
+            del claims
+        await asyncio.gather(*answering)
+    finally:
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
+
+
+async def _handle_batch(
+    claims: list[Claim], handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], answering: set[asyncio.Task[None]]
+) -> None:
+    try:
+        replies = list(zip(claims, await handler(claims), strict=True))
+    except BaseException as error:
+        for claim in claims:
+            claim.fail(error)
+        if not isinstance(error, Exception):
+            raise
+        _log_failure(claims)
+        return
+    for claim, reply in replies:
+        task = asyncio.create_task(_answer(claim, reply))  # a frontend that does not read holds nobody else up
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+
+
+async def _answer(claim: Claim, reply: object) -> None:
+    try:
+        with claim:
+            await claim.done(reply)
+    except AbortedError:
+        pass
+    except Exception:  # noqa: BLE001 - as above: a reply that can't be sent ends its own request
+        _log_failure([claim])
+
+
+def _log_failure(claims: list[Claim]) -> None:
+    """Tells whoever reads the log why requests have failed; their frontends know.
+
+    As text: a log handler that keeps the exception would keep its frames, and they the views of the requests' slots.
+    """
+    requests = ", ".join(f"{claim.request_id} of client {claim.client_id}" for claim in claims)
+    logger.error("the handler of request %s failed\n%s", requests, printable_lines(traceback.format_exc()))

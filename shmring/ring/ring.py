@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -71,7 +72,7 @@ from shmring.memory.tensors import make_decoder
 from shmring.memory.views import Place
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
-from shmring.ring.handling import handle_claims
+from shmring.ring.handling import handle_batches, handle_claims
 from shmring.ring.handshakes import Handshakes
 from shmring.ring.host_claims import ClaimedMemory, HostClaims
 from shmring.ring.replies import Replies
@@ -87,6 +88,7 @@ __all__ = ["Ring"]
 logger = logging.getLogger("shmring.ring")
 
 _COPY_THREADS = 2  # for replies, which are small beside requests
+_DRAINED_LOOK_S = 0.005  # whether requests in hand have ended: between two looks
 _LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine polls busily: what one takes to come back
 
 
@@ -177,6 +179,7 @@ class Ring(EngineCalls):
         self.workers = Workers(self, self._end, slab, self.record_nbytes)
         self._counters = _Counters()
         self._closed = False
+        self._is_draining = False  # nothing more is claimed
         self.loop.add_reader(self._host_claims.regions.bell, self._collect_deaths)
         self._handshakes = Handshakes(self, listener, geometry, slab, reserved.load_fd, self._device_claims, self._frontends)
 
@@ -230,15 +233,20 @@ class Ring(EngineCalls):
         """For :meth:`claim`: a request has to be waited for."""
         self.check_loop()
         while True:
-            self.check_open()
+            self._check_claiming()
             if not self._claimers and (claim := self.claim_now()) is not None:
                 return claim
             await self._request_arrived()
-            self.check_open()
+            self._check_claiming()
             if (claim := self._take_next()) is not None:
                 if self._claimers:
                     self.request_arrived()
                 return claim
+
+    def _check_claiming(self) -> None:
+        self.check_open()
+        if self._is_draining:
+            raise ClosedError(f"ring {self.name!r} is draining: it claims nothing more")
 
     async def next_in_turn(self) -> Claim:
         """For the iteration over claims: a request has to be waited for."""
@@ -248,6 +256,21 @@ class Ring(EngineCalls):
             self.check_process()
             raise StopAsyncIteration from None
 
+    async def claim_lingering(self, most: int, linger_s: float) -> list[Claim]:
+        """For :meth:`claim_many`: more is waited for once the first has come."""
+        claims = await self.claim_many(most)
+        end_s = self.loop.time() + linger_s
+        try:
+            with contextlib.suppress(TimeoutError, ClosedError):  # what has come is handed out
+                async with asyncio.timeout_at(end_s):
+                    while len(claims) < most:
+                        claims += await self.claim_many(most - len(claims))
+        except BaseException:
+            for claim in claims:
+                claim.fail(asyncio.CancelledError("who claimed the request was cancelled"))
+            raise
+        return claims
+
     def claim_nowait(self) -> Claim:
         """Claims the next request if there is one.
 
@@ -255,7 +278,7 @@ class Ring(EngineCalls):
             WouldBlock: none is waiting, others wait for it, or so much was claimed that the loop is to have a turn before.
             ClosedError: the ring is closed.
         """
-        self.check_open()
+        self._check_claiming()
         claim = self.claim_now()
         if claim is None:
             raise WouldBlock("no request is waiting")
@@ -277,13 +300,33 @@ class Ring(EngineCalls):
         self.check_process()
         await handle_claims(self, handler, max_concurrency)
 
+    async def run_batches(
+        self, handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], most: int, *, linger_s: float = 0.0
+    ) -> None:
+        """Handles claims in batches until the ring is closed, one batch at a time: for models, to which a batch is one call.
+
+        The replies to a batch are sent while the next one is handled, each of them as the last of its request. A handler that
+        raises fails the requests of its batch and is logged; the loop goes on. A request that is aborted meanwhile stays in its
+        batch (``claim.aborted`` says so), and its reply is dropped.
+
+        Args:
+            handler: called with 1 to ``most`` claims in order of arrival; returns as many replies.
+            most, linger_s: as of :meth:`claim_many`.
+
+        Raises:
+            ClosedError: the ring belongs to the process that forked this one.
+        """
+        self.check_process()
+        await handle_batches(self, handler, most, linger_s)
+
     async def _request_arrived(self) -> None:
         self._end.is_awaited = self._end.is_crowded = True
         try:
             await self._claimers.wait()
             self._end.begin_turn()
         finally:
-            self._end.is_awaited = self._end.is_crowded = bool(self._claimers)
+            self._end.is_awaited = bool(self._claimers)
+            self._end.is_crowded = self._end.is_awaited or self._is_draining
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
@@ -550,6 +593,32 @@ class Ring(EngineCalls):
             device_claims.unmapped(client_id)
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Claims nothing any more, and waits for the requests in hand to end: before :meth:`close`, for a stop in good order.
+
+        Whoever claims gets :class:`ClosedError`, and loops over claims end, as with a closed ring. Requests that nobody has
+        claimed wait until then; a client of several engines sends them to another one (``retry``).
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether all of them have ended.
+
+        Raises:
+            ClosedError: the ring is closed.
+        """
+        self.check_open()
+        self.check_loop()
+        self._is_draining = self._end.is_crowded = True
+        self._claimers.give_all(None)
+        end_s = math.inf if timeout is None else self.loop.time() + timeout
+        while self._end.running_count and not self._closed:
+            if self.loop.time() >= end_s:
+                return False
+            await asyncio.sleep(_DRAINED_LOOK_S)
+        return True
 
     async def close(self, reason: str = "the engine is closing") -> None:
         """Ends all connections, aborts running requests, and gives the slab and the name up. A second call does nothing.

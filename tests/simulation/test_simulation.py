@@ -43,7 +43,7 @@ from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
 
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
-MOST_ACTIONS = 48  # that a failure comes down to: the one with most takes 44, since something happens in the midst of calls
+MOST_ACTIONS = 52  # that a failure comes down to: the one with most takes 51, since something happens in the midst of calls
 #: With which few actions show what others show late.
 SEEDS = {"no_generation_check": 9, "one_event_in_the_midst_of_another": 10, "a_reply_that_is_not_sent_keeps_its_slot": 13}
 #: What comes down to few actions where nothing happens in the midst of calls.

@@ -1,0 +1,239 @@
+"""Engines that work in batches, and engines that stop in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+
+pytestmark = pytest.mark.both_loops
+
+Handler = Callable[[list[shmring.Claim]], Awaitable[Sequence[object]]]
+
+
+@pytest.fixture
+async def batches(serve: Any) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
+    """``await batches(handler, most, **options)``: a ring with a task that runs it in batches."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(handler: Handler, most: int = 4, *, linger_s: float = 0.0, **options: Any) -> shmring.Ring:
+        ring: shmring.Ring = await serve(**options)
+        tasks.append(asyncio.create_task(ring.run_batches(handler, most, linger_s=linger_s)))
+        return ring
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_has_come_is_one_batch(batches: Any, connect: Any) -> None:
+    sizes = []
+
+    async def double(claims: list[shmring.Claim]) -> list[object]:
+        sizes.append(len(claims))
+        return [claim.payload * 2 for claim in claims]
+
+    await batches(double, 4)
+    client = await connect()
+    assert await asyncio.gather(*[client.request(number, timeout=10) for number in range(9)]) == [2 * n for n in range(9)]
+    assert sum(sizes) == 9
+    assert max(sizes) == 4
+
+
+async def test_tensors_go_both_ways_and_every_slot_comes_back(batches: Any, connect: Any, eventually: Any) -> None:
+    async def scale(claims: list[shmring.Claim]) -> list[object]:
+        return list(torch.stack([claim.payload for claim in claims]) * 3)
+
+    ring = await batches(scale, 8)
+    client = await connect()
+    replies = await asyncio.gather(*[client.request(torch.full((1000,), float(n)), timeout=10) for n in range(6)])
+    assert [reply[0].item() for reply in replies] == [0.0, 3.0, 6.0, 9.0, 12.0, 15.0]
+    del replies
+    await eventually(lambda: ring.statistics().slots_in_use == 0)
+    assert ring.statistics().finished == 6
+
+
+async def test_a_handler_that_raises_fails_its_batch_and_nothing_else(batches: Any, connect: Any, caplog: Any) -> None:
+    async def refuse(claims: list[shmring.Claim]) -> list[object]:
+        if any(claim.payload == 13 for claim in claims):
+            raise ValueError("13 is not for me")
+        return [claim.payload for claim in claims]
+
+    await batches(refuse, 1)
+    client = await connect()
+    with pytest.raises(shmring.RemoteError, match="13 is not for me"):
+        await client.request(13, timeout=10)
+    assert await client.request(14, timeout=10) == 14
+    assert "13 is not for me" in caplog.text
+
+
+async def test_as_many_replies_as_claims_are_returned(batches: Any, connect: Any) -> None:
+    async def forget_one(claims: list[shmring.Claim]) -> list[object]:
+        return [claim.payload for claim in claims][1:]
+
+    await batches(forget_one)
+    client = await connect()
+    with pytest.raises(shmring.RemoteError, match="ValueError"):
+        await client.request(1, timeout=10)
+
+
+async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(batches: Any, connect: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    go_on = asyncio.Event()
+    aborted = []
+
+    async def wait(claims: list[shmring.Claim]) -> list[object]:
+        await go_on.wait()
+        aborted.append([claim.aborted for claim in claims])
+        return [claim.payload for claim in claims]
+
+    await batches(wait, 4, linger_s=10.0)
+    client = await connect()
+    requests = [asyncio.create_task(client.request(number, timeout=10, request_id=str(number))) for number in range(4)]
+    await asyncio.sleep(0.05)
+    client.abort("2")
+    with pytest.raises(shmring.AbortedError):
+        await requests.pop(2)
+    await asyncio.sleep(0.05)
+    go_on.set()
+    assert await asyncio.gather(*requests) == [0, 1, 3]
+    assert aborted == [[False, False, True, False]]
+    assert "failed" not in caplog.text
+
+
+async def test_a_reply_that_can_not_be_sent_fails_its_own_request(batches: Any, connect: Any) -> None:
+    async def answer(claims: list[shmring.Claim]) -> list[object]:
+        return [object() if claim.payload == 1 else claim.payload for claim in claims]
+
+    await batches(answer, 2, linger_s=10.0)
+    client = await connect()
+    failed, answered = await asyncio.gather(*[client.request(n, timeout=10) for n in (1, 2)], return_exceptions=True)
+    assert isinstance(failed, shmring.RemoteError)
+    assert answered == 2
+
+
+async def test_a_frontend_that_does_not_read_keeps_no_batch_from_others(batches: Any, connect: Any) -> None:
+    async def fill(claims: list[shmring.Claim]) -> list[object]:
+        return [torch.ones(100_000, dtype=torch.uint8) for _ in claims]
+
+    await batches(fill, 1, reply_nbytes="256KiB")
+    greedy, patient = await connect(), await connect()
+    held = await greedy.request(0, timeout=10)
+    waiting = [await greedy.submit(n) for n in range(3)]  # replies for which there is no space while that one is held
+    assert (await patient.request(0, timeout=10)).numel() == held.numel() == 100_000
+    assert not any(submission.has_replied for submission in waiting)
+    for submission in waiting:
+        submission.abort()
+
+
+# -- lingering -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_waits_for_more_and_goes_when_it_is_full(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
+    for number in range(4):
+        await client.submit(number)
+        await asyncio.sleep(0.01)
+    claims = await taking
+    assert [claim.payload for claim in claims] == [0, 1, 2]
+    for claim in (*claims, await ring.claim()):
+        claim.done()
+
+
+async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    await client.submit(1)
+    started = time.monotonic()
+    [claim] = await ring.claim_many(3, linger_s=0.05)
+    assert time.monotonic() - started >= 0.04
+    claim.done()
+    submission = await client.submit(2)
+    taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
+    await asyncio.sleep(0.05)
+    await ring.close()
+    [claim] = await taking  # the end of the ring is told by the next call
+    assert claim.aborted
+    with pytest.raises(shmring.ClosedError):
+        await ring.claim_many(3, linger_s=60.0)
+    with pytest.raises(shmring.EngineDeadError):
+        await submission.result()
+
+
+async def test_who_is_cancelled_while_it_lingers_fails_what_it_has(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit(torch.ones(5000))
+    taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
+    await eventually(lambda: ring.statistics().running == 1)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    with pytest.raises(shmring.RemoteError, match="cancelled"):
+        await submission.result()
+    await eventually(lambda: ring.statistics().slots_in_use == 0)
+
+
+# -- stopping in good order ------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(serve: Any, connect: Any) -> None:
+    go_on = asyncio.Event()
+
+    async def wait(claim: shmring.Claim) -> None:
+        await go_on.wait()
+        await claim.reply(claim.payload)
+
+    ring = await serve()
+    running = asyncio.create_task(ring.run(wait))
+    client = await connect()
+    first = asyncio.create_task(client.request(1, timeout=10))
+    await asyncio.sleep(0.05)
+    draining = asyncio.create_task(ring.drain())
+    await asyncio.sleep(0.05)
+    late = await client.submit(2)
+    await asyncio.sleep(0.05)
+    assert (ring.statistics().running, ring.statistics().waiting) == (1, 1)
+    with pytest.raises(shmring.ClosedError, match="draining"):
+        ring.claim_nowait()
+    assert [claim async for claim in ring] == []
+    go_on.set()
+    assert await draining
+    await running  # its handlers have ended
+    assert await first == 1
+    await ring.close()
+    with pytest.raises(shmring.EngineDeadError):
+        await late.result()
+
+
+async def test_draining_ends_in_time(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    await client.submit(1)
+    claim = await ring.claim()
+    assert not await ring.drain(timeout=0.02)
+    claim.done()
+    assert await ring.drain(timeout=0.0)
+    await ring.close()
+    with pytest.raises(shmring.ClosedError):
+        await ring.drain()
+
+
+async def test_who_waits_to_claim_hears_that_the_engine_drains(serve: Any) -> None:
+    ring = await serve()
+    waiting = [asyncio.ensure_future(ring.claim()), asyncio.ensure_future(ring.claim_many(2))]
+    iterating = asyncio.create_task(anext(aiter(ring), None))
+    await asyncio.sleep(0)
+    assert await ring.drain()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(result) for result in results] == [shmring.ClosedError] * 2
+    assert await iterating is None
