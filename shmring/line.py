@@ -23,26 +23,20 @@ _Thing = TypeVar("_Thing")
 Place: TypeAlias = asyncio.Future[_Thing]
 
 
-class Line(Generic[_Thing]):
-    """A line of tasks. Lives in a loop. True while somebody stands in it; iterates over the places in order.
+class Line(dict[Place[_Thing], Any], Generic[_Thing]):
+    """A line of tasks: the places in order of arrival, with what each wants. Lives in a loop.
 
     Args:
         unused: what becomes of a thing whose task was cancelled just as it came.
         left: is told of a place that leaves with nothing: cancelled, or failed by whoever gives.
     """
 
-    __slots__ = ("_left", "_places", "_unused")
+    __slots__ = ("_left", "_unused")
 
     def __init__(self, unused: Callable[[_Thing], object], left: Callable[[Place[_Thing]], object] | None = None) -> None:
+        super().__init__()
         self._unused = unused
         self._left = left
-        self._places: dict[Place[_Thing], Any] = {}  # what each one wants, in order of arrival
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Place[_Thing]]:
-        return iter(self._places)
 
     def enter(self, wants: Any = None) -> Place[_Thing]:
         """Returns a place at the end of the line, for :meth:`stay`.
@@ -54,7 +48,7 @@ class Line(Generic[_Thing]):
             wants: for :meth:`waiting`.
         """
         place: Place[_Thing] = asyncio.get_running_loop().create_future()
-        self._places[place] = wants
+        self[place] = wants
         return place
 
     async def stay(self, place: Place[_Thing]) -> _Thing:
@@ -62,14 +56,14 @@ class Line(Generic[_Thing]):
         try:
             thing = await place
         except BaseException:
-            del self._places[place]
+            del self[place]
             if place.done() and not place.cancelled() and place.exception() is None:
                 self._unused(place.result())
             elif self._left is not None:
                 self._left(place)
             raise
         else:
-            del self._places[place]
+            del self[place]
             return thing
         finally:
             del place
@@ -80,18 +74,19 @@ class Line(Generic[_Thing]):
 
     def waiting(self) -> Iterator[tuple[Place[_Thing], Any]]:
         """Those that were given nothing yet, and what they want. They may be given something meanwhile."""
-        return ((place, wants) for place, wants in self._places.items() if not place.done())
+        return ((place, wants) for place, wants in self.items() if not place.done())
 
     @property
     def is_waited_in(self) -> bool:
         """Whether somebody was given nothing yet."""
-        return next(self.waiting(), None) is not None
+        return not all(place.done() for place in self)
 
     def give_first(self, thing: _Thing) -> bool:
         """Gives something to the first that was given nothing yet; returns False if there is none."""
-        for place, _ in self.waiting():
-            place.set_result(thing)
-            return True
+        for place in self:
+            if not place.done():
+                place.set_result(thing)
+                return True
         return False
 
     def give_all(self, thing: _Thing) -> None:
