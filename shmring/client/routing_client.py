@@ -38,6 +38,7 @@ from shmring.core.client_calls import check_nbytes
 from shmring.core.forks import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
+from shmring.gpu.device_slots import DeviceSlots
 from shmring.statistics import ClientStatistics
 from shmring.transport.loops import check_loop
 
@@ -275,6 +276,19 @@ class RoutingClient:
         client, _ = self._holder(payload, engine)
         candidates = self._candidates(key, engine) if client is None else [client]
         return _first_that_can(candidates, lambda each: each.submit_nowait(payload, request_id=request_id, ask=ask))
+
+    async def submit_in_time(
+        self,
+        payload: object,
+        *,
+        timeout: float | None = None,
+        request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> Submission:
+        """For :mod:`shmring.threads`: as :meth:`submit`, within so many seconds."""
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            return await self.submit(payload, request_id=request_id, key=key, engine=engine)
 
     async def submit_unless_full(
         self,
@@ -660,6 +674,11 @@ class RoutingClient:
         """Why one of the engines that are not attached now went away, as far as it is known."""
         lost = (client.lost_error for client in self.engines.values() if not client.connected)
         return next((error for error in lost if error is not None), None)
+
+    @property
+    def used_device_slots(self) -> Sequence[DeviceSlots]:
+        """As :attr:`shmring.RingClient.used_device_slots`, of all engines."""
+        return [slots for client in self.engines.values() for slots in client.used_device_slots]
 
     async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
         """Waits until an engine is attached: the one that is named, or any."""

@@ -311,7 +311,7 @@ class Claim:
         self._thread.post(self._claim.done)
 
     async def _reply(self, send: Callable[[object], Any], payload: object, timeout: float | None) -> None:
-        await within(timeout, f"client {self.client_id} to take a reply to request {self.request_id}", send(payload))
+        await within(timeout, lambda: f"client {self.client_id} to take a reply to request {self.request_id}", send(payload))
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
@@ -397,7 +397,7 @@ class Ring:
         self._thread.check_open()
         claim = self._arrivals.pop_first()
         if claim is None:
-            claim = self._thread.ask(timeout, "a request", self._arrivals.next, undo=self._arrivals.put_back)
+            claim = self._thread.ask(timeout, "a request to come", self._arrivals.next, undo=self._arrivals.put_back)
         return claim
 
     def claim_nowait(self) -> Claim:
@@ -436,7 +436,7 @@ class Ring:
         key = client_id, request_id
         claim = self._arrivals.pop(key)
         if claim is None:
-            what = f"request {request_id} of client {client_id}"
+            what = f"request {request_id} of client {client_id} to come"
             claim = self._thread.ask(timeout, what, self._arrivals.take, key, undo=self._arrivals.put_back)
         return claim
 
