@@ -68,4 +68,6 @@ def test_a_twin_has_the_name_and_the_text_of_what_it_is_made_of(own: type) -> No
     for name, twin in vars(TWINS[own]).items():
         if inspect.isfunction(twin) and hasattr(twin, "__wrapped__"):
             assert twin.__name__ == name
-            assert (twin.__doc__ or "").startswith((getattr(own, name).__doc__ or "").rstrip())
+            text = inspect.getdoc(getattr(own, name))
+            assert text
+            assert (inspect.getdoc(twin) or "").startswith(text)

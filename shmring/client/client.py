@@ -205,6 +205,8 @@ class RingClient(ClientCalls):
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
 
+        In :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
+
         Args:
             payload, request_id: as of :meth:`request`.
             ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.

@@ -266,6 +266,8 @@ class RoutingClient:
         """The same if nothing has to be waited for. Where no slot, key or ``engine`` decides, any engine that can take it will
         do.
 
+        In :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
+
         Args:
             payload, request_id, ask: as of :meth:`shmring.RingClient.submit_nowait`.
             key, engine: as of :meth:`request`.

@@ -11,6 +11,7 @@ Methods are found by their names on the object, so a subclass has its own.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -25,7 +26,6 @@ _Outer = TypeVar("_Outer")
 _Result = TypeVar("_Result")
 _Value_co = TypeVar("_Value_co", covariant=True)
 _Arguments = ParamSpec("_Arguments")
-_Twin = TypeVar("_Twin", bound=Callable[..., Any])
 
 _BLOCKS = """
 
@@ -193,6 +193,6 @@ def read_through(attribute: Callable[[_InLoop], _Value_co]) -> _ReadThrough[_Val
 def like(method: Any, twin: Callable[..., _Result], *, text_of: Any = None, adding: str = "") -> Callable[..., _Result]:
     """Gives a twin the signature of a method, and its name and text: or those of another one, and some more text."""
     named, function = text_of or method, cast(Any, twin)
-    function.__name__, function.__doc__ = named.__name__, (named.__doc__ or "").rstrip() + adding
+    function.__name__, function.__doc__ = named.__name__, inspect.cleandoc(named.__doc__ or "") + adding
     function.__wrapped__ = method
     return twin
