@@ -138,9 +138,23 @@ GUARDS = (
     Guard(
         "a blocking client's slot is kept by nobody who has left it",
         "shmring/threads/client.py",
-        "        slot, self._slot = self._slot, None",
-        "        slot = self._slot",
+        "        held, self._in_loop = self._in_loop, None",
+        "        held = self._in_loop",
         "tests/test_held_at_close.py::test_a_slot_of_a_blocking_client_comes_back_when_it_is_left",
+    ),
+    Guard(
+        "what a thread sends comes behind what it has queued on its GPU",
+        "shmring/threads/client.py",
+        "        slots.follow(mark)\n",
+        "        pass\n",
+        "tests/memory/test_device_slots.py::test_what_a_thread_sends_comes_behind_what_it_has_queued",
+    ),
+    Guard(
+        "a slot on a GPU that a thread leaves waits for what that has queued",
+        "shmring/threads/client.py",
+        "        slot.end.device_slots.use(slot.record, stream)\n",
+        "        pass\n",
+        "tests/memory/test_device_slots.py::test_a_slot_that_a_thread_leaves_waits_for_what_it_has_queued",
     ),
     Guard(
         "nobody waits for a thread that never runs again",

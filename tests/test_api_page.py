@@ -24,8 +24,8 @@ INTERNAL = {
     shmring.Claim: """call_on_abort call_on_end check_running content_regions end finish finish_with forget_on_end frontend
         mark_ended release_slots send_reply submit why_not_running""",
     shmring.RingClient: """acquire_in_turn attach check_process create detached keep_attaching resolve_device session
-        submit_in_turn submit_unless_full use why_no_answer why_not_sent""",
-    shmring.RoutingClient: "create submit_unless_full",
+        submit_in_time submit_in_turn submit_unless_full use used_device_slots why_no_answer why_not_sent""",
+    shmring.RoutingClient: "create submit_in_time submit_unless_full used_device_slots",
     shmring.Submission: """drop_replies end error give_back give_up has_reply raise_error take_reply unread_slots waiter
         was_left""",
     shmring.Slot: "cursor device_memory end is_on_host memory other_tensor record take",

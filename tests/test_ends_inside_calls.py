@@ -242,7 +242,7 @@ def test_an_interruption_in_the_middle_of_a_reply_ends_the_worker_and_convicts_n
         worker.receive(10)
     gathering.join()
     assert isinstance(outcome[0], shmring.WorkerLostError)
-    assert ring._ring.statistics().protocol_errors == 0
+    assert ring._in_loop.statistics().protocol_errors == 0
 
 
 @pytest.mark.timeout(20)

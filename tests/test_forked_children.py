@@ -47,6 +47,7 @@ _REQUESTS: dict[str, Call] = {
     "abort": lambda client: client.abort("named"),
     "slot": lambda client: client.slot(1),
     "slot_nowait": lambda client: client.slot_nowait(1),
+    "slots": lambda client: client.slots([1, 2]),
     "find": lambda client: client.find(_KEY),
     "find (unknown)": lambda client: client.find(b"u" * 32),
     "keep": lambda client: client.keep(b"n" * 32, torch.ones(1000)),
@@ -56,7 +57,7 @@ _REQUESTS: dict[str, Call] = {
     "statistics": lambda client: client.statistics(),
 }
 _IN_LOOP: dict[str, Call] = {
-    "slots": lambda client: client.slots([1, 2]),
+    "submit_in_time": lambda client: client.submit_in_time(1),
     "submit_unless_full": lambda client: client.submit_unless_full(1),
 }
 _REPLIES: dict[str, Call] = {
@@ -153,6 +154,7 @@ REFUSED: dict[type, dict[str, Call]] = {
     threads.RoutingClient: {
         **_REQUESTS,
         "call": lambda client: client.call("method", engine=client.names[0]),
+        "choose": lambda client: client.choose(),
         "loads": lambda client: client.loads(),
     },
     threads.Submission: _REPLIES,

@@ -178,6 +178,30 @@ def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: threads.Cli
 
 
 @pytest.mark.usefixtures("answering")
+def test_several_slots_are_acquired_at_once(client: threads.Client) -> None:
+    slots = client.slots([3000, 5000], timeout=5)
+    assert [slot.nbytes for slot in slots] == [3000, 5000]
+    for slot in slots:
+        with slot:
+            assert client.request(slot.tensor((3000,), torch.uint8).fill_(1), timeout=5).sum() == 3000
+    assert client.statistics().copies == 0
+    eventually(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
+    with pytest.raises(ValueError, match="at least one"):
+        client.slots([])
+
+
+def test_attributes_say_what_those_of_the_asyncio_client_say(serve: Any, connect: Any) -> None:
+    ring = serve(kept_nbytes="128KiB")
+    client = connect()
+    assert client.epoch == client.statistics().epoch > 0
+    assert client.kept_nbytes == 128 << 10
+    assert (client.name, client.lost_error, client.closed) == ("test", None, False)
+    ring.close()
+    eventually(lambda: not client.connected)
+    assert (client.epoch, client.client_id, client.kept_nbytes) == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("answering")
 def test_what_was_written_into_a_slot_is_sent_from_there(client: threads.Client, ring: threads.Ring) -> None:
     with client.slot(shmring.nbytes_for(((5000,), torch.int64), ((10,), torch.int64))) as slot:
         view = slot.tensor((5000,), torch.int64).copy_(torch.arange(5000))
@@ -273,23 +297,23 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
     client = connect(lease_nbytes="1MiB")
     held = client.slot(800_000)
     waits: list[tuple[str, Callable[[], Any]]] = [
-        ("a request", lambda: ring.claim(0.01)),
-        ("request 77 of client 1", lambda: ring.take(1, 77, 0.01)),
-        ("800000 bytes", lambda: client.slot(800_000, timeout=0.01)),
-        ("space in the slab", lambda: client.submit(torch.ones(800_000, dtype=torch.uint8), timeout=0.01)),
-        ("space and the reply", lambda: client.request("nobody answers", timeout=0.01)),
+        ("a request to come", lambda: ring.claim(0.01)),
+        ("request 77 of client 1 to come", lambda: ring.take(1, 77, 0.01)),
+        ("space: .* callers hold 1 slots", lambda: client.slot(800_000, timeout=0.01)),
+        ("space: .* callers hold 1 slots", lambda: client.slots([400_000, 400_000], timeout=0.01)),
+        ("space: ", lambda: client.submit(torch.ones(800_000, dtype=torch.uint8), timeout=0.01)),
+        ("the engine's reply; 1 requests", lambda: client.request("nobody answers", timeout=0.01)),
+        ("the engine's reply; 1 requests", lambda: next(client.stream("nobody answers", timeout=0.01))),
     ]
     for what, wait in waits:
-        with pytest.raises(TimeoutError, match=f"waited 0.01 s for {what}"):
+        with pytest.raises(TimeoutError, match=f"longer than the 0.01 s it was given: {what}"):
             wait()
+        eventually(lambda: client.statistics().in_flight == 0)
     eventually(lambda: client.statistics().in_flight == client.statistics().waiting == 0 == ring.untaken)
     submission = client.submit("later")
-    with pytest.raises(TimeoutError, match="the next reply to request"):
-        submission.next(timeout=0.01)
-    with pytest.raises(TimeoutError, match="the reply to request"):
-        submission.result(timeout=0.01)
-    with pytest.raises(TimeoutError, match="the end of request"):
-        submission.wait(timeout=0.01)
+    for wait_for in (submission.next, submission.result, submission.wait):
+        with pytest.raises(TimeoutError, match=r"0\.01 s it was given: at 'test': the engine's reply; 1 requests"):
+            wait_for(timeout=0.01)
     ring.claim(5).done("after all")
     assert submission.result(timeout=5) == "after all"
     held.close()
@@ -676,9 +700,27 @@ def test_an_interrupted_request_is_aborted(ring: threads.Ring, client: threads.C
     eventually(lambda: claims[0].aborted)
     claims.pop().done()
     submission = client.submit("x")
-    with interrupted(lambda: submission._submission.waiter is not None):
+    with interrupted(lambda: submission._in_loop.waiter is not None):
         submission.result()
     eventually(lambda: submission.ended and ring.untaken == 0)
+    eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
+    assert is_whole(ring)
+
+
+def test_an_interrupted_stream_is_aborted(ring: threads.Ring, client: threads.Client) -> None:
+    claims: list[threads.Claim] = []
+    replies: list[str] = []
+
+    def is_waited_for_again() -> bool:
+        claims.append(ring.claim(10))
+        claims[0].reply("first")
+        return bool(eventually(lambda: replies))
+
+    with interrupted(is_waited_for_again):
+        replies.extend(client.stream({"x": torch.ones(5000)}))
+    assert replies == ["first"]
+    eventually(lambda: claims[0].aborted)
+    claims.pop().done()
     eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
     assert is_whole(ring)
 
@@ -746,6 +788,53 @@ def test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over(
     del submissions
 
 
+def test_an_exception_that_is_set_from_outside_gives_back_what_a_client_was_given(ring: threads.Ring, connect: Any) -> None:
+    client = connect(lease_nbytes="1MiB")
+    payload = torch.ones(800_000, dtype=torch.uint8)
+    calls: list[Callable[[], Any]] = [
+        lambda: client.slot(800_000),
+        lambda: client.slots([400_000, 400_000]),
+        lambda: client.submit(payload),
+        lambda: next(client.stream(payload)),
+    ]
+    for call in calls:
+        held = client.slot(800_000, timeout=10)
+        waiting = Thread(call)
+        eventually(lambda: client.statistics().waiting == 1)
+        assert waiting.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
+        held.close()
+        with pytest.raises(Stop):
+            waiting.ended()
+        eventually(lambda: client.statistics().in_flight == client.statistics().slots_writing == 0)
+        eventually(lambda: ring.untaken == 0 and client.statistics().slots_submitted == 0)
+    assert is_whole(ring)
+
+
+def test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came(
+    ring: threads.Ring, client: threads.Client
+) -> None:
+    tracebacks: list[Any] = []
+
+    def first_of_a_stream() -> None:
+        try:
+            next(client.stream("two replies"))
+        except Stop as error:
+            tracebacks.append(error.__traceback__)  # which keeps the stream
+            raise
+
+    waiting = Thread(first_of_a_stream)
+    claim = ring.claim(10)
+    assert waiting.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
+    claim.reply(torch.ones(5000))
+    with pytest.raises(Stop):
+        waiting.ended()
+    eventually(lambda: claim.aborted)
+    claim.release()
+    eventually(lambda: is_whole(ring) and client.statistics().reply_slots_held == 0)
+
+
 def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: threads.Ring, client: threads.Client) -> None:
     submissions = [client.submit(number) for number in range(3)]
     aborted, first = ring.claim(5), ring.claim(5)
@@ -776,7 +865,7 @@ def test_closing_wakes_whoever_waits(ring: threads.Ring, connect: Any) -> None:
         Thread(submission.next),
     ]
     eventually(lambda: ring.untaken == 1 and client.statistics().waiting == 2)
-    eventually(lambda: submission._submission.waiter is not None)
+    eventually(lambda: submission._in_loop.waiter is not None)
     client.close()
     for thread in at_client:
         with pytest.raises(shmring.ClosedError, match="this client of 'test' is closed"):

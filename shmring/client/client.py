@@ -37,6 +37,7 @@ from shmring.errors import (
 )
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
+from shmring.gpu.device_slots import DeviceSlots
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
@@ -204,6 +205,8 @@ class RingClient(ClientCalls):
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
 
+        In :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
+
         Args:
             payload, request_id: as of :meth:`request`.
             ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
@@ -213,6 +216,11 @@ class RingClient(ClientCalls):
         """
         self._check_name(request_id)
         return self._ready_nowait().sending.submit_nowait(payload, request_id, ask=ask)
+
+    async def submit_in_time(self, payload: object, *, timeout: float | None = None, request_id: str = "") -> Submission:
+        """For :mod:`shmring.threads`: as :meth:`submit`, within so many seconds."""
+        with self._deadlines.within(timeout, self.why_not_sent):
+            return await self.submit(payload, request_id=request_id)
 
     async def submit_unless_full(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """For :mod:`shmring.threads`: as :meth:`submit_nowait`, with a long copy made beside the loop."""
@@ -485,6 +493,12 @@ class RingClient(ClientCalls):
     def session(self) -> Session | None:
         """The connection to the engine that is attached now; for whoever chooses among several clients."""
         return self._session
+
+    @property
+    def used_device_slots(self) -> Sequence[DeviceSlots]:
+        """For :mod:`shmring.threads`, in any thread: the slots in device memory, if callers hold some."""
+        session = self._session
+        return (session.device_slots,) if session is not None and session.device_slots.held else ()
 
     async def attach(self) -> None:
         """Attaches to the engine, if there is one.

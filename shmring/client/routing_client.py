@@ -37,6 +37,7 @@ from shmring.config import ClientConfig, parse_nbytes
 from shmring.core.forks import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
+from shmring.gpu.device_slots import DeviceSlots
 from shmring.statistics import ClientStatistics
 from shmring.transport.loops import check_loop
 
@@ -264,6 +265,8 @@ class RoutingClient:
         """The same if nothing has to be waited for. Where no slot, key or ``engine`` decides, any engine that can take it will
         do.
 
+        In :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
+
         Args:
             payload, request_id, ask: as of :meth:`shmring.RingClient.submit_nowait`.
             key, engine: as of :meth:`request`.
@@ -274,6 +277,19 @@ class RoutingClient:
         client, _ = self._holder(payload, engine)
         candidates = self._candidates(key, engine) if client is None else [client]
         return _first_that_can(candidates, lambda each: each.submit_nowait(payload, request_id=request_id, ask=ask))
+
+    async def submit_in_time(
+        self,
+        payload: object,
+        *,
+        timeout: float | None = None,
+        request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> Submission:
+        """For :mod:`shmring.threads`: as :meth:`submit`, within so many seconds."""
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            return await self.submit(payload, request_id=request_id, key=key, engine=engine)
 
     async def submit_unless_full(
         self,
@@ -659,6 +675,11 @@ class RoutingClient:
         """Why one of the engines that are not attached now went away, as far as it is known."""
         lost = (client.lost_error for client in self.engines.values() if not client.connected)
         return next((error for error in lost if error is not None), None)
+
+    @property
+    def used_device_slots(self) -> Sequence[DeviceSlots]:
+        """As :attr:`shmring.RingClient.used_device_slots`, of all engines."""
+        return [slots for client in self.engines.values() for slots in client.used_device_slots]
 
     async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
         """Waits until an engine is attached: the one that is named, or any."""

@@ -34,7 +34,7 @@ from shmring.core.mapping import Mapping
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh
-from shmring.gpu.cuda import Cuda, CudaError, Stream
+from shmring.gpu.cuda import Cuda, CudaError, Event, Stream
 from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence, Fences
 from shmring.gpu.device_views import DeviceViews
 from shmring.memory.copier import Copier
@@ -234,6 +234,29 @@ class DeviceSlots(Slots):
     def current_stream(self) -> Stream:
         """Returns the stream that this thread computes on, on the slab's device."""
         return self._cuda.current_stream(self._slab.device_index)
+
+    # The loop submits and leaves slots on its own thread's stream. Threads that it does so for have streams of their own.
+
+    def mark(self) -> Event:
+        """In any thread: stands for what this thread has queued on its current stream by now.
+
+        Raises:
+            CudaError: CUDA failed.
+        """
+        return self._cuda.record(self.current_stream())
+
+    def follow(self, mark: Event) -> None:
+        """In the loop's thread: what is submitted from now on comes behind a mark.
+
+        Raises:
+            CudaError: CUDA failed.
+        """
+        self._cuda.wait_event(self.current_stream(), mark)
+
+    def use(self, record: ClientSlotRecord, stream: Stream) -> None:
+        """A slot that a caller holds is used on this stream, too."""
+        if not self._is_lost:
+            self._views.use(id(record), stream)
 
     def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> bytes:
         """For the end, which submits slots of which some are here: records an event behind all that is queued on a stream.

@@ -5,10 +5,9 @@ none. The names, the arguments and the errors are those of :mod:`shmring`; what 
 in seconds. ``docs/threads.md`` lists what differs.
 """
 
-from shmring.threads.client import Client, Kept, Slot, Submission
+from shmring.threads.client import Client, Kept, RoutingClient, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
-from shmring.threads.routing_client import RoutingClient
 from shmring.threads.worker import Message, Worker, join
 
 __all__ = [

@@ -6,8 +6,7 @@ from typing import Unpack, overload
 
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
-from shmring.threads.client import Client
-from shmring.threads.routing_client import RoutingClient
+from shmring.threads.client import Client, RoutingClient
 
 __all__ = ["connect"]
 

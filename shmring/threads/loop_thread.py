@@ -31,7 +31,7 @@ from shmring.core.forks import Origin
 from shmring.errors import ClosedError, LocalProtocolError
 from shmring.threads.greenlets import check_threads
 
-__all__ = ["LoopCall", "LoopThread", "within"]
+__all__ = ["LoopCall", "LoopThread", "keep", "within"]
 
 _Result = TypeVar("_Result")
 
@@ -39,6 +39,8 @@ _Result = TypeVar("_Result")
 #: A signal that comes just before a thread falls asleep does not wake it, and an exception that another thread sets never does.
 #: So whoever waits looks for them this often.
 _LOOK_UP_S = 1.0
+
+_NONE_NAMED: dict[str, Any] = {}  # nobody writes to it
 
 
 class _End(Protocol):
@@ -49,7 +51,7 @@ class _End(Protocol):
         """Ends it."""
 
 
-def _keep(result: Any) -> None:
+def keep(result: Any) -> None:
     """What a call gives needs no undoing."""
 
 
@@ -60,17 +62,25 @@ class LoopCall:
         function: what to do, in the loop.
         arguments: of it.
         undo: what to do, in the loop, with a result that nobody takes.
+        named: its further arguments, by name.
 
     Attributes:
         result, error: the answer; one of them.
         on_end: what the loop calls when this is answered, or was left.
     """
 
-    __slots__ = ("_answered", "_task", "_undo", "arguments", "error", "function", "is_ended", "on_end", "result")
+    __slots__ = ("_answered", "_task", "_undo", "arguments", "error", "function", "is_ended", "named", "on_end", "result")
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], undo: Callable[[Any], object]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        undo: Callable[[Any], object],
+        named: dict[str, Any] = _NONE_NAMED,
+    ) -> None:
         self.function = function
         self.arguments = arguments
+        self.named = named
         self._undo = undo
         self._answered = allocate_lock()
         self._answered.acquire()
@@ -87,14 +97,15 @@ class LoopCall:
         if self.is_ended:
             return
         try:
-            result = self.function(*self.arguments)
+            result = self.function(*self.arguments, **self.named)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self.answer(error=error)
             return
         finally:
-            self.arguments = ()  # the caller's payload, for example
-        if isinstance(result, Coroutine):
-            self._task = asyncio.get_running_loop().create_task(result)
+            self.arguments, self.named = (), _NONE_NAMED  # the caller's payload, for example
+        if isinstance(result, Awaitable):
+            waiting = result if isinstance(result, Coroutine) else _awaited(result)
+            self._task = asyncio.get_running_loop().create_task(waiting)
             self._task.add_done_callback(self._task_ended)
         else:
             self.answer(result)
@@ -155,6 +166,10 @@ class LoopCall:
             del error, self  # the error's traceback holds this frame
 
 
+async def _awaited(waiting: Awaitable[_Result]) -> _Result:
+    return await waiting
+
+
 class _Question(LoopCall):
     """A call whose function gets the call, and has it answered, then or later.
 
@@ -211,7 +226,7 @@ class LoopThread:
         self._origin = Origin()
         self._loop = uvloop.new_event_loop()
         self._queue: deque[LoopCall | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._opening = LoopCall(make, (), _keep)
+        self._opening = LoopCall(make, (), keep)
         self._life: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[tuple[Any, ...]] | None = None
         self._running: dict[LoopCall, None] = {}  # those that are not answered yet; only the loop's thread uses it
@@ -279,7 +294,7 @@ class LoopThread:
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
-    def call(self, function: Callable[..., Any], *arguments: Any, undo: Callable[[Any], object] = _keep) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, undo: Callable[[Any], object] = keep) -> Any:
         """Has a function called in the loop, or a coroutine run, and waits for its result.
 
         Args:
@@ -292,7 +307,7 @@ class LoopThread:
             LocalProtocolError: this is the loop's own thread, which would wait for itself.
             BaseException: whatever the function raises.
         """
-        return self._carried_out(LoopCall(function, arguments, undo))
+        return self.result_of(LoopCall(function, arguments, undo))
 
     def ask(
         self,
@@ -300,7 +315,7 @@ class LoopThread:
         what: str,
         function: Callable[..., None],
         *arguments: Any,
-        undo: Callable[[Any], object] = _keep,
+        undo: Callable[[Any], object] = keep,
     ) -> Any:
         """Has the loop find something, and waits for it.
 
@@ -315,9 +330,10 @@ class LoopThread:
             ClosedError, LocalProtocolError: as :meth:`call`.
             BaseException: whatever the function raises, or answers with.
         """
-        return self._carried_out(_Question(timeout, what, function, arguments, undo))
+        return self.result_of(_Question(timeout, what, function, arguments, undo))
 
-    def _carried_out(self, call: LoopCall) -> Any:
+    def result_of(self, call: LoopCall) -> Any:
+        """Has a call carried out in the loop, and waits for its result. Raises what :meth:`call` does."""
         self.check_open()
         self._check_thread()
         try:
@@ -440,12 +456,12 @@ class LoopThread:
                     item.on_end.append(functools.partial(self._running.pop, item))
 
 
-async def within(timeout: float | None, what: str | Callable[[], str], waiting: Awaitable[_Result]) -> _Result:
+async def within(timeout: float | None, what: Callable[[], str], waiting: Awaitable[_Result]) -> _Result:
     """Awaits something for so many seconds at most.
 
     Args:
         timeout: seconds; None: as long as it takes.
-        what: is waited for, for the error: ``a reply of engine 'vision'``; or says so when the time is over.
+        what: says what is waited for when the time is over, for the error.
         waiting: for it.
 
     Raises:
@@ -460,8 +476,8 @@ async def within(timeout: float | None, what: str | Callable[[], str], waiting: 
     except TimeoutError:
         if not bound.expired():
             raise
-    raise _timeout_error(timeout, what if isinstance(what, str) else what())
+    raise _timeout_error(timeout, what())
 
 
 def _timeout_error(timeout: float, what: str) -> TimeoutError:
-    return TimeoutError(f"waited {timeout:g} s for {what}, and gave up")
+    return TimeoutError(f"it took longer than the {timeout:g} s it was given: {what}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -22,7 +22,7 @@ import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, configured
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
-from shmring.statistics import RingStatistics
+from shmring.threads.blocking import Blocking, blocking, done_in_loop, read_through
 from shmring.threads.loop_thread import LoopCall, LoopThread, within
 
 __all__ = ["Claim", "Ring", "serve"]
@@ -212,7 +212,7 @@ class _LoopRing(ring_in_loop.Ring):
         self.arrivals.lost((client_id, request_id), RemoteProtocolError(text))
 
 
-class Claim:
+class Claim(Blocking[in_loop.Claim]):
     """A request that this engine is working on. Use it as ``with claim:``, or :meth:`done` or :meth:`fail` it, in any thread.
 
     It is what :class:`shmring.Claim` is; see there. What ends it or gives its slots back (:meth:`done`, :meth:`fail`,
@@ -226,11 +226,11 @@ class Claim:
         nbytes: bytes of tensors in its slots.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_is_left", "_thread", "arrived_s", "client_id", "name", "nbytes", "request_id")
+    __slots__ = ("_is_left", "arrived_s", "client_id", "name", "nbytes", "request_id")
 
     def __init__(self, thread: LoopThread, claim: in_loop.Claim, arrived_s: float) -> None:
         self._thread = thread
-        self._claim = claim
+        self._in_loop = claim
         self._is_left = False
         self.arrived_s = arrived_s  # in the time of the loop
         self.client_id: int = claim.client_id
@@ -239,7 +239,7 @@ class Claim:
         self.nbytes: int = claim.nbytes
 
     def __repr__(self) -> str:
-        return repr(self._claim)
+        return repr(self._in_loop)
 
     @property
     def payload(self) -> Any:
@@ -252,22 +252,22 @@ class Claim:
         self._thread.check_process()
         if self._is_left:
             raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
-        return self._claim.payload
+        return self._in_loop.payload
 
     @property
     def aborted(self) -> bool:
         """Whether the frontend gave the request up, or has gone."""
-        return self._claim.aborted
+        return self._in_loop.aborted
 
     @property
     def ended(self) -> bool:
         """Whether nothing more may be sent in answer to it."""
-        return self._claim.ended
+        return self._in_loop.ended
 
     @property
     def released(self) -> bool:
         """Whether its slots were released, or are about to be."""
-        return self._is_left or self._claim.released
+        return self._is_left or self._in_loop.released
 
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
@@ -284,15 +284,9 @@ class Claim:
             ClosedError: the ring is closed.
             LocalProtocolError: the request has ended, or this is the loop's own thread.
         """
-        self._thread.call(self._reply, self._claim.reply, payload, timeout)
+        self._thread.call(self._reply, self._in_loop.reply, payload, timeout)
 
-    def share(self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None) -> tuple[int, ...]:
-        """Sends the payload to the engine's workers, its tensors where they lie, and something beside it.
-
-        See :meth:`shmring.Claim.share`; returns the ranks that it went to.
-        """
-        ranks: tuple[int, ...] = self._thread.call(_awaited, self._claim.share, beside, to, timeout)
-        return ranks
+    share = blocking(in_loop.Claim.share)
 
     def done(self, reply: object = _NOTHING, *, timeout: float | None = None) -> None:
         """Releases the slots and tells the frontend that the request is finished.
@@ -304,33 +298,33 @@ class Claim:
             timeout: seconds to wait, with a reply.
         """
         if reply is not _NOTHING:
-            self._thread.call(self._reply, self._claim.done, reply, timeout)
+            self._thread.call(self._reply, self._in_loop.done, reply, timeout)
             self._is_left = True
             return
         self._is_left = True
-        self._thread.post(self._claim.done)
+        self._thread.post(self._in_loop.done)
 
     async def _reply(self, send: Callable[[object], Any], payload: object, timeout: float | None) -> None:
-        await within(timeout, f"client {self.client_id} to take a reply to request {self.request_id}", send(payload))
+        await within(timeout, lambda: f"client {self.client_id} to take a reply to request {self.request_id}", send(payload))
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
         self._is_left = True
-        self._thread.post(self._claim.fail, error)
+        self._thread.post(self._in_loop.fail, error)
 
     def time_out(self, message: str) -> None:
         """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
         self._is_left = True
-        self._thread.post(self._claim.time_out, message)
+        self._thread.post(self._in_loop.time_out, message)
 
     def release(self) -> None:
         """Releases the slots before the request ends; twice is once."""
         self._is_left = True
-        self._thread.post(self._claim.release)
+        self._thread.post(self._in_loop.release)
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Calls back in the loop's thread when the request is aborted; soon if it was. There, nothing may be waited for."""
-        self._thread.post(self._claim.on_abort, callback)
+        self._thread.post(self._in_loop.on_abort, callback)
 
     def __enter__(self) -> Claim:
         return self
@@ -343,13 +337,7 @@ class Claim:
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
 
 
-async def _awaited(
-    send: Callable[..., Awaitable[Any]], payload: object, to: Iterable[int] | None, timeout: float | None
-) -> Any:
-    return await send(payload, to=to, timeout=timeout)
-
-
-class Ring:
+class Ring(Blocking[_LoopRing]):
     """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
 
     Iterate over it for claims, in order of arrival; several threads may do so at once.
@@ -374,7 +362,7 @@ class Ring:
         async def create() -> _LoopRing:
             ring = await _LoopRing.create(name, config, payload_type=payload_type, calls=calls)
             assert isinstance(ring, _LoopRing)
-            self._ring = ring
+            self._in_loop = ring
             self._arrivals = _Arrivals(self._thread, ring.is_connected, untaken_s)
             ring.start(self._arrivals)
             return ring
@@ -397,7 +385,7 @@ class Ring:
         self._thread.check_open()
         claim = self._arrivals.pop_first()
         if claim is None:
-            claim = self._thread.ask(timeout, "a request", self._arrivals.next, undo=self._arrivals.put_back)
+            claim = self._thread.ask(timeout, "a request to come", self._arrivals.next, undo=self._arrivals.put_back)
         return claim
 
     def claim_nowait(self) -> Claim:
@@ -436,7 +424,7 @@ class Ring:
         key = client_id, request_id
         claim = self._arrivals.pop(key)
         if claim is None:
-            what = f"request {request_id} of client {client_id}"
+            what = f"request {request_id} of client {client_id} to come"
             claim = self._thread.ask(timeout, what, self._arrivals.take, key, undo=self._arrivals.put_back)
         return claim
 
@@ -451,53 +439,22 @@ class Ring:
                 raise
             raise StopIteration from None
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the workers that get messages, in order."""
-        return self._ring.ranks
-
-    def wait_workers(self, count: int, timeout: float | None = None) -> tuple[int, ...]:
-        """Waits until so many workers have joined, and returns their ranks. See :meth:`shmring.Ring.wait_workers`."""
-        ranks: tuple[int, ...] = self._thread.call(self._ring.wait_workers, count, timeout)
-        return ranks
-
-    def broadcast(self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None) -> tuple[int, ...]:
-        """Sends a payload to workers, and returns their ranks. See :meth:`shmring.Ring.broadcast`.
-
-        Raises:
-            WorkersBehindError, WorkerLostError, TypeError, CapacityError, ClosedError: as there.
-            LocalProtocolError: this is the loop's own thread.
-        """
-        ranks: tuple[int, ...] = self._thread.call(_awaited, self._ring.broadcast, payload, to, timeout)
-        return ranks
-
-    def gather(self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None) -> list[Any]:
-        """Sends a payload to workers, and returns the reply of each, in order of rank. See :meth:`shmring.Ring.gather`.
-
-        Raises:
-            WorkersBehindError, WorkerLostError, WorkerFailedError, TypeError, CapacityError, ClosedError: as there.
-            LocalProtocolError: this is the loop's own thread.
-        """
-        replies: list[Any] = self._thread.call(_awaited, self._ring.gather, payload, to, timeout)
-        return replies
-
-    def drop_worker(self, rank: int, reason: str = "the engine has dropped this worker") -> None:
-        """Ends a worker's connection. See :meth:`shmring.Ring.drop_worker`."""
-        self._thread.call(self._ring.drop_worker, rank, reason)
+    ranks = read_through(ring_in_loop.Ring.ranks)
+    wait_workers = blocking(ring_in_loop.Ring.wait_workers)
+    broadcast = blocking(ring_in_loop.Ring.broadcast)
+    gather = blocking(ring_in_loop.Ring.gather)
+    drop_worker = done_in_loop(ring_in_loop.Ring.drop_worker)
+    statistics = done_in_loop(ring_in_loop.Ring.statistics)
 
     @property
     def untaken(self) -> int:
-        """How many requests have arrived and were not taken."""
+        """How many requests have arrived and were not taken. ``running`` of :meth:`statistics` counts them as well."""
         return len(self._arrivals.claims)
 
-    def statistics(self) -> RingStatistics:
-        """Returns gauges of the present state, and counters since the start. ``running`` counts the untaken as well.
-
-        Raises:
-            ClosedError: the ring is closed.
-        """
-        statistics: RingStatistics = self._thread.call(self._ring.statistics)
-        return statistics
+    @property
+    def epoch(self) -> int:
+        """Identity of this life of the engine."""
+        return self._in_loop.epoch
 
     def close(self, reason: str = "the engine is closing") -> None:
         """Ends all connections, aborts running requests, gives the slab and the name up, and ends the thread.

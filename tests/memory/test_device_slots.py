@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import random
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import shmring
+from shmring import threads
 from shmring.client.client import RingClient
 from shmring.config import ClientConfig, RingConfig
 from shmring.core.messages import LeaseRequest, SlotRef
@@ -457,6 +459,88 @@ async def test_a_slot_that_drains_waits_for_its_views_first(
     assert used(client) == 1
     ends.cuda.release()
     await eventually(lambda: used(client) == 0)
+
+
+# -- clients without a loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def blocking(ends: Ends, ring: Ring, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threads.Client]:
+    """A client for any thread. This thread is the engine's."""
+    monkeypatch.setattr("shmring.client.client.TorchCuda", lambda: ends.cuda)
+    monkeypatch.setattr("shmring.client.client.Driver", lambda: ends.memory)
+    ends.cuda.compute_on(ends.consuming)
+    connect = functools.partial(threads.connect, "test", lease_nbytes="64KiB", socket_dir=str(socket_dir))
+    client = await asyncio.to_thread(connect)
+    yield client
+    ends.cuda.release()
+    await asyncio.to_thread(client.close)
+
+
+@pytest.mark.parametrize("how", ["request", "stream", "submit", "submit_nowait"])
+async def test_what_a_thread_sends_comes_behind_what_it_has_queued(
+    how: str, ends: Ends, ring: Ring, blocking: threads.Client, eventually: Eventually
+) -> None:
+    ends.producing.held = True
+
+    def ask() -> Any:
+        ends.cuda.compute_on(ends.producing)
+        with blocking.slot(NBYTES, device="cuda", timeout=10) as slot:
+            tensor = slot.tensor((NBYTES,), torch.uint8)
+            ends.write(tensor, 7)
+            if how == "request":
+                return blocking.request(tensor)
+            if how == "stream":
+                return [*blocking.stream(tensor)].pop()
+            return getattr(blocking, how)(tensor).result()
+
+    asking = asyncio.ensure_future(asyncio.to_thread(ask))
+    seen: list[int] = []
+    with await ring.claim() as claim:
+        queue_look(ends.cuda, ends.consuming, claim.payload, seen)
+        assert seen == [], "what is queued waits for the fence"
+        ends.cuda.release(ends.producing)
+        assert seen == [7]
+        await claim.reply("done")
+    assert await asking == "done"
+    await eventually(lambda: used(ring) == used(blocking) == 0)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+async def test_a_slot_that_a_thread_leaves_waits_for_what_it_has_queued(
+    drain: bool, ends: Ends, ring: Ring, blocking: threads.Client, eventually: Eventually
+) -> None:
+    ends.producing.held = True
+
+    def leave() -> torch.Tensor:
+        with blocking.slot(NBYTES, device="cuda", drain=drain) as slot:  # acquired on another stream
+            tensor = slot.tensor((NBYTES,), torch.uint8)
+            ends.cuda.compute_on(ends.producing)
+            ends.write(tensor, 3)
+        return tensor
+
+    tensor = await asyncio.to_thread(leave)
+    del tensor
+    await eventually(lambda: ends.cuda.awaited)
+    assert used(blocking) == 1
+    ends.cuda.release()
+    await eventually(lambda: used(blocking) == 0)
+
+
+@pytest.mark.parametrize("call", ["record", "wait_event"])
+async def test_where_a_threads_stream_can_not_be_followed_nothing_is_sent(
+    call: str, ends: Ends, blocking: threads.Client, eventually: Eventually
+) -> None:
+    def send() -> None:
+        with blocking.slot(NBYTES, device="cuda") as slot:
+            tensor = slot.tensor((NBYTES,), torch.uint8)
+            ends.cuda.fail(call)
+            with pytest.raises(CudaError):
+                blocking.submit(tensor)
+
+    await asyncio.to_thread(send)
+    assert blocking.statistics().submitted == 0
+    await eventually(lambda: used(blocking) == 0)
 
 
 async def test_fences_are_used_again_when_all_slots_of_their_submission_are_back(
