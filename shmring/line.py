@@ -26,17 +26,10 @@ Place: TypeAlias = asyncio.Future[_Thing]
 class Line(dict[Place[_Thing], Any], Generic[_Thing]):
     """A line of tasks: the places in order of arrival, with what each wants. Lives in a loop.
 
-    Args:
-        unused: what becomes of a thing whose task was cancelled just as it came.
-        left: is told of a place that leaves with nothing: cancelled, or failed by whoever gives.
+    It keeps nothing of those who wait but their places: callbacks would make circles with whatever has the line.
     """
 
-    __slots__ = ("_left", "_unused")
-
-    def __init__(self, unused: Callable[[_Thing], object], left: Callable[[Place[_Thing]], object] | None = None) -> None:
-        super().__init__()
-        self._unused = unused
-        self._left = left
+    __slots__ = ()
 
     def enter(self, wants: Any = None) -> Place[_Thing]:
         """Returns a place at the end of the line, for :meth:`stay`.
@@ -51,16 +44,27 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
         self[place] = wants
         return place
 
-    async def stay(self, place: Place[_Thing]) -> _Thing:
-        """Waits for what the place is given, and returns it."""
+    async def stay(
+        self,
+        place: Place[_Thing],
+        unused: Callable[[_Thing], object],
+        left: Callable[[Place[_Thing]], object] | None = None,
+    ) -> _Thing:
+        """Waits for what the place is given, and returns it.
+
+        Args:
+            place: from :meth:`enter`.
+            unused: what becomes of a thing if this task was cancelled just as it came.
+            left: is told of the place if it leaves with nothing: cancelled, or failed by whoever gives.
+        """
         try:
             thing = await place
         except BaseException:
             del self[place]
             if place.done() and not place.cancelled() and place.exception() is None:
-                self._unused(place.result())
-            elif self._left is not None:
-                self._left(place)
+                unused(place.result())
+            elif left is not None:
+                left(place)
             raise
         else:
             del self[place]
@@ -68,9 +72,9 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
         finally:
             del place
 
-    def wait(self, wants: Any = None) -> Awaitable[_Thing]:
-        """Enters the line, and waits for what the place is given."""
-        return self.stay(self.enter(wants))
+    def wait(self, unused: Callable[[_Thing], object]) -> Awaitable[_Thing]:
+        """Enters the line, and waits for what the place is given; see :meth:`stay`."""
+        return self.stay(self.enter(), unused)
 
     def waiting(self) -> Iterator[tuple[Place[_Thing], Any]]:
         """Those that were given nothing yet, and what they want. They may be given something meanwhile."""

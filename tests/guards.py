@@ -1005,11 +1005,18 @@ GUARDS = (
         "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
     ),
     Guard(
-        "a sender that is cancelled may have left the line already",
+        "what comes to somebody who is cancelled in that turn is handed on",
+        "shmring/line.py",
+        "unused(place.result())",
+        "pass",
+        "tests/test_line.py::test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled",
+    ),
+    Guard(
+        "who was cancelled and has not run yet keeps nobody else from sending to workers",
         "shmring/ring/workers.py",
-        "elif future in self._line:",
-        "else:",
-        "tests/test_workers.py::test_two_who_are_cancelled_in_one_turn_are_both_cancelled",
+        "not self._line.is_waited_in",
+        "not self._line",
+        "tests/test_workers.py::test_who_comes_right_after_a_cancelled_sender_is_sent",
     ),
     Guard(
         "who waits for space leaves its turn to others",

@@ -22,14 +22,14 @@ class Waiters:
         self.unused: list[str] = []
         self.left: list[Place[str]] = []
         self.seen: list[bool] = []  # whether the place was in the line when somebody was told
-        self.line: Line[str] = Line(self._unused, self._left)
+        self.line: Line[str] = Line()
         self.places: list[Place[str]] = []
         self.tasks = [asyncio.create_task(self._wait(index)) for index in range(count)]
 
     async def _wait(self, index: int) -> str:
         place = self.line.enter(index)
         self.places.append(place)
-        return await self.line.stay(place)
+        return await self.line.stay(place, self._unused, self._left)
 
     def _unused(self, thing: str) -> None:
         self.unused.append(thing)
@@ -106,10 +106,10 @@ async def test_who_leaves_with_nothing_is_told_to_left(three: Waiters) -> None:
 
 async def test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled() -> None:
     taken = []
-    line: Line[None] = Line(lambda _: line.give_first(None))
+    line: Line[None] = Line()
 
     async def take(index: int) -> None:
-        await line.wait()
+        await line.wait(lambda _: line.give_first(None))
         taken.append(index)
         line.give_first(None)
 
@@ -130,11 +130,11 @@ async def test_an_error_holds_no_frames_with_it(ending: Callable[[Place[str]], o
     class Tensor:
         pass
 
-    line: Line[str] = Line(lambda _: None)
+    line: Line[str] = Line()
     died = []
 
     async def send(tensor: Tensor) -> None:
-        await line.wait()
+        await line.wait(lambda _: None)
 
     async def begin() -> Awaitable[None]:
         tensor = Tensor()

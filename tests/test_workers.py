@@ -498,6 +498,32 @@ async def test_two_who_are_cancelled_in_one_turn_are_both_cancelled(serve: Any, 
     await eventually(lambda: is_whole(ring))
 
 
+async def test_who_comes_right_after_a_cancelled_sender_is_sent(serve: Any, join: Any, eventually: Any) -> None:
+    """Between the one that passes its turn on and the one that was cancelled in line, and has not run yet."""
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    for number in range(4):
+        ring.broadcast_nowait(number)
+    gate = asyncio.get_running_loop().create_future()
+
+    async def come_later() -> tuple[int, ...]:
+        await gate
+        return await ring.broadcast("late", timeout=20)
+
+    sending, waiting = (asyncio.ensure_future(ring.broadcast(number)) for number in range(2))
+    late = asyncio.create_task(come_later())
+    await asyncio.sleep(0)
+    sending.cancel()
+    gate.set_result(None)
+    waiting.cancel()
+    await asyncio.gather(sending, waiting, return_exceptions=True)
+    for _ in range(4):
+        (await worker.receive()).leave()
+    assert await late == (0,)
+    (await worker.receive()).leave()
+    await eventually(lambda: is_whole(ring))
+
+
 async def test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor(
     serve: Any, join: Any, eventually: Any
 ) -> None:

@@ -175,7 +175,7 @@ class KeptContents:
         self._pins: dict[int, _Pin] = {}  # by generation
         self._by_key: dict[bytes, _Pin] = {}
         self._asking = asyncio.Semaphore(MAX_FINDS)
-        self._line: Line[_Pin | NotKept] = Line(self._unused)
+        self._line: Line[_Pin | NotKept] = Line()
         self._answers: dict[int, tuple[Place[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
 
     def __len__(self) -> int:
@@ -271,7 +271,7 @@ class KeptContents:
             self._asking.release()
             raise
         try:
-            return await self._line.stay(place)
+            return await self._line.stay(place, self._unused)
         finally:
             del place
 

@@ -77,8 +77,8 @@ class Sending:
         self._copier = copier
         self._slab = slab
         # Of requests that wait until fewer are in flight; and of those among them that come first: they have space by now.
-        self._turns: Line[None] = Line(lambda _: self.end.leave())
-        self._again: Line[None] = Line(lambda _: self.end.leave())
+        self._turns: Line[None] = Line()
+        self._again: Line[None] = Line()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit(self, payload: object, name: str) -> Submission:
@@ -106,7 +106,7 @@ class Sending:
     async def turn(self, *, again: bool) -> None:
         """Waits until this request may be in flight, which it then is."""
         self.end.crowded = True
-        await (self._again if again else self._turns).wait()
+        await (self._again if again else self._turns).wait(lambda _: self.end.leave())
 
     def lose(self) -> list[Place[None]]:
         """The session has ended; returns what somebody waits for."""

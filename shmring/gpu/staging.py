@@ -83,8 +83,7 @@ class StagingRing:
         self._dead: deque[StagingPart] = deque()
         self._retired: list[tuple[Event, StagingPart]] = []
         self._users: set[Stream] = set()
-        # A part that is given in vain dies, and goes on to the next.
-        self._line: Line[tuple[StagingPart, torch.Tensor]] = Line(lambda _: None, lambda _: self._serve())
+        self._line: Line[tuple[StagingPart, torch.Tensor]] = Line()
         self._poll: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -100,7 +99,8 @@ class StagingRing:
         place = self._line.enter(nbytes)
         self._serve()
         try:
-            return await self._line.stay(place)
+            # A part that is given in vain dies, and goes on to the next.
+            return await self._line.stay(place, lambda _: None, lambda _: self._serve())
         finally:
             del place
 

@@ -49,7 +49,7 @@ class Copier:
         self.at_once_nbytes = offload_nbytes
         self.copied_in_turn = False
         self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited
-        self._line: Line[None] = Line(lambda _: self._reckon(), lambda _: self._reckon())  # its turn passes unused
+        self._line: Line[None] = Line()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
 
     async def turn(self, nbytes: int) -> None:
@@ -59,7 +59,7 @@ class Copier:
         place = self._line.enter(nbytes)
         self._reckon()
         try:
-            await self._line.stay(place)
+            await self._line.stay(place, lambda _: self._reckon(), lambda _: self._reckon())  # its turn passes unused
         finally:
             del place
 

@@ -86,7 +86,7 @@ class Slots:
                 first_block=first_block,
             )
         )
-        self._line: Line[ClientSlotRecord] = Line(self.give_up, self._gave_up_waiting)
+        self._line: Line[ClientSlotRecord] = Line()
         self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still used by somebody
         self._expiry: asyncio.TimerHandle | None = None
         self._is_lost = False
@@ -126,7 +126,7 @@ class Slots:
         warning = self._loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
         self.carry_out(self.book.queue(place, nbytes, held=held))
         try:
-            slot = await self._line.stay(place)
+            slot = await self._line.stay(place, self.give_up, self._gave_up_waiting)
         finally:
             warning.cancel()
             del place
@@ -138,8 +138,8 @@ class Slots:
         return slot
 
     def _gave_up_waiting(self, place: Place[ClientSlotRecord]) -> None:
-        if not self._is_lost:
-            self.carry_out(self.book.cancel(place))
+        # Also where the session has ended: the book lets go of the place, which holds its error, and that the caller's frames.
+        self.carry_out(self.book.cancel(place))
 
     def _warn_of_draining(self, nbytes: int) -> None:
         if self.book.draining_nbytes():

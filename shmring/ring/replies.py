@@ -49,7 +49,7 @@ class Replies:
         self._copier = copier
         self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes), ring.config.max_values)
         self._inline_nbytes = int(ring.config.inline_nbytes)
-        self._line: Line[ReplySlot] = Line(self._discard, lambda place: ring.carry_out(self._book.cancel_reply(place)))
+        self._line: Line[ReplySlot] = Line()
 
     def __len__(self) -> int:
         """How many wait for space."""
@@ -132,7 +132,7 @@ class Replies:
         give_up = functools.partial(_give_up, place, claim)
         claim.call_on_end(give_up)
         try:
-            return await self._line.stay(place)
+            return await self._line.stay(place, self._discard, self._gave_up_waiting)
         finally:
             claim.forget_on_end(give_up)
             del place, give_up
@@ -140,6 +140,9 @@ class Replies:
     def granted(self, place: Place[ReplySlot], slot: ReplySlot) -> list[EngineEffect]:
         """Somebody who waits has its slot; returns what follows."""
         return [] if give(place, slot) else self._discarded(slot)
+
+    def _gave_up_waiting(self, place: Place[ReplySlot]) -> None:
+        self._ring.carry_out(self._book.cancel_reply(place))
 
     def _discard(self, slot: ReplySlot) -> None:
         self._ring.carry_out(self._discarded(slot))

@@ -150,7 +150,7 @@ class Ring(EngineCalls):
         self.call_handlers = dict(calls)
         self.copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         self._frontends: dict[int, Frontend] = {}
-        self._claimers: Line[None] = Line(lambda _: self.request_arrived())
+        self._claimers: Line[None] = Line()
         decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, self.copier, decoder, config)
         self._device_claims = tuple(  # none or one
@@ -322,7 +322,7 @@ class Ring(EngineCalls):
     async def _request_arrived(self) -> None:
         self._end.is_awaited = self._end.is_crowded = True
         try:
-            await self._claimers.wait()
+            await self._claimers.wait(lambda _: self.request_arrived())
             self._end.begin_turn()
         finally:
             self._end.is_awaited = bool(self._claimers)

@@ -169,10 +169,10 @@ class Workers:
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
-        self._line: Line[None] = Line(lambda _: self._pass_turn())  # of those who wait for their turn to send
+        self._line: Line[None] = Line()  # of those who wait for their turn to send
         self._is_sending = False
         self._change: asyncio.Future[None] | None = None  # of whoever sends and waits for workers
-        self._joined: Line[None] = Line(lambda _: None)  # of those who wait for workers to join
+        self._joined: Line[None] = Line()  # of those who wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Workers:
         if not self._is_sending and not self._line.is_waited_in:
             self._is_sending = self.end.is_crowded = True
             return
-        await self._line.wait()
+        await self._line.wait(lambda _: self._pass_turn())
 
     def _pass_turn(self) -> None:
         if not self._line.give_first(None):
@@ -363,7 +363,7 @@ class Workers:
         """See :meth:`Ring.wait_workers`."""
         while len(self.book.ranks) < count:
             self._check_open()
-            await self._joined.wait()
+            await self._joined.wait(lambda _: None)
         self._check_open()
 
     async def admit(self, peer: Peer) -> None:

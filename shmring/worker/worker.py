@@ -86,7 +86,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._origin = Origin()
         self._records: deque[bytes] = deque()
-        self._receivers: Line[None] = Line(lambda _: self._wake())
+        self._receivers: Line[None] = Line()
         self._reason: ShmringError | None = None  # why nothing more will come
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
@@ -155,7 +155,7 @@ class Worker:
 
     async def _record_came(self) -> None:
         self._check_loop()
-        await self._receivers.wait()
+        await self._receivers.wait(lambda _: self._wake())
 
     def _wake(self) -> None:
         """Wakes as many as there is something for; all of them if nothing more will come."""

@@ -380,12 +380,12 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
 
 def who_was_cancelled_keeps_what_came(patch: Patch) -> None:
     """A waiter to whom its slot comes as it is cancelled."""
-    line_init = Line.__init__
+    stay = Line.stay
 
-    def mutated(line: Line[Any], unused: Any, left: Any = None) -> None:
-        line_init(line, lambda thing: None if isinstance(thing, ClientSlotRecord) else unused(thing), left)
+    def mutated(line: Line[Any], place: Place[Any], unused: Any, left: Any = None) -> Any:
+        return stay(line, place, lambda thing: None if isinstance(thing, ClientSlotRecord) else unused(thing), left)
 
-    patch.setattr(Line, "__init__", mutated)
+    patch.setattr(Line, "stay", mutated)
 
 
 def who_waits_for_space_keeps_its_turn(patch: Patch) -> None:
