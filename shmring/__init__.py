@@ -7,8 +7,9 @@ Each name is imported when it is first used. What needs torch takes seconds, so 
 or the errors answers at once; and every process of a vLLM beside which this is installed imports this file.
 """
 
-import importlib
-from typing import TYPE_CHECKING
+# Type checkers take typing's name for true. Nothing is imported here: an installed command imports this file before it has seen
+# to it that nothing comes from the working directory (shmring/frontend/import_path.py).
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from shmring import threads
@@ -119,6 +120,8 @@ if not TYPE_CHECKING:  # type checkers would take it to say that this module has
 
     def __getattr__(name: str) -> object:
         """Imports a name on its first use."""
+        import importlib
+
         if name == "threads":
             return importlib.import_module("shmring.threads")
         if name not in _MODULES:

@@ -1009,7 +1009,7 @@ GUARDS = (
         "shmring/line.py",
         "unused(place.result())",
         "pass",
-        "tests/test_line.py::test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled",
+        "tests/test_line.py::test_what_comes_to_one_who_is_cancelled_goes_to_unused",
     ),
     Guard(
         "who was cancelled and has not run yet keeps nobody else from sending to workers",

@@ -118,7 +118,7 @@ async def test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled()
     line.give_first(None)
     for index in (0, 1, 5):  # the first has the turn already
         tasks[index].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait(tasks, timeout=5)
     assert taken == [2, 3, 4, 6, 7, 8, 9]
     assert not line
 
