@@ -1,4 +1,4 @@
-"""The model of :mod:`shmring.core.client_book`: what a frontend's book does, in plain Python, flat and without speed.
+"""The model of ``core/client_book.pyx``: what a frontend's book does, in plain Python, flat and without speed.
 
 It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
