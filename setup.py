@@ -20,6 +20,10 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+sys.path.append(str(Path.cwd()))  # pip builds without it
+
+from core_interface import DECLARATIONS, MAIN, STUB, declarations, stub, write
+
 #: No check that the core's code has made needless: every index there is bounded where it is taken from a peer.
 DIRECTIVES = {
     "language_level": "3",
@@ -69,6 +73,7 @@ class Build(build_ext):
     """Translates the core to C, under build/, and compiles it with the flags above."""
 
     def build_extensions(self) -> None:
+        write(DECLARATIONS / "shmring/core/compiled.pxd", declarations())
         command = compiler()
         flags = shlex.split(os.environ.get("CFLAGS", CFLAGS))
         self.compiler.set_executables(
@@ -78,7 +83,10 @@ class Build(build_ext):
         self.compiler.set_library_dirs([])  # those of Python, which Zig's compiler would write into what it links
         for extension in self.extensions:
             print(f"translating '{extension.name}' to C", flush=True)  # which tests/installing.py shows
-            [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build", quiet=True)
+            declared = [] if str(MAIN) in extension.sources else [str(DECLARATIONS)]  # the core declares itself
+            [translated] = cythonize(
+                extension, compiler_directives=DIRECTIVES, include_path=declared, build_dir="build", quiet=True
+            )
             extension.sources, extension.depends = translated.sources, translated.depends
         super().build_extensions()
 
@@ -86,8 +94,8 @@ class Build(build_ext):
 def extensions() -> list[Extension]:
     """Returns what is compiled: the core and, where the sources are used in their place, what measures it and tests."""
     is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
-    patterns = ["shmring/core/*.pyx", *(["bench/*/*.pyx", "tests/model/*.pyx"] if is_in_place else [])]
-    sources = [path for pattern in patterns for path in Path().glob(pattern)]
+    beside = ["bench/*/*.pyx", "tests/model/*.pyx"] if is_in_place else []
+    sources = [MAIN, *(path for pattern in beside for path in Path().glob(pattern))]
     headers = ["shmring/core"]  # which what lies beside the core uses as well
     core = [
         Extension(str(path.with_suffix("")).replace("/", "."), [str(path)], include_dirs=headers) for path in sorted(sources)
@@ -96,4 +104,5 @@ def extensions() -> list[Extension]:
     return [*core, Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"])]
 
 
+write(STUB, stub())  # before anything looks for what is in the package
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

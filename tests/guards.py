@@ -1221,15 +1221,15 @@ GUARDS = (
     Guard(
         "a request that was dropped in flight gives its replies back",
         "shmring/core/numbered.pyx",
-        "_references(self._entries[place].item) == 1:",
-        "_references(self._entries[place].item) == 0:",
+        "references_of(self._entries[place].item) == 1:",
+        "references_of(self._entries[place].item) == 0:",
         "tests/test_dropped.py::test_a_request_that_is_dropped_in_flight_ends",
     ),
     Guard(
         "a request that somebody may read is not taken for dropped",
         "shmring/core/numbered.pyx",
-        "_references(self._entries[place].item) == 1:",
-        "_references(self._entries[place].item) >= 1:",
+        "references_of(self._entries[place].item) == 1:",
+        "references_of(self._entries[place].item) >= 1:",
         "tests/test_dropped.py::test_a_request_that_is_read_late_is_not_taken_for_dropped",
     ),
     Guard(

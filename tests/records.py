@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.msgpack import Ext
 
+from shmring.core.compiled import DTYPES, Content, Submit, read_record
 from shmring.core.messages import SlotRef
-from shmring.core.wire import DTYPES, Content, Submit, read_record
 
 __all__ = ["content_of", "done_of", "reply_of", "slot_extension", "slot_header", "submit_of", "tensor_extension"]
 

@@ -22,7 +22,7 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
-OF_SHMRING = {path.stem for pattern in ("core/*.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
+OF_SHMRING = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
 LINKED = ("engine", "frontend")  # which are packages of shmring
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -147,12 +147,12 @@ def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> Non
     check_runs_on_older_systems(path)
     wheel = zipfile.ZipFile(path)
     names = set(wheel.namelist())
-    described = ("shmring/core/*.pxd", "shmring/core/*.h", "shmring/**/*.pyi", "shmring/py.typed")
+    described = ("shmring/**/*.pyi", "shmring/py.typed")
     for pattern in (*described, "engine/**/*.py", "frontend/**/*.py", "frontend/samples/*"):
         files = {installed(file) for file in ROOT.glob(pattern)}
         assert files
         assert files <= names
-    assert not [name for name in names if name.endswith((".pyx", ".c"))]
+    assert not [name for name in names if name.endswith((".pyx", ".c", ".h"))]
     objects = compiled_in(wheel)
     assert {Path(name).name for name in objects} == {f"{name}{SUFFIX}" for name in OF_SHMRING}
     for name, elf in objects.items():
@@ -186,11 +186,11 @@ def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path)
     written = {
         installed(file)
         for package in ("shmring", *LINKED)
-        for ending in ("pyx", "pxd", "h", "c", "pyi", "py", "typed", "jpg", "wav", "md")
+        for ending in ("pyx", "h", "c", "pyi", "py", "typed", "jpg", "wav", "md")
         for file in ROOT.glob(f"{package}/**/*.{ending}")
-    }
+    } - {"shmring/core/compiled.pyi"}
     assert written == {name for name in names if name.startswith("shmring/") and Path(name).suffix}
-    assert {"setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"} <= names
+    assert {"setup.py", "core_interface.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"} <= names
 
 
 @pytest.mark.slow

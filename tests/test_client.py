@@ -369,7 +369,7 @@ async def test_a_streams_timeout_bounds_the_waiting(client: shmring.RingClient, 
 async def test_unread_replies_are_bounded(
     client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring
 ) -> None:
-    monkeypatch.setattr("shmring.core.client_end.MAX_UNREAD_REPLIES", 10)
+    monkeypatch.setattr("shmring.core.compiled.MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": 100})
     async with asyncio.timeout(5):
         while not submission.ended:
@@ -382,7 +382,7 @@ async def test_unread_replies_are_bounded(
 async def test_as_many_replies_as_may_be_are_kept(
     client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, eventually: Any, count: int, is_bounded: bool
 ) -> None:
-    monkeypatch.setattr("shmring.core.client_end.MAX_UNREAD_REPLIES", 10)
+    monkeypatch.setattr("shmring.core.compiled.MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": count})
     await eventually(lambda: submission.ended)
     assert isinstance(submission.error, shmring.CapacityError) == is_bounded

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
         ("  Downloading https://a.b/c/click-8.whl (98 kB)\n", "fetching click-8.whl (98 kB)"),
         ("  Using cached click-8.whl (98 kB)\n", "taking click-8.whl (98 kB) from pip's cache"),
         ("  Building editable for shmring (pyproject.toml): started\n", "building shmring"),
-        ("  translating 'shmring.core.wire' to C\n", "translating shmring.core.wire to C"),
-        ("  building 'shmring.core.wire' extension\n", "compiling shmring.core.wire"),
+        ("  translating 'shmring.core.compiled' to C\n", "translating shmring.core.compiled to C"),
+        ("  building 'shmring.core.compiled' extension\n", "compiling shmring.core.compiled"),
         ("Installing collected packages: click, torch\n", "installing click, torch"),
         ("Requirement already satisfied: click in x\n", None),
         ("  adding 'shmring/py.typed'\n", None),
@@ -33,13 +33,13 @@ def test_what_begins_is_said(line: str, text: str | None) -> None:
 
 def test_a_line_is_said_while_pip_goes_on() -> None:
     """The stand-in for pip ends only when the line has been read."""
-    pip = "import sys; print(\"building 'shmring.core.wire' extension\", flush=True); sys.stdin.readline()"
+    pip = "import sys; print(\"building 'shmring.core.compiled' extension\", flush=True); sys.stdin.readline()"
     program = f"import sys; from tests.installing import install; sys.exit(install([sys.executable, '-c', {pip!r}]))"
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as installing:
         assert installing.stdout is not None
-        assert installing.stdout.readline() == "    compiling shmring.core.wire\n"
+        assert installing.stdout.readline() == "    compiling shmring.core.compiled\n"
         installing.communicate("go on\n")
     assert installing.returncode == 0
 

@@ -1,7 +1,7 @@
 """Nothing imports upward, and nothing in a circle: the layers of docs/architecture.md, read from the sources.
 
-What is compiled is read as well, and so are type stubs. These import nothing when a program runs: they make no circles, and
-may say what a subclass above them returns.
+What is compiled is read as well. The parts of the core are one module, and each uses what stands before it: their order is
+their layers. Type stubs that are written by hand are read, too; the core's is made from its parts.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ ALLOWED |= {
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }
 
-# Stubs of what callers await, and what that gives them: the core hands through what the shells above it have made.
+# The only types from above: what callers await of the core gives them what the shells around it have made.
 GIVEN_BY_SUBCLASSES = {
-    "shmring.core.client_calls": {"shmring.client.slot", "shmring.client.submission"},
-    "shmring.core.engine_calls": {"shmring.ring.claim"},
+    "shmring.core.compiled": {
+        *("shmring.client.slot", "shmring.client.submission", "shmring.ring.claim", "shmring.ring.frontend"),
+    },
 }
 
 # The core knows no I/O, no clock and no tensors,
@@ -66,13 +67,19 @@ FORBIDDEN_IN_CORE = {"asyncio", "os", "mmap", "socket", "time", "torch", "numpy"
 # but for what these do with the kernel's help: map memory, ring bells, wait for one, look for a moment, hear of forks.
 CALLING_THE_SYSTEM = {"forks", "load", "looking", "mapping", "message_ring", "views", "worker_end"}
 
+CORE_DIRECTORY = ROOT / "shmring" / "core"
+COMPILED_CORE = CORE_DIRECTORY / "compiled.pyx"
+CORE_PARTS = [CORE_DIRECTORY / name for name in re.findall(r'^include "(.*)"$', COMPILED_CORE.read_text(), re.MULTILINE)]
+
 FILES = sorted(path for part in (*OURS, *LINKED) for path in (ROOT / part).rglob("*.p*"))
-SOURCES = [path for path in FILES if path.suffix in {".py", ".pyx", ".pxd"}]
-STUBS = [path for path in FILES if path.suffix == ".pyi"]
-CORE_SOURCES = [path for path in SOURCES if path.is_relative_to(ROOT / "shmring" / "core")]
+SOURCES = [path for path in FILES if path.suffix in {".py", ".pyx"}]
+STUBS = [path for path in FILES if path.suffix == ".pyi" and path != COMPILED_CORE.with_suffix(".pyi")]
+CORE_SOURCES = [path for path in SOURCES if path.is_relative_to(CORE_DIRECTORY)]
 
 
 def module_name(path: Path) -> str:
+    if path in CORE_PARTS:
+        path = COMPILED_CORE
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(["shmring"] * (parts[0] in LINKED) + [*parts]).removesuffix(".__init__")
 
@@ -94,8 +101,11 @@ def imports(path: Path, *, types_too: bool = True) -> Iterator[str]:
     Args:
         types_too: also what is imported under ``if TYPE_CHECKING``.
     """
-    if path.suffix in {".pyx", ".pxd"}:
-        yield from compiled_imports(path.read_text())
+    if path.suffix == ".pyx":
+        source = path.read_text()
+        yield from compiled_imports(
+            source if types_too else re.sub(r"^if TYPE_CHECKING:.*\n(    .*\n|\n)*", "", source, flags=re.M)
+        )
         return
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
@@ -128,7 +138,9 @@ def named(module: str, names: list[str]) -> Iterator[str]:
 
 def test_there_is_something_to_check() -> None:
     assert {module.split(".")[0] for module in MODULES} == set(OURS)
-    assert {path.suffix for path in CORE_SOURCES} == {".py", ".pyx", ".pxd"}
+    assert {path.suffix for path in CORE_SOURCES} == {".py", ".pyx"}
+    assert {path for path in CORE_SOURCES if path.suffix == ".pyx"} == {COMPILED_CORE, *CORE_PARTS}
+    assert len(CORE_PARTS) == len(set(CORE_PARTS)) > 20
     assert {module_name(path) for path in STUBS} & MODULES
     assert {part_of(module) for module in MODULES} == set(ALLOWED)
 
@@ -154,9 +166,8 @@ cdef extern from "i.h":
 def test_nothing_imports_upward(path: Path) -> None:
     part = part_of(module_name(path))
     allowed = {part, *ALLOWED[part]}
-    if path in STUBS:
-        allowed |= GIVEN_BY_SUBCLASSES.get(module_name(path), set())
-    for name in imports(path):
+    given = GIVEN_BY_SUBCLASSES.get(module_name(path), set()).difference(imports(path, types_too=False))
+    for name in set(imports(path)) - given:
         if name.split(".")[0] in OURS:
             assert part_of(name) in allowed or name in allowed, f"{source_name(path)} imports {name}"
 
@@ -175,14 +186,55 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("path", CORE_SOURCES, ids=source_name)
 def test_the_core_knows_no_io(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & FORBIDDEN_IN_CORE
+    types_too = path != COMPILED_CORE  # which says what tensors and futures it hands through
+    assert not {name.split(".")[0] for name in imports(path, types_too=types_too)} & FORBIDDEN_IN_CORE
 
 
 def test_only_some_of_the_compiled_core_call_the_system() -> None:
-    calling = {
-        path.stem
-        for path in CORE_SOURCES
-        if path.suffix in {".pyx", ".pxd"}
-        and re.search(r"^cdef extern from \"<|#include <|^from posix\.", path.read_text(), re.MULTILINE)
-    }
+    declaring = CORE_DIRECTORY / "system_calls.pyx"
+    calls = {"posix", *defined_in(declaring)}
+    calling = {path.stem for path in CORE_PARTS if path != declaring and used_in(path) & calls}
     assert calling == CALLING_THE_SYSTEM
+    assert not [path for path in CORE_PARTS if path != declaring and re.search(r"extern from \"<|#include <", path.read_text())]
+
+
+def code_of(path: Path) -> str:
+    """A part of the core without its docstrings, comments and texts."""
+    text = re.sub(r'"""[\s\S]*?"""', "", path.read_text())
+    return re.sub(r'"(\\.|[^"\\\n])*"|\'(\\.|[^\'\\\n])*\'|#.*', "", text)
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names that a part of the core defines for all: classes, functions, variables, constants and types of C."""
+    code = code_of(path)
+    patterns = (
+        r"^(?:cdef|ctypedef) (?:class|struct|union|enum) (\w+)",
+        r"^(?:cdef|cpdef|def) [^=(\n]*?(\w+)\(",
+        r"^cdef [^=(\n]*?(\w+)(?:\[.*\])*(?: = .*)?$",
+        r"^(\w+)(?:: [^=\n]+)? = ",
+        r"^    (\w+)(?: = .*| *)$",  # of an enumeration
+        r"^        ([A-Z]\w+) *$",  # of one that is declared
+        r"^    (?:ctypedef )?(?:struct|enum) (\w+):",  # of others, as what follows
+        r"^    (?! |ctypedef|struct|enum)[\w* ]*?(\w+) ?(?:\([^*\n][^\n]*)?$",
+    )
+    blocks = re.findall(r"^c?p?def (?:enum|extern)[^\n]*\n(?:    .*\n|\n)+", code + "\n", re.MULTILINE)
+    named = [re.findall(pattern, code, re.MULTILINE) for pattern in patterns[:4]]
+    named += [re.findall(pattern, block, re.MULTILINE) for pattern in patterns[4:] for block in blocks]
+    return {name for names in named for name in names} - {"enum"}
+
+
+def used_in(path: Path) -> set[str]:
+    """The names that stand in a part of the core, but for members and for what it binds itself: methods and local variables."""
+    code = code_of(path)
+    bound = set(re.findall(r"^ +(?:cdef|cpdef|def) [^=(\n]*?(\w+)\(", code, re.MULTILINE))
+    bound |= set(re.findall(r"\b(\w+)(?:, \w+)* = ", code))
+    return set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code)) - bound - defined_in(path)
+
+
+@pytest.mark.parametrize("place", range(len(CORE_PARTS)), ids=lambda place: CORE_PARTS[place].stem)
+def test_a_part_of_the_core_uses_what_stands_before_it(place: int) -> None:
+    """Not what stands behind it; and what begins with an underscore is nobody else's."""
+    used = used_in(CORE_PARTS[place])
+    behind = set().union(*(defined_in(path) for path in CORE_PARTS[place + 1 :]))
+    assert used & behind == set()
+    assert {name for path in CORE_PARTS for name in defined_in(path) & used if name.startswith("_")} == set()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.message_ring import GIVING_UP
+from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
 from shmring.transport.endpoint import handshake_frame
 

@@ -1102,7 +1102,7 @@ async def test_a_gather_that_fails_keeps_no_view_of_a_request(serve: Any, connec
 async def test_messages_to_workers_are_these_bytes(serve: Any, connect: Any, joined: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await joined(), await connect()
-    reader = shmring.core.message_ring.RecordReader(worker.incoming, worker.socket.fileno())
+    reader = shmring.core.compiled.RecordReader(worker.incoming, worker.socket.fileno())
 
     def record_hex() -> str:
         return (reader.read() or b"").hex()
@@ -1221,7 +1221,7 @@ async def test_a_record_that_is_wrong_ends_one_worker_and_nothing_else(
     hostile, honest = await joined(0), await join(1)
     gathering = asyncio.ensure_future(ring.gather(1, to=[1]))
     message = await honest.receive()
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     assert writer.write(record)
     hostile.socket.send(b"\0")
     await eventually(lambda: ring.ranks == (1,))
@@ -1237,7 +1237,7 @@ async def test_a_reply_that_names_a_slot_ends_its_worker(serve: Any, join: Any, 
     hostile, honest = await joined(0), await join(1)
     gathering = asyncio.ensure_future(ring.gather(1))
     message = await honest.receive()
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     assert writer.write(RECORDS["a reply with a slot of the slab"])
     hostile.socket.send(b"\0")
     with pytest.raises(shmring.WorkerLostError, match="worker 0 broke the protocol"):
@@ -1252,7 +1252,7 @@ async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any
     hostile, honest = await joined(0), await join(1)
     gathering = asyncio.ensure_future(ring.gather(1))
     message = await honest.receive()
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     for _ in range(2):
         assert writer.write(msgspec.msgpack.encode([32, 1, None, "mine"]))
     hostile.socket.send(b"\0")
@@ -1328,7 +1328,7 @@ POLLING = OPTIONS | {"busy_poll_s": 0.001, "worker_backlog": 128}
 async def test_an_engine_that_polls_takes_a_reply_without_its_loop(serve: Any, joined: Any) -> None:
     ring = await serve(**POLLING)
     worker = await joined(0)
-    writer = shmring.core.message_ring.RecordWriter(worker.outgoing, worker.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(worker.outgoing, worker.socket.fileno())
     assert writer.write(msgspec.msgpack.encode([32, 1, None, "mine"]))
     with pytest.raises(StopIteration) as caught:
         ring.gather(1).__await__().send(None)
@@ -1343,7 +1343,7 @@ async def test_an_engine_that_polls_takes_a_reply_without_its_loop(serve: Any, j
 async def test_who_gathers_again_and_again_lets_the_loop_go_on(serve: Any, joined: Any) -> None:
     ring = await serve(**POLLING)
     worker = await joined(0)
-    writer = shmring.core.message_ring.RecordWriter(worker.outgoing, worker.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(worker.outgoing, worker.socket.fileno())
     turns = 0
 
     async def count() -> None:
@@ -1365,7 +1365,7 @@ async def test_who_gathers_again_and_again_lets_the_loop_go_on(serve: Any, joine
 async def test_a_wrong_record_that_is_looked_for_ends_one_worker(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
     ring = await serve(**POLLING)
     hostile, honest = await joined(0), await join(1)
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     assert writer.write(b"\x94\x20\x01\xc0")
     gathering = asyncio.ensure_future(ring.gather(1))
     message = await honest.receive()
@@ -1381,7 +1381,7 @@ async def test_a_wrong_record_that_is_looked_for_ends_one_worker(serve: Any, joi
 async def test_parts_without_end_are_bounded(serve: Any, joined: Any, eventually: Any) -> None:
     ring = await serve(**{**OPTIONS, "max_payload_nbytes": "8KiB"})
     hostile = await joined(0)
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     part = encode_message(AnswerPart(bytes(4096), True))
     for _ in range(9):
         assert writer.write(part)
@@ -1490,7 +1490,7 @@ async def test_the_time_of_a_gather_that_is_over_ends_nothing(serve: Any, join: 
 async def test_a_reply_to_a_message_that_was_not_sent_ends_its_worker(serve: Any, joined: Any, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     hostile = await joined(0)
-    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    writer = shmring.core.compiled.RecordWriter(hostile.outgoing, hostile.socket.fileno())
     assert writer.write(msgspec.msgpack.encode([32, 1, None, "to the next one"]))
     hostile.socket.send(b"\0")
     await eventually(lambda: ring.ranks == ())

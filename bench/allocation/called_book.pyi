@@ -1,4 +1,4 @@
-from shmring.core.client_book import ClientBook
+from shmring.core.compiled import ClientBook
 
 class CalledBook:
     book: ClientBook

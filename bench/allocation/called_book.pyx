@@ -2,8 +2,7 @@
 
 from libc.stdint cimport uint64_t
 
-from shmring.core.client_book cimport ClientBook, ClientSlotRecord
-from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES
+from shmring.core.compiled cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, ClientBook, ClientSlotRecord
 
 
 cdef class CalledBook:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from bench.allocation.called_book import CalledBook
 from shmring.config import ClientConfig, RingConfig
 from shmring.core import effects
-from shmring.core.client_book import ClientBook, ClientSlotRecord
-from shmring.core.engine_book import EngineBook
+from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from bench.allocation.leased import Leased, lone_book
 from bench.allocation.traces import Lifetime, Sizes, trace
-from shmring.core.blocks import RunAllocator
+from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.messages import SLOT_HEADER_NBYTES
 
@@ -62,7 +62,7 @@ _LOOK_EVERY = 8  # copies between two looks at the clock, where they are short
 
 
 class Policy(Protocol):
-    """Places runs of blocks, a slot's header included. :class:`~shmring.core.blocks.RunAllocator` is one.
+    """Places runs of blocks, a slot's header included. :class:`~shmring.core.compiled.RunAllocator` is one.
 
     Places are disjoint and inside its range; what was freed can be placed again.
     """

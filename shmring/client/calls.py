@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shmring.core.compiled import check_count, decode_values
 from shmring.core.messages import Call, CallResult
 from shmring.core.printable import printable, printable_lines
-from shmring.core.received import decode_values
-from shmring.core.wire import check_count
 from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.client_calls import ClientCalls
-from shmring.core.forks import Origin
+from shmring.core.compiled import ClientCalls, Origin
 from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
 from shmring.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from shmring.core.client_end import ClientEnd
+from shmring.core.compiled import ClientEnd
 
 __all__ = ["ClientCounters"]
 

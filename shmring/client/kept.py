@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shmring.core.client_book import ClientSlotRecord
+from shmring.core.compiled import ClientSlotRecord, KeptContent, kept_slot
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.geometry import BLOCK_NBYTES, Geometry, slot_blocks
-from shmring.core.kept_content import KeptContent, kept_slot
 from shmring.core.messages import (
     KEY_NBYTES,
     MAX_FINDS,

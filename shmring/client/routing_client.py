@@ -34,7 +34,7 @@ from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.forks import Origin
+from shmring.core.compiled import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
 from shmring.gpu.device_slots import DeviceSlots

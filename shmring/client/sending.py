@@ -1,6 +1,6 @@
 """Payloads on their way to the engine, and what they wait for: their turn, space, a copy, and an engine that reads.
 
-Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.client_end.ClientEnd`, and never comes
+Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.compiled.ClientEnd`, and never comes
 here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives everything
 back: its turn, and the slot that it was to be copied to. If it has to wait for space, it gives its turn to somebody else
 meanwhile: it may be waiting for the space of slots whose holders wait for their turn. When it has space, it has the next turn.
@@ -17,8 +17,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shmring.client.submission import Submission
-from shmring.core.client_book import ClientSlotRecord
-from shmring.core.payload import Packed
+from shmring.core.compiled import ClientSlotRecord, Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.gpu.cuda import Stream
 from shmring.line import Line, Place

@@ -1,6 +1,6 @@
 """A frontend's connection to one life of an engine: its socket, its mapping of the slab, its beginning and its end.
 
-Theory of operation: :class:`Session` is the asyncio shell around the :class:`~shmring.core.client_end.ClientEnd`, as the ring
+Theory of operation: :class:`Session` is the asyncio shell around the :class:`~shmring.core.compiled.ClientEnd`, as the ring
 is around the engine's end. It ends for good when the engine's connection or process ends; a client that reconnects
 makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead. What happens in between is in
 parts of it: slots in each memory (``memory/slots.py``), payloads that wait to be sent (``sending.py``), calls, kept content.
@@ -25,12 +25,17 @@ from shmring.client.sending import Sending
 from shmring.client.slot import DeviceSlot, Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
-from shmring.core.client_book import ClientSlotRecord
-from shmring.core.client_end import ClientEnd, SubmissionEnd
-from shmring.core.forks import Origin
-from shmring.core.load import LoadPage
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RingMemory
+from shmring.core.compiled import (
+    ClientEnd,
+    ClientSlotRecord,
+    LoadPage,
+    Mapping,
+    Origin,
+    Packed,
+    Regions,
+    RingMemory,
+    SubmissionEnd,
+)
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -48,9 +53,7 @@ from shmring.core.messages import (
     Welcome,
     decode_engine_message,
 )
-from shmring.core.payload import Packed
 from shmring.core.printable import printable, printable_lines
-from shmring.core.views import Regions
 from shmring.core.welcome import check_welcome
 from shmring.errors import (
     AbortedError,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shmring.core.client_end import SlotEnd
+from shmring.core.compiled import SlotEnd
 from shmring.core.messages import TensorRef, item_nbytes
 from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name

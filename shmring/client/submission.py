@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmring.core.client_end import SubmissionEnd
+from shmring.core.compiled import SubmissionEnd
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
 
 __all__ = ["Submission"]

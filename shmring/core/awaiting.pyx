@@ -16,25 +16,6 @@ from cpython.type cimport PyType_Modified
 
 from shmring import config
 
-cdef extern from "Python.h":
-    ctypedef enum PySendResult:
-        PYGEN_RETURN
-        PYGEN_NEXT
-    ctypedef PySendResult (*sendfunc)(PyObject*, PyObject*, PyObject**) noexcept
-    ctypedef struct PyAsyncMethods:
-        sendfunc am_send
-    ctypedef struct AsyncType "PyTypeObject":
-        PyAsyncMethods* tp_as_async
-    int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
-    int PyErr_WarnFormat(object category, Py_ssize_t stack_level, const char* text, ...) noexcept
-    void PyErr_Fetch(PyObject**, PyObject**, PyObject**) noexcept
-    void PyErr_Restore(PyObject*, PyObject*, PyObject*) noexcept
-    void PyErr_WriteUnraisable(PyObject*) noexcept
-    void PyErr_SetNone(object) noexcept
-    PyTypeObject* _type_of "Py_TYPE"(object) noexcept
-    void _drop "Py_DECREF"(PyObject*) noexcept
-
-
 cdef char _nothing_more  # its address is what says so
 
 
@@ -49,8 +30,11 @@ cdef PyObject* owned(object result) noexcept:
     return <PyObject*>result
 
 
-cdef class Awaited:
+cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
     """Something to be awaited; subclasses say what happens then."""
+
+    cdef object _inner       # what it waits in; None: nothing
+    cdef bint _begun
 
     cdef PyObject* happen(self) except NULL:
         """Does it; returns the result, or what :meth:`wait_in` returns."""
@@ -73,26 +57,26 @@ cdef class Awaited:
         self._inner = awaitable.__await__()
         return owned(None)
 
-    def __await__(self):
+    def __await__(self) -> Generator[Any, Any, _Result]:
         return self
 
-    def __iter__(self):
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self):
         return self.send(None)
 
-    def send(self, value):
+    def send(self, value, /):
         """As of a coroutine."""
         cdef PyObject* result = NULL
         cdef int how = _send(<PyObject*>self, <PyObject*>value, &result)
         made = <object>result
-        _drop(result)
+        drop_object(result)
         if how == PYGEN_NEXT:
             return made
         raise StopIteration(made)
 
-    def throw(self, kind, value=None, traceback=None):
+    def throw(self, kind: type[BaseException] | BaseException, value=None, traceback: TracebackType | None = None, /):
         """As of a coroutine."""
         cdef PyObject* result
         if self._inner is None:
@@ -112,7 +96,7 @@ cdef class Awaited:
         if result == <PyObject*>&_nothing_more:
             raise StopAsyncIteration
         made = <object>result
-        _drop(result)
+        drop_object(result)
         if self._inner is not None:
             return self.send(None)
         raise StopIteration(made)
@@ -132,15 +116,15 @@ cdef class Awaited:
         cdef PyObject* traceback
         if not self._begun:
             PyErr_Fetch(&kind, &value, &traceback)
-            if PyErr_WarnFormat(RuntimeWarning, 1, "%s was never awaited", _type_of(self).tp_name) < 0:
+            if PyErr_WarnFormat(RuntimeWarning, 1, "%s was never awaited", type_of(self).tp_name) < 0:
                 PyErr_WriteUnraisable(NULL)
             PyErr_Restore(kind, value, traceback)
 
 
-cdef class AlreadyDone:
+cdef class AlreadyDone:  # type: Awaitable[None]
     """What has happened already, for who awaits it."""
 
-    def __await__(self):
+    def __await__(self) -> Generator[Any]:
         return self
 
     def __iter__(self):
@@ -150,7 +134,7 @@ cdef class AlreadyDone:
         raise StopIteration
 
 
-done = AlreadyDone()
+done: AlreadyDone = AlreadyDone()
 
 
 cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:
@@ -166,7 +150,7 @@ cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:
         made = awaited.happen()
         if awaited._inner is None:
             return _returned(made, result)
-        _drop(made)
+        drop_object(made)
     while True:
         how = PyIter_Send(<PyObject*>awaited._inner, value, &made)
         if how == PYGEN_NEXT:
@@ -177,11 +161,11 @@ cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:
             return -1
         awaited._inner = None
         waited = <object>made
-        _drop(made)
+        drop_object(made)
         made = awaited.came(waited)
         if awaited._inner is None:
             return _returned(made, result)
-        _drop(made)
+        drop_object(made)
         value = <PyObject*>None
 
 

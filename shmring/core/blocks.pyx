@@ -44,6 +44,12 @@ cdef class RunAllocator:
         ValueError: the range is none.
     """
 
+    cdef readonly uint64_t start
+    cdef readonly uint64_t length
+    cdef readonly uint64_t free_units
+    cdef SortedKeys _by_start
+    cdef SortedKeys _by_length
+
     def __init__(self, start: int, length: int) -> None:
         if start < 0 or length < 1 or start + length > LOW:
             raise ValueError(
@@ -192,6 +198,9 @@ cdef class TakenRuns:
     Attributes:
         units: the sum of their lengths.
     """
+
+    cdef readonly uint64_t units
+    cdef SortedKeys _by_start
 
     def __init__(self) -> None:
         self._by_start = SortedKeys()

@@ -1,6 +1,6 @@
 """A frontend's book: slots in its leases, who waits for one, and what each slot is being used for.
 
-Theory of operation: sans-I/O, like the engine's :mod:`.engine_book`. A method takes an event (and ``now``, where time matters),
+Theory of operation: sans-I/O, like the engine's ``engine_book.pyx``. A method takes an event (and ``now``, where time matters),
 changes the book and returns effects that the client must carry out in order: send this message, wake that waiter. Slots
 are allocated inside leases with no message and no lock. Waiters are served strictly in order; while the first waits for
 a lease, everything that is empty goes back to the engine (it could not hold what the first needs), so two frontends that
@@ -13,8 +13,8 @@ CACHED: its content is intact and it can be submitted again.
 Slots in device memory have a book of their own. A generation must not mean two slots of one client, so one book numbers those
 of both.
 
-What happens to every message has an entry in C (the ``.pxd``). ``tests/model/client_book.py`` says in plain Python what the book
-does, and the tests hold the two against each other.
+What happens to every message has an entry in C; those that return a list return None if nothing follows. ``tests/model/client_book.py``
+says in plain Python what the book does, and the tests hold the two against each other.
 
 The engine is believed nothing: what it lends lies in the memory that is leased out, and in nothing that is lent already. So a slot
 is never where others write, or where nobody here can.
@@ -26,35 +26,33 @@ in no list; at most one lease request is outstanding.
 import cython
 
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t
-
-from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
-from shmring.core.numbered cimport Numbered
-from shmring.core.transitions cimport client_slots
+from libc.stdint cimport int64_t, uint64_t
 
 from shmring.core.effects import Acquired, Send
-from shmring.core.geometry import GENERATION_BITS
 from shmring.core.messages import DEVICE_MEMORY, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import ClientSlot, ClientSlotEvent
 from shmring.errors import CapacityError, RemoteProtocolError
 
-assert len(ClientSlot) == SLOT_STATES
+cdef enum:
+    CLIENT_SLOT_STATES = 6
 
-cdef int FREE = ClientSlot.FREE
+assert len(ClientSlot) == CLIENT_SLOT_STATES
+
+cdef int CLIENT_SLOT_FREE = ClientSlot.FREE
 cdef int WRITING = ClientSlot.WRITING
 cdef int SUBMITTED = ClientSlot.SUBMITTED
 cdef int CACHED = ClientSlot.CACHED
 cdef int DRAINING = ClientSlot.DRAINING
 cdef int ACQUIRE = ClientSlotEvent.ACQUIRE
-cdef int SUBMIT = ClientSlotEvent.SUBMIT
+cdef int CLIENT_SUBMIT = ClientSlotEvent.SUBMIT
 cdef int DISCARD = ClientSlotEvent.DISCARD
 cdef int DISCARD_VIEWED = ClientSlotEvent.DISCARD_VIEWED
-cdef int RELEASE = ClientSlotEvent.RELEASE
+cdef int CLIENT_RELEASE = ClientSlotEvent.RELEASE
 cdef int RELEASE_RETAINED = ClientSlotEvent.RELEASE_RETAINED
-cdef int RELEASE_VIEWED = ClientSlotEvent.RELEASE_VIEWED
+cdef int CLIENT_RELEASE_VIEWED = ClientSlotEvent.RELEASE_VIEWED
 cdef int EVICT = ClientSlotEvent.EVICT
 cdef int EVICT_VIEWED = ClientSlotEvent.EVICT_VIEWED
-cdef int LAST_VIEW_GONE = ClientSlotEvent.LAST_VIEW_GONE
+cdef int CLIENT_LAST_VIEW_GONE = ClientSlotEvent.LAST_VIEW_GONE
 cdef int KEPT = ClientSlot.KEPT
 cdef int KEEP = ClientSlotEvent.KEEP
 
@@ -70,6 +68,13 @@ cdef enum:
 cdef class HeldLease:
     """A lease of ours; in blocks of the slab."""
 
+    cdef public uint64_t lease_id
+    cdef public bint is_base
+    cdef public RunAllocator slots
+    cdef public double empty_since
+    cdef public bint recalled
+    cdef public uint64_t kept_blocks   # of it, that have become the engine's
+
     cdef bint is_empty(self) noexcept:
         """Whether no slot is in it."""
         return self.slots.free_units == self.slots.length - self.kept_blocks
@@ -81,8 +86,17 @@ cdef class HeldLease:
 cdef class ClientSlotRecord:
     """A slot: ``start`` and ``blocks`` in blocks of the slab, ``nbytes`` of content behind its header."""
 
+    cdef public HeldLease lease  # type: HeldLease | None
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public uint64_t nbytes
+    cdef public uint64_t generation
+    cdef public bint held
+    cdef public bint viewed
+    cdef int state_number
+
     @property
-    def state(self):
+    def state(self) -> ClientSlot:
         return client_slots.state(self.state_number)
 
     @state.setter
@@ -90,7 +104,7 @@ cdef class ClientSlotRecord:
         self.state_number = state
 
     @property
-    def offset(self):
+    def offset(self) -> int:
         """Where its header stands in the slab, in bytes."""
         return self.start * BLOCK_NBYTES
 
@@ -98,7 +112,7 @@ cdef class ClientSlotRecord:
         """Whether its holder may submit it now: the engine does not have it, or keeps it for whoever has it pinned."""
         return self.state_number == KEPT or (self.held and (self.state_number == WRITING or self.state_number == CACHED))
 
-    def ref(self):
+    def ref(self) -> SlotRef:
         """How a message describes it."""
         return SlotRef(self.lease.lease_id, self.start * BLOCK_NBYTES, self.nbytes, self.generation)
 
@@ -107,11 +121,35 @@ cdef class ClientSlotRecord:
 cdef class Waiter:
     """Somebody who waits for a slot."""
 
+    cdef public uint64_t nbytes
+    cdef public bint held
+
 
 cdef class ClientBook:
     """A frontend's book for one connection. Every method is one event; the returned effects are the caller's next duty."""
 
-    def __init__(self, limits):
+    cdef readonly object limits  # type: ClientBookLimits
+    cdef public dict leases  # type: dict[int, HeldLease]  # by id
+    cdef public dict _waiters  # type: dict[Any, Waiter]  # by ticket, in order of arrival
+    cdef Numbered _with_engine            # ClientSlotRecord by generation: SUBMITTED
+    cdef Numbered _here                   # by start: WRITING, CACHED, DRAINING
+    cdef public uint64_t _token
+    cdef public uint64_t _requested_nbytes  # of the lease request that is outstanding
+    cdef public bint _request_waits       # whether it says that a caller waits
+    cdef public uint64_t _wish_nbytes     # what a caller wanted that did not wait; 0: nothing
+    cdef public uint64_t _next_generation
+    cdef object _capacity_nbytes
+    cdef uint64_t lease_end_nbytes        # where the memory that is leased out ends in the address space
+    cdef uint64_t _max_leases
+    cdef uint64_t _lease_nbytes
+    cdef uint64_t _common_blocks
+    cdef double _lease_idle_s
+    cdef uint64_t _base_leases            # of those that are held
+    cdef uint64_t _recalls                # leases that were recalled and are still held
+    cdef uint64_t _slots_in[CLIENT_SLOT_STATES]
+    cdef uint64_t _draining_blocks
+
+    def __init__(self, limits: ClientBookLimits):
         self.limits = limits
         self.leases, self._waiters = {}, {}
         self._with_engine, self._here = Numbered(), Numbered()
@@ -124,7 +162,7 @@ cdef class ClientBook:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def granted(self, grant, double now):
+    def granted(self, grant: LeaseGrant, double now) -> list[ClientEffect]:
         """The engine lends a range.
 
         Raises:
@@ -149,7 +187,7 @@ cdef class ClientBook:
             self._requested_nbytes = self._wish_nbytes = 0
         return self.serve() or []
 
-    def has(self, uint64_t start, uint64_t blocks):
+    def has(self, uint64_t start, uint64_t blocks) -> bool:
         """Whether some of these blocks are in a lease of ours, and have not become the engine's (:meth:`kept`)."""
         cdef HeldLease lease
         cdef ClientSlotRecord slot
@@ -164,7 +202,7 @@ cdef class ClientBook:
                 return True
         return False
 
-    def recalled(self, lease_ids):
+    def recalled(self, lease_ids: Collection[int]) -> list[ClientEffect]:
         """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""
         cdef HeldLease lease
         for lease_id in lease_ids:
@@ -174,7 +212,7 @@ cdef class ClientBook:
                 self._recalls += 1
         return self.serve() or []
 
-    def expire(self, double now):
+    def expire(self, double now) -> list[ClientEffect]:
         """Returns further leases that have been empty for long enough."""
         cdef HeldLease lease
         cdef double deadline = now - self._lease_idle_s
@@ -185,7 +223,7 @@ cdef class ClientBook:
         self._return(idle, effects)
         return effects
 
-    def next_expiry(self):
+    def next_expiry(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
         cdef double first = self.earliest_expiry()
         return None if first == INFINITY else first
@@ -220,7 +258,7 @@ cdef class ClientBook:
 
     # -- acquiring -------------------------------------------------------------------------------------------------
 
-    def acquire(self, nbytes, *, bint held):
+    def acquire(self, nbytes: int, *, bint held) -> ClientSlotRecord | None:
         """Takes a slot for ``nbytes`` of content now; None if that would overtake a waiter or needs a lease.
 
         Raises:
@@ -236,7 +274,7 @@ cdef class ClientBook:
             self.check_capacity(nbytes)
         return None if self._waiters else self.take_slot(nbytes, held)
 
-    def queue(self, ticket, nbytes, *, bint held):
+    def queue(self, ticket, nbytes: int, *, bint held) -> list[ClientEffect]:
         """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
         cdef Waiter waiter = Waiter.__new__(Waiter)
         self.check_capacity(nbytes)
@@ -244,7 +282,7 @@ cdef class ClientBook:
         self._waiters[ticket] = waiter
         return self.serve() or []
 
-    def prefetch(self, uint64_t nbytes):
+    def prefetch(self, uint64_t nbytes) -> list[ClientEffect]:
         """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one.
 
         A wish: it stands until it is granted, and costs nobody anything but leases that lie idle.
@@ -252,12 +290,12 @@ cdef class ClientBook:
         self._wish_nbytes = nbytes
         return self.serve() or []
 
-    def cancel(self, ticket):
+    def cancel(self, ticket) -> list[ClientEffect]:
         """Leaves the line, and passes the turn on."""
         self._waiters.pop(ticket, None)
         return self.serve() or []
 
-    def check_capacity(self, nbytes):
+    def check_capacity(self, nbytes: int) -> None:
         """Raises :class:`CapacityError` if a slot for ``nbytes`` can never be had."""
         if nbytes < 0:
             raise ValueError(f"a slot has at least 0 bytes, not {nbytes}")
@@ -283,13 +321,13 @@ cdef class ClientBook:
                 continue
             slot = ClientSlotRecord.__new__(ClientSlotRecord)
             slot.lease, slot.start, slot.blocks, slot.nbytes, slot.held = lease, start, blocks, nbytes, held
-            slot.state_number = FREE
+            slot.state_number = CLIENT_SLOT_FREE
             self._move(slot, ACQUIRE)
             self._here.put(slot.start, slot)
             return slot
         return None
 
-    def takes(self, HeldLease lease not None, uint64_t blocks):
+    def takes(self, HeldLease lease not None, uint64_t blocks) -> bool:
         """Whether a slot of so many blocks is put into this lease, if there is room.
 
         Into a further one that was sized for a large slot only one that is worth it: such a lease must go back whole, so small
@@ -354,7 +392,7 @@ cdef class ClientBook:
 
     # -- using -----------------------------------------------------------------------------------------------------
 
-    def submit(self, ClientSlotRecord slot not None, ClientBook numbers=None):
+    def submit(self, ClientSlotRecord slot not None, ClientBook numbers=None) -> int:
         """Hands a slot to the engine, and returns the generation under which it goes.
 
         Args:
@@ -368,14 +406,14 @@ cdef class ClientBook:
 
     cdef uint64_t submit_slot(self, ClientSlotRecord slot, ClientBook numbers) except 0:
         """As :meth:`submit`."""
-        self._move(slot, SUBMIT)
+        self._move(slot, CLIENT_SUBMIT)
         slot.generation = numbers._next_generation
         numbers._next_generation += 1
         self._here.take(slot.start)
         self._with_engine.put(slot.generation, slot)
         return slot.generation
 
-    def released(self, generations, double now):
+    def released(self, generations: Collection[int], double now) -> tuple[list[ClientEffect], int]:
         """The engine hands slots back.
 
         Returns:
@@ -386,7 +424,7 @@ cdef class ClientBook:
             unknown += not self.release_generation(generation, now)
         return self.serve() or [], unknown
 
-    def kept(self, uint64_t generation, double now):
+    def kept(self, uint64_t generation, double now) -> list[ClientEffect]:
         """The engine keeps what was submitted under this generation: its blocks are in no lease of ours any more.
 
         Raises:
@@ -405,7 +443,7 @@ cdef class ClientBook:
             self._return([lease], effects)
         return effects + (self.serve() or [])
 
-    def split(self, ClientSlotRecord slot not None, sizes):
+    def split(self, ClientSlotRecord slot not None, sizes: Sequence[int]) -> list[ClientSlotRecord]:
         """Makes slots of these sizes out of one that is being written, in its memory and in this order.
 
         Its ``nbytes`` are those that :func:`~shmring.core.geometry.nbytes_for_slots` says.
@@ -419,13 +457,13 @@ cdef class ClientBook:
             part = ClientSlotRecord.__new__(ClientSlotRecord)
             part.lease, part.start, part.nbytes, part.held = slot.lease, start, nbytes, slot.held
             part.blocks = slot_blocks(part.nbytes)
-            part.state_number = FREE
+            part.state_number = CLIENT_SLOT_FREE
             self._move(part, ACQUIRE)
             self._here.put(part.start, part)
             start += part.blocks
             parts.append(part)
         self._slots_in[WRITING] -= 1
-        slot.state_number = FREE
+        slot.state_number = CLIENT_SLOT_FREE
         return parts
 
     cdef bint release_generation(self, uint64_t generation, double now) except -1:
@@ -437,10 +475,10 @@ cdef class ClientBook:
             self._here.put(slot.start, slot)
             self._move(slot, RELEASE_RETAINED)
         else:
-            self._leave(slot, RELEASE_VIEWED if slot.viewed else RELEASE, now)
+            self._leave(slot, CLIENT_RELEASE_VIEWED if slot.viewed else CLIENT_RELEASE, now)
         return True
 
-    def give_up(self, ClientSlotRecord slot not None, double now):
+    def give_up(self, ClientSlotRecord slot not None, double now) -> list[ClientEffect]:
         """The caller lets a slot go. If the engine still has it, it comes back with its release. A second call does nothing."""
         return self.give_slot_up(slot, now) or []
 
@@ -455,7 +493,7 @@ cdef class ClientBook:
             return None
         return self.serve()
 
-    def last_view_gone(self, ClientSlotRecord slot not None, double now):
+    def last_view_gone(self, ClientSlotRecord slot not None, double now) -> list[ClientEffect]:
         """The last view of a slot has died in this process."""
         return self.view_gone(slot, now) or []
 
@@ -464,7 +502,7 @@ cdef class ClientBook:
         slot.viewed = False
         if slot.state_number != DRAINING:
             return None
-        self._leave(slot, LAST_VIEW_GONE, now)
+        self._leave(slot, CLIENT_LAST_VIEW_GONE, now)
         return self.serve()
 
     cdef int _leave(self, ClientSlotRecord slot, int event, double now) except -1:
@@ -484,35 +522,35 @@ cdef class ClientBook:
     cdef int _move(self, ClientSlotRecord slot, int event) except -1:
         """Makes a transition of a slot, and returns its new state."""
         cdef int state = client_slots.advance(slot.state_number, event)
-        self._slots_in[slot.state_number] -= slot.state_number != FREE
+        self._slots_in[slot.state_number] -= slot.state_number != CLIENT_SLOT_FREE
         self._draining_blocks -= slot.blocks * (slot.state_number == DRAINING)
         slot.state_number = state
-        self._slots_in[state] += state != FREE and state != KEPT
+        self._slots_in[state] += state != CLIENT_SLOT_FREE and state != KEPT
         self._draining_blocks += slot.blocks * (state == DRAINING)
         return state
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
     @property
-    def waiting(self):
+    def waiting(self) -> int:
         """Callers in line for a slot."""
         return len(self._waiters)
 
     @property
-    def leased_nbytes(self):
+    def leased_nbytes(self) -> int:
         """Bytes in leases of this client."""
         return sum([lease.slots.length - lease.kept_blocks for lease in self.leases.values()]) * BLOCK_NBYTES
 
     @property
-    def free_nbytes(self):
+    def free_nbytes(self) -> int:
         """Bytes of them that are in no slot."""
         return sum([lease.slots.free_units for lease in self.leases.values()]) * BLOCK_NBYTES
 
-    def count(self, int state):
+    def count(self, int state: ClientSlot) -> int:
         """Slots in this state."""
         return self._slots_in[state]
 
-    def draining_nbytes(self):
+    def draining_nbytes(self) -> int:
         """Bytes that only live views keep from being used."""
         return self._draining_blocks * BLOCK_NBYTES
 
@@ -523,25 +561,25 @@ cdef class ClientBook:
     @_counts.setter
     def _counts(self, counts):
         self._recalls, self._draining_blocks, self._base_leases = counts[0], counts[1], counts[3]
-        for state in range(SLOT_STATES):
+        for state in range(CLIENT_SLOT_STATES):
             self._slots_in[state] = counts[2][state]
 
     @property
-    def _submitted(self):
+    def _submitted(self) -> dict[int, ClientSlotRecord]:
         return dict(self._with_engine.items())
 
     @property
-    def _others(self):
+    def _others(self) -> set[ClientSlotRecord]:
         return set(self._here.values())
 
-    def leases_in_use(self):
+    def leases_in_use(self) -> tuple[int, ...]:
         """Leases in which this process may still write: those of slots that are viewed."""
         return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
 
-    def _slots(self):
+    def _slots(self) -> list[ClientSlotRecord]:
         return self._with_engine.values() + self._here.values()
 
-    def check(self):
+    def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
         cdef ClientSlotRecord slot
         slots = self._slots()
@@ -557,7 +595,7 @@ cdef class ClientBook:
                 assert start == end or (lease.kept_blocks and start > end), "slots overlap, or what is free is in a slot"
                 end = start + blocks
         for slot in slots:
-            assert slot.state_number != FREE
+            assert slot.state_number != CLIENT_SLOT_FREE
             assert self.leases.get(slot.lease.lease_id) is slot.lease, "a slot outlives its lease"
             assert (slot.state_number == SUBMITTED) == (self._with_engine.get(slot.generation) is slot)
             assert (slot.state_number != SUBMITTED) == (self._here.get(slot.start) is slot)

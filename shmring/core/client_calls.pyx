@@ -6,14 +6,9 @@ when it is awaited; where something has to be waited for, a coroutine of the sub
 
 cimport cython
 from cpython.object cimport PyObject
-
 from libc.stdint cimport uint64_t
 
-from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
-from shmring.core.client_end cimport ClientEnd, SlotEnd
-
 from shmring.config import parse_nbytes
-from shmring.core.awaiting import done
 
 cdef str _HOST = "cpu"
 
@@ -28,10 +23,13 @@ cdef class ClientCalls:
         copier: whose turns a copy has to wait for.
     """
 
+    cdef ClientEnd _end      # None: no engine is attached
+    cdef object _copier
+
     def __init__(self, copier) -> None:
         self._copier = copier
 
-    def use(self, ClientEnd end) -> None:
+    def use(self, ClientEnd end: ClientEnd | None) -> None:
         """Requests go to this end from now on.
 
         Args:
@@ -39,7 +37,7 @@ cdef class ClientCalls:
         """
         self._end = end
 
-    def submit(self, payload, *, str request_id not None = ""):
+    def submit(self, payload, *, str request_id not None = "") -> Awaited[Submission]:
         """Sends a payload, and returns when it is the engine's: the first half of :meth:`~shmring.RingClient.request`.
 
         Args:
@@ -57,11 +55,13 @@ cdef class ClientCalls:
         submitting.name = request_id
         return submitting
 
-    def submit_in_turn(self, payload, request_id):
+    def submit_in_turn(self, payload, request_id: str) -> Coroutine[Any, Any, Submission]:
         """A coroutine that submits when what has to be waited for has come; for the subclass."""
         raise NotImplementedError
 
-    def slot(self, nbytes, *, timeout=None, bint drain=False, device="cpu"):
+    def slot(
+        self, nbytes: int | str, *, timeout: float | None = None, bint drain=False, device: torch.device | str = "cpu"
+    ) -> AcquiringSlot:
         """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
 
         Args:
@@ -96,7 +96,9 @@ cdef class ClientCalls:
         acquiring.device = where
         return acquiring
 
-    def acquire_in_turn(self, nbytes, timeout, drain, device):
+    def acquire_in_turn(
+        self, nbytes: int, timeout: float | None, drain: bool, device: torch.device | None
+    ) -> Coroutine[Any, Any, Slot]:
         """A coroutine that waits for a slot; for the subclass.
 
         Args:
@@ -105,7 +107,7 @@ cdef class ClientCalls:
         """
         raise NotImplementedError
 
-    def resolve_device(self, device):
+    def resolve_device(self, device: torch.device | str) -> torch.device | None:
         """Returns the GPU that a caller means; None for the host. For the subclass.
 
         Raises:
@@ -129,7 +131,7 @@ cdef class ClientCalls:
 
 
 @cython.final
-cdef class Submitting(Awaited):
+cdef class Submitting(Awaited):  # type: Awaited[Submission]
     """What :meth:`ClientCalls.submit` returns."""
 
     cdef ClientCalls client
@@ -147,7 +149,7 @@ cdef class Submitting(Awaited):
 
 
 @cython.final
-cdef class AcquiringSlot(Awaited):
+cdef class AcquiringSlot(Awaited):  # type: Awaited[Slot]
     """What ``client.slot(nbytes)`` returns: await it, or use it with ``async with``. Waits for space in line."""
 
     cdef ClientCalls client
@@ -170,10 +172,10 @@ cdef class AcquiringSlot(Awaited):
         self.slot = result
         return owned(result)
 
-    def __aenter__(self):
+    def __aenter__(self) -> Awaitable[Slot]:
         return self
 
-    def __aexit__(self, kind, error, traceback):
+    def __aexit__(self, kind, error, traceback) -> Awaitable[None]:
         self.slot._close()
         return done
 

@@ -23,43 +23,18 @@ from libc.math cimport INFINITY
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
-from shmring.core.client_book cimport ClientBook, ClientSlotRecord
-from shmring.core.held_slots cimport HeldSlots
-from shmring.core.instances cimport new_instance
-from shmring.core.load cimport LoadPage
-from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
-from shmring.core.msgpack cimport Cursor, read_unsigned
-from shmring.core.numbered cimport Numbered
-from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
-from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
-from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
-from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
-from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, bounds_of, read_hot_record, read_plain_done
-
 from shmring.core.dropped import give_back_soon, warn_of
-from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, SLOT_MAGIC, SlotRef
+from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
-
-cdef extern from *:
-    """
-    #define multiply_overflows(a, b, product) __builtin_mul_overflow(a, b, product)
-    """
-    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product)
 
 cdef enum:
     _ALIGNMENT = 64
-    _BLOCK_NBYTES = 4096
-    _FEW = 4
+    _FEW_SUBMITTED = 4
     _FADES = 16  # what was seen counts for so many times as long, about
 
-assert HEADER_NBYTES == SLOT_HEADER_NBYTES
-
 #: Unread replies of one stream, before it fails: its consumer has stopped.
-MAX_UNREAD_REPLIES = 65536
+MAX_UNREAD_REPLIES: int = 65536
 
-cdef bytes _MAGIC = SLOT_MAGIC
 cdef uint64_t _NO_CACHE_IS_SO_LARGE = UINT64_MAX >> 2
 
 
@@ -75,7 +50,16 @@ cdef class SubmissionEnd:
         was_left: whether its caller has seen its end, or has aborted it.
     """
 
-    def next(self, reply_type=Any):
+    cdef readonly ClientEnd end
+    cdef readonly uint64_t request_id
+    cdef readonly str name
+    cdef readonly bint ended
+    cdef readonly object error  # type: Exception | None
+    cdef public object waiter  # type: asyncio.Future[None] | None
+    cdef public bint was_left
+    cdef object _replies      # Contents that came and were not taken; None until the first
+
+    def next(self, reply_type=Any) -> Awaited[Any]:
         """Waits for the next reply.
 
         Args:
@@ -94,7 +78,7 @@ cdef class SubmissionEnd:
         next_reply.reply_type = reply_type
         return next_reply
 
-    def wait(self):
+    def wait(self) -> Awaited[None]:
         """Waits for the end: for requests that get no reply. Those that come are there for :meth:`next` afterwards.
 
         Raises:
@@ -130,7 +114,7 @@ cdef class SubmissionEnd:
         if self.error is not None:
             raise fresh(self.error)
 
-    def give_up(self, error) -> None:
+    def give_up(self, error: Exception) -> None:
         """Nothing more will be taken: its caller gets this error."""
         self._end(error)
 
@@ -270,6 +254,15 @@ cdef class SlotEnd:
         device_memory: a tensor of its bytes, if they are in device memory.
     """
 
+    cdef readonly ClientEnd end  # type: ClientEnd | None
+    cdef readonly ClientSlotRecord record
+    cdef readonly uint64_t nbytes
+    cdef readonly uint64_t cursor
+    cdef public object device_memory  # type: torch.Tensor | None
+    cdef Lent* _region        # NULL: left, or in device memory
+    cdef uint64_t _address
+    cdef bint _drain
+
     def __init__(self, ClientEnd end not None, ClientSlotRecord record not None, address: int, drain: bool) -> None:
         self.end = end
         self.record = record
@@ -301,7 +294,7 @@ cdef class SlotEnd:
         self.cursor = offset[0] + nbytes
         return 0
 
-    def take(self, shape, dtype: str, nbytes: int) -> int:
+    def take(self, shape: Sequence[int], dtype: str, nbytes: int) -> int:
         """Takes the bytes of a tensor; returns where they begin.
 
         Raises:
@@ -317,7 +310,7 @@ cdef class SlotEnd:
             )
         return offset
 
-    def tensor(self, shape, dtype):
+    def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised, writable tensor in the slot, behind those it has handed out before.
 
         Args:
@@ -354,11 +347,11 @@ cdef class SlotEnd:
         end.held.remember(self._address, made)
         return made
 
-    def other_tensor(self, shape, dtype):
+    def other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """Makes a tensor that is not of the common kind, or says why it can't be made; for the subclass."""
         raise NotImplementedError
 
-    def memory(self):
+    def memory(self) -> RegionBytes:
         """Returns its bytes as a buffer that counts as a view.
 
         Raises:
@@ -387,7 +380,7 @@ cdef class SlotEnd:
             end._leave(self)
         return 0
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -434,10 +427,87 @@ cdef class ClientEnd(RecordTaker):
         pending: requests in flight, by id.
     """
 
+    cdef readonly object shell
+    cdef readonly ClientBook book
+    cdef readonly HeldSlots held
+    cdef readonly Regions regions
+    cdef readonly Numbered pending
+    cdef readonly uint64_t epoch
+    cdef readonly uint64_t submitted
+    cdef readonly uint64_t finished
+    cdef readonly uint64_t replies
+    cdef readonly uint64_t in_place
+    cdef readonly uint64_t in_place_nbytes
+    cdef readonly uint64_t inline_payloads
+    cdef readonly uint64_t copies
+    cdef readonly uint64_t copied_nbytes
+    cdef readonly uint64_t slot_nbytes_submitted
+    cdef readonly uint64_t reply_copies
+    cdef readonly uint64_t reply_copied_nbytes
+    cdef readonly uint64_t stale_releases
+    cdef readonly uint64_t in_flight
+    cdef readonly uint64_t turnover_nbytes
+    cdef readonly bint found_full
+    cdef bint _has_unread        # replies in slots, perhaps: the shell looks after them
+    cdef public bint crowded
+    cdef public bint is_open
+    cdef public bint expects_expiry
+    cdef public object device_slots
+    cdef public RecordReader reader  # type: RecordReader | None
+    cdef dict _decoders
+    cdef object _clock
+    cdef type _slot_type
+    cdef TensorMaker _maker
+    cdef dict _dtypes
+    cdef uint64_t _slot_key
+    cdef bint _debug
+    cdef uint64_t _max_inflight
+    cdef uint64_t _max_reply_inline_nbytes
+    cdef uint64_t _max_payload_nbytes
+    cdef Mapping _mapping
+    cdef uint64_t _slab_nbytes
+    cdef uint32_t _record_nbytes
+    cdef Packer _packer
+    cdef RecordWriter _writer
+    cdef type _submission_type
+    cdef uint64_t copied_into_slots  # bytes, by this end itself
+    cdef LoadPage _load
+    cdef uint64_t _cache_nbytes
+    cdef uint64_t _away          # generation of the slot that is followed; 0: none
+    cdef uint64_t _away_since    # what the engine had received when it went
+    cdef uint64_t _sent_before   # what this end had sent
+    cdef uint64_t _away_request  # with which it went
+    cdef uint64_t _next_id
+    cdef uint64_t _reply_key
+    cdef uint64_t _inline_nbytes
+    cdef Bounds _bounds
+
     def __init__(
-        self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
-        submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, max_values, inline_nbytes, max_inflight,
-        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load=None, cache_nbytes=_NO_CACHE_IS_SO_LARGE,
+        self,
+        shell,
+        ClientBook book not None,
+        Regions regions not None,
+        Mapping mapping not None,
+        Packer packer not None,
+        RecordWriter writer not None,
+        submission_type: type[SubmissionEnd],
+        slot_type: type[SlotEnd],
+        TensorMaker maker not None,
+        dtypes: dict[torch.dtype, tuple[int, int, int]],
+        clock: Callable[[], float],
+        *,
+        epoch: int,
+        reply_key: int,
+        max_tensors: int,
+        max_values: int,
+        inline_nbytes: int,
+        max_inflight: int,
+        max_reply_inline_nbytes: int,
+        max_payload_nbytes: int,
+        slot_key: int,
+        debug: bool,
+        LoadPage load=None,
+        cache_nbytes: int = _NO_CACHE_IS_SO_LARGE,
     ) -> None:
         self.shell = shell
         self._load = load
@@ -496,7 +566,7 @@ cdef class ClientEnd(RecordTaker):
                 self.shell.link.violated(error)
         return self.is_usable()
 
-    cpdef PayloadDecoder decoder_of(self, reply_type):
+    cpdef PayloadDecoder decoder_of(self, reply_type):  # type: (Any) -> PayloadDecoder
         """Returns the decoder of payloads of a type, which is made once."""
         decoder = self._decoders.get(reply_type)
         if decoder is None:
@@ -505,7 +575,7 @@ cdef class ClientEnd(RecordTaker):
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
-    cpdef object hold_now(self, object nbytes, bint drain):
+    cpdef object hold_now(self, object nbytes, bint drain):  # type: (int, bool) -> Any
         """Returns a slot in host memory for a caller; None if something has to be waited for.
 
         Raises:
@@ -527,7 +597,7 @@ cdef class ClientEnd(RecordTaker):
         slot.nbytes = record.nbytes
         slot._drain = drain
         slot._region = self.regions.lend(
-            self._mapping.mapped, record.start * _BLOCK_NBYTES + HEADER_NBYTES, record.nbytes, self._slot_key, <uintptr_t><void*>record
+            self._mapping.mapped, record.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, record.nbytes, self._slot_key, <uintptr_t><void*>record
         )
         slot._address = <uint64_t>slot._region.address
         self.held.hold(record, slot._address, record.nbytes)
@@ -615,7 +685,7 @@ cdef class ClientEnd(RecordTaker):
         packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
         return packed if self.is_usable() else None
 
-    cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):
+    cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):  # type: (object, str, int) -> Any
         """Packs and sends a payload, unless something has to be waited for.
 
         Args:
@@ -657,9 +727,9 @@ cdef class ClientEnd(RecordTaker):
         return self._content(slot)
 
     cdef uint64_t _content(self, ClientSlotRecord slot) except 0:
-        return <uint64_t>self._mapping.at(slot.start * _BLOCK_NBYTES + HEADER_NBYTES, slot.nbytes)
+        return <uint64_t>self._mapping.at(slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, slot.nbytes)
 
-    cpdef object send_now(self, Packed packed, str name, object stream):
+    cpdef object send_now(self, Packed packed, str name, object stream):  # type: (Packed, str, object) -> Any
         """Copies what has to be copied, and sends it.
 
         Returns:
@@ -686,7 +756,7 @@ cdef class ClientEnd(RecordTaker):
                 self.shell.give_up(slot)
         return sent
 
-    cpdef object send(self, Packed packed, ClientSlotRecord slot, str name, object stream):
+    cpdef object send(self, Packed packed, ClientSlotRecord slot, str name, object stream):  # type: (Packed, ClientSlotRecord | None, str, object) -> Any
         """Sends a payload whose tensors have been copied.
 
         Args:
@@ -699,7 +769,7 @@ cdef class ClientEnd(RecordTaker):
             The submission; None if the ring is full, a slot that its tensors lie in has changed hands, or this end is over, and
             nothing was sent.
         """
-        cdef SlotNumbers few[_FEW]
+        cdef SlotNumbers few[_FEW_SUBMITTED]
         cdef SlotNumbers* numbers = few
         cdef SubmissionEnd submission
         cdef ClientSlotRecord record
@@ -707,7 +777,7 @@ cdef class ClientEnd(RecordTaker):
         cdef uint64_t request_id, nbytes
         cdef bytes fence = b""
         for record in packed.slots:
-            if record.start * _BLOCK_NBYTES >= self._slab_nbytes:
+            if record.start * BLOCK_NBYTES >= self._slab_nbytes:
                 if not self._may_send(packed, submit_nbytes(packed, self.epoch, self._next_id + 1, name, fence, count)):
                     return None  # before CUDA is asked for anything
                 fence = self.device_slots.record_fence(packed.slots, stream)
@@ -717,7 +787,7 @@ cdef class ClientEnd(RecordTaker):
         nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
         if not self._may_send(packed, nbytes):  # looked at last: each call above may have run other code; none below does
             return None
-        if count > _FEW:
+        if count > _FEW_SUBMITTED:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
             if numbers == NULL:
                 raise MemoryError
@@ -769,7 +839,7 @@ cdef class ClientEnd(RecordTaker):
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1:
         """Makes a slot the engine's, and describes it."""
-        numbers.offset = record.start * _BLOCK_NBYTES
+        numbers.offset = record.start * BLOCK_NBYTES
         numbers.nbytes = record.nbytes
         if record.lease is None:  # the engine keeps it, so it changes no hands
             numbers.lease_id, numbers.generation = KEPT_LEASE_ID, record.generation
@@ -782,10 +852,10 @@ cdef class ClientEnd(RecordTaker):
         if not self._away or self._next_id - self._away_request > self._max_inflight:  # it may be kept there for ever
             self._away, self._away_request = numbers.generation, self._next_id
             self._away_since, self._sent_before = self._received(), self.slot_nbytes_submitted
-        put_header(self._mapping.at(numbers.offset, HEADER_NBYTES), <const char*>_MAGIC, numbers)
+        put_header(self._mapping.at(numbers.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, numbers)
         return 0
 
-    def hand_over(self, ClientSlotRecord record not None):
+    def hand_over(self, ClientSlotRecord record not None) -> SlotRef:
         """Makes a slot in host memory the engine's, and returns how a message describes it; for the shell."""
         cdef SlotNumbers numbers
         self._hand_over(record, &numbers)
@@ -807,7 +877,7 @@ cdef class ClientEnd(RecordTaker):
         self._finished(request_id)
         return True
 
-    def take_record(self, bytes record not None) -> None:
+    def take_record(self, bytes record not None, /) -> None:
         """A record came from the engine.
 
         Raises:
@@ -837,7 +907,7 @@ cdef class ClientEnd(RecordTaker):
             submission._end(None)
         return 0
 
-    cpdef int take_back(self, tuple released) except -1:
+    cpdef int take_back(self, tuple released) except -1:  # type: (tuple[int, ...]) -> None
         """The engine hands the slots of these generations back."""
         for generation in released:
             self._release(generation)
@@ -863,7 +933,7 @@ cdef class ClientEnd(RecordTaker):
         self._away = 0
         self.turnover_nbytes = max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)
 
-    cpdef SubmissionEnd forget(self, uint64_t request_id):
+    cpdef SubmissionEnd forget(self, uint64_t request_id):  # type: Any
         """A request has ended; returns its submission.
 
         Raises:
@@ -891,8 +961,8 @@ cdef class ClientEnd(RecordTaker):
             )
         if content.slot_count:  # one, since a reply names none but that of its copied bytes
             slot = content.slot_numbers
-            if slot.offset % _BLOCK_NBYTES or slot.offset < self.book.lease_end_nbytes \
-                    or slot.offset + HEADER_NBYTES + slot.nbytes > self._slab_nbytes:
+            if slot.offset % BLOCK_NBYTES or slot.offset < self.book.lease_end_nbytes \
+                    or slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self._slab_nbytes:
                 raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes is not where replies lie")
         self.replies += 1
         if not submission.ended:
@@ -951,12 +1021,12 @@ cdef class ClientEnd(RecordTaker):
         regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
         try:
             if content.slot_count:
-                if not read_header(mapping.at(slot.offset, HEADER_NBYTES), <const char*>_MAGIC, &numbers[0], &numbers[1]) \
+                if not read_header(mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]) \
                         or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
                 if content.payload_nbytes:
                     content.check_payload(
-                        mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes)
+                        mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes)
                         [:content.payload_nbytes],
                         self._bounds,
                     )

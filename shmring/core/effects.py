@@ -12,7 +12,7 @@ import msgspec
 from shmring.core.messages import Found, LeaseGrant, LeaseRequest, LeaseReturn, NotKept
 
 if TYPE_CHECKING:
-    from shmring.core.client_book import ClientSlotRecord
+    from shmring.core.compiled import ClientSlotRecord
 
 __all__ = [
     "Acquired",

@@ -11,15 +11,16 @@ The slab is counted in blocks::
     | 0: header | leasable ...                          | reply reserve ... | device slab: leasable ... |
 
 A device slab, where there is one, is another memory in the same address space: what is granted there is told apart by where
-it is. Leases are lent in each by the rules of :mod:`.lending`.
+it is. Leases are lent in each by the rules of ``lending.pyx``.
 
 Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
 and no generation means two things in one engine's life. Reply slots are numbered the same way by the book (client 0).
 
-What happens to every message has an entry in C (the ``.pxd``); the methods for Python do the same by numbers. What the book does
-is said in plain Python, without speed, in ``tests/model/engine_book.py``, and the tests hold the two against each other.
+What happens to every message has an entry in C: the caller finds the client once (:meth:`EngineBook.client_of`) and passes records on.
+Those that return a list return None if nothing follows. The methods for Python do the same by numbers. What the book does is said in
+plain Python, without speed, in ``tests/model/engine_book.py``, and the tests hold the two against each other.
 
-Kept content (:mod:`.kept_book`) is found, pinned and given to keep here: who has pinned what is a number of each client's, and ends with
+Kept content (``kept_book.pyx``) is found, pinned and given to keep here: who has pinned what is a number of each client's, and ends with
 its word or its death, as its leases do. A request names kept content as a slot of lease 0. That has a record like any other slot's,
 under a number of the book's own, so that one content is in many requests.
 
@@ -27,21 +28,19 @@ Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined
 of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
 """
 
-from libc.stdint cimport INT64_MAX, int64_t
+from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
-from shmring.core.records cimport DEVICE, HOST, MEMORIES, KeptRecord
-from shmring.core.transitions cimport engine_slots, requests
-
 from shmring.core.effects import Answered, ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
-from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
 from shmring.core.messages import KEPT_LEASE_ID, Found, NotKept
 from shmring.core.states import EngineSlot, EngineSlotEvent, Lease, LeaseEvent, Request, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError
 
-assert _GENERATION_BITS == GENERATION_BITS
-assert len(EngineSlot) == SLOT_STATES
+cdef enum:
+    ENGINE_SLOT_STATES = 4
+    KEPT_LEASE = 0   # lease id of a slot that is kept content
+
+assert len(EngineSlot) == ENGINE_SLOT_STATES
 assert KEPT_LEASE_ID == KEPT_LEASE
 
 cdef enum:
@@ -51,9 +50,9 @@ cdef int PUBLISHED = EngineSlot.PUBLISHED
 cdef int CLAIMED = EngineSlot.CLAIMED
 cdef int RELEASED = EngineSlot.RELEASED
 cdef int CLAIM = EngineSlotEvent.CLAIM
-cdef int RELEASE = EngineSlotEvent.RELEASE
-cdef int RELEASE_VIEWED = EngineSlotEvent.RELEASE_VIEWED
-cdef int LAST_VIEW_GONE = EngineSlotEvent.LAST_VIEW_GONE
+cdef int ENGINE_RELEASE = EngineSlotEvent.RELEASE
+cdef int ENGINE_RELEASE_VIEWED = EngineSlotEvent.RELEASE_VIEWED
+cdef int ENGINE_LAST_VIEW_GONE = EngineSlotEvent.LAST_VIEW_GONE
 cdef int ABORT_SLOT = EngineSlotEvent.ABORT
 cdef int WAITING = Request.WAITING
 cdef int RUNNING = Request.RUNNING
@@ -89,7 +88,27 @@ cdef class EngineBook:
         kept: what is kept in the slab.
     """
 
-    def __init__(self, geometry, limits):
+    cdef readonly object geometry  # type: Geometry
+    cdef readonly object limits  # type: EngineBookLimits
+    cdef public dict clients  # type: dict[int, ClientRecord]  # by id
+    cdef public list lendings  # type: list[Lending]  # by the number of its memory
+    cdef public Lending host               # the first of them
+    cdef readonly KeptBook kept
+    cdef public uint64_t _next_use         # number of the next slot that is kept content
+    cdef public uint64_t late_aborts       # of requests that had ended: messages cross
+    cdef public uint64_t stale_releases    # of reply slots that had been given back
+    cdef public RunAllocator _replies
+    cdef public dict _reply_wants  # type: dict[int, ReplyWant]  # by ticket, in order of arrival
+    cdef public uint64_t _next_reply_generation
+    cdef public set _lent_replies  # type: set[int]  # generations, of all clients
+    cdef uint64_t _max_inflight
+    cdef uint64_t _reply_reserve_blocks
+    cdef uint64_t _slots_in[ENGINE_SLOT_STATES]
+    cdef uint64_t _device_slots
+    cdef uint64_t _max_pins
+    cdef bint _owes_service                # to those who wait for a lease: a pin has gone
+
+    def __init__(self, geometry: Geometry, limits: EngineBookLimits):
         self.geometry, self.limits = geometry, limits
         self.clients = {}
         self.kept = KeptBook(limits)
@@ -122,7 +141,7 @@ cdef class EngineBook:
         assert client.connected, f"client {client_id} is disconnected already"
         return client
 
-    def connect(self, uint64_t client_id, uint64_t lease_nbytes):
+    def connect(self, uint64_t client_id, uint64_t lease_nbytes) -> LeaseGrant | None:
         """A frontend said hello. Returns its base lease, or None if none can be had now (it may ask later)."""
         assert client_id not in self.clients, "client ids are never reused"
         cdef ClientRecord client = ClientRecord.__new__(ClientRecord)
@@ -130,7 +149,13 @@ cdef class EngineBook:
         self.clients[client_id] = client
         return self.host.connect(client, min(blocks_for(lease_nbytes), <uint64_t>self.limits.max_lease_blocks))
 
-    def goodbye(self, uint64_t client_id, kept_lease_ids, kept_replies, still_pinned=()):
+    def goodbye(
+        self,
+        uint64_t client_id,
+        kept_lease_ids: Collection[int],
+        kept_replies: Collection[int],
+        still_pinned: Collection[int] = (),
+    ) -> list[EngineEffect]:
         """A frontend ends, and says that it uses nothing of the slab any more but what it names.
 
         That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
@@ -147,7 +172,7 @@ cdef class EngineBook:
         self._disconnect(client, effects)
         return effects
 
-    def disconnect(self, uint64_t client_id):
+    def disconnect(self, uint64_t client_id) -> list[EngineEffect]:
         """A connection ended. Its requests are aborted and its leases quarantined: its process may still be writing."""
         cdef list effects = []
         self._disconnect(self._connected(client_id), effects)
@@ -172,7 +197,7 @@ cdef class EngineBook:
         self._serve_reply_wants(effects)
         return 0
 
-    def died(self, uint64_t client_id):
+    def died(self, uint64_t client_id) -> list[EngineEffect]:
         """The kernel says that the client's process is dead: what no reader of ours holds is free again.
 
         Or it has said goodbye, and later that it uses nothing any more of what that named.
@@ -221,15 +246,15 @@ cdef class EngineBook:
         uint64_t token,
         uint64_t nbytes,
         uint64_t preferred_nbytes,
-        int memory=HOST,
+        int memory: Memory = HOST,
         bint waits=True,
-    ):
+    ) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
         Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
 
         Args:
-            waits: whether a caller waits for it. If not, it is a wish: see :mod:`.lending`.
+            waits: whether a caller waits for it. If not, it is a wish: see ``lending.pyx``.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
@@ -241,7 +266,7 @@ cdef class EngineBook:
         (<Lending>self.lendings[memory]).ask(client, token, nbytes, preferred_nbytes, waits, effects)
         return effects
 
-    def return_leases(self, uint64_t client_id, lease_ids):
+    def return_leases(self, uint64_t client_id, lease_ids: Collection[int]) -> list[EngineEffect]:
         """A client gives leases back.
 
         Raises:
@@ -279,7 +304,7 @@ cdef class EngineBook:
 
     # -- requests and their slots ------------------------------------------------------------------------------------
 
-    def submit(self, uint64_t client_id, uint64_t request_id, slots):
+    def submit(self, uint64_t client_id, uint64_t request_id, slots: Sequence[SlotRef]) -> None:
         """A client hands a request with its slots over.
 
         Raises:
@@ -368,7 +393,7 @@ cdef class EngineBook:
         record.state_number = PUBLISHED
         return record
 
-    def claim(self, uint64_t client_id, uint64_t request_id):
+    def claim(self, uint64_t client_id, uint64_t request_id) -> None:
         """The engine takes a waiting request up."""
         self.claim_request(<RequestRecord>(<ClientRecord>self.clients[client_id]).requests[request_id])
 
@@ -402,7 +427,7 @@ cdef class EngineBook:
         assert was_taken, "a live slot has no blocks in its lease"
         return state
 
-    def end(self, uint64_t client_id, uint64_t request_id, int event):
+    def end(self, uint64_t client_id, uint64_t request_id, int event: RequestEvent) -> bool:
         """The engine has ended a request: FINISH, ERROR or DEADLINE.
 
         Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was taken up.
@@ -426,7 +451,7 @@ cdef class EngineBook:
         del client.requests[request.request_id]
         return 0
 
-    def abort(self, uint64_t client_id, uint64_t request_id):
+    def abort(self, uint64_t client_id, uint64_t request_id) -> list[EngineEffect]:
         """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
         effects = self.abort_request(self._connected(client_id), request_id)
         return [] if effects is None else self._served(effects)
@@ -450,7 +475,7 @@ cdef class EngineBook:
             effects.append(Released(client.client_id, tuple(released)))
         return effects
 
-    def release_slots(self, uint64_t client_id, generations, viewed):
+    def release_slots(self, uint64_t client_id, generations: Sequence[int], viewed: Collection[int]) -> list[EngineEffect]:
         """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
         cdef ClientRecord client = <ClientRecord>self.clients[client_id]
         cdef EngineSlotRecord slot
@@ -458,13 +483,13 @@ cdef class EngineBook:
         slots, released = [], []
         for generation in generations if len(generations) < 2 else dict.fromkeys(generations):
             slot = <EngineSlotRecord>client.slots[generation]
-            engine_slots.after(slot.state_number, RELEASE_VIEWED if generation in viewed else RELEASE)
+            engine_slots.after(slot.state_number, ENGINE_RELEASE_VIEWED if generation in viewed else ENGINE_RELEASE)
             slots.append(slot)
         for slot in slots:
             if viewed and slot.generation in viewed:
-                self._move(client, slot, RELEASE_VIEWED)
+                self._move(client, slot, ENGINE_RELEASE_VIEWED)
             else:
-                self._move(client, slot, RELEASE)
+                self._move(client, slot, ENGINE_RELEASE)
                 if slot.kept is None:
                     released.append(slot.generation)
         if client.connected:
@@ -492,9 +517,9 @@ cdef class EngineBook:
                 if slot.state_number != CLAIMED and slot.state_number != PUBLISHED:
                     pass  # released, or left to its views, by itself
                 elif viewed != NULL and viewed[place]:
-                    self._move(client, slot, RELEASE_VIEWED)
+                    self._move(client, slot, ENGINE_RELEASE_VIEWED)
                 else:
-                    self._move(client, slot, RELEASE)
+                    self._move(client, slot, ENGINE_RELEASE)
                     released[count[0]] = slot.generation
                     count[0] += slot.kept is None  # its client has it pinned itself, and needs not be told
                 place += 1
@@ -504,7 +529,7 @@ cdef class EngineBook:
             self._reclaim(client, effects)
         return self._served(effects)
 
-    def last_view_gone(self, uint64_t client_id, uint64_t generation):
+    def last_view_gone(self, uint64_t client_id, uint64_t generation) -> list[EngineEffect]:
         """The last view of a draining slot has died."""
         cdef ClientRecord client = <ClientRecord>self.clients[client_id]
         effects = self.release_viewed(client, <EngineSlotRecord>client.slots[generation])
@@ -513,7 +538,7 @@ cdef class EngineBook:
     cdef list release_viewed(self, ClientRecord client, EngineSlotRecord slot):
         """As :meth:`last_view_gone`; None: its client, which is connected, is to be told of it."""
         cdef list effects
-        self._move(client, slot, LAST_VIEW_GONE)
+        self._move(client, slot, ENGINE_LAST_VIEW_GONE)
         if client.connected:
             return None if slot.kept is None else self._served([])
         effects = []
@@ -522,7 +547,7 @@ cdef class EngineBook:
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
-    def find(self, uint64_t client_id, uint64_t token, bytes key):
+    def find(self, uint64_t client_id, uint64_t token, bytes key) -> list[EngineEffect]:
         """A client looks for kept content: it is pinned once more for it, if it is there."""
         cdef ClientRecord client = self._connected(client_id)
         cdef KeptRecord kept = self.kept.by_key.get(key)
@@ -535,7 +560,9 @@ cdef class EngineBook:
         self._pin(client, kept)
         return [Answered(client_id, _found(token, kept))]
 
-    def keep(self, uint64_t client_id, uint64_t token, bytes key, slot, bint is_copied, bytes payload):
+    def keep(
+        self, uint64_t client_id, uint64_t token, bytes key, slot: SlotRef, bint is_copied, bytes payload
+    ) -> list[EngineEffect]:
         """A client gives a slot to keep, and has it pinned then. Of two with one key, the first is kept, and both get that.
 
         Args:
@@ -596,7 +623,7 @@ cdef class EngineBook:
             return "full"
         return None
 
-    def unpin(self, uint64_t client_id, generations):
+    def unpin(self, uint64_t client_id, generations: Sequence[int]) -> list[EngineEffect]:
         """A client takes pins back, one for each time that a generation is named.
 
         Raises:
@@ -675,7 +702,7 @@ cdef class EngineBook:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def acquire_reply(self, uint64_t client_id, nbytes):
+    def acquire_reply(self, uint64_t client_id, nbytes: int) -> ReplySlot | None:
         """Takes a reply slot for a client now; None if that would overtake somebody or does not fit now.
 
         Raises:
@@ -688,21 +715,21 @@ cdef class EngineBook:
                 return None
         return self._take_reply(want)
 
-    def queue_reply(self, uint64_t client_id, ticket, nbytes):
+    def queue_reply(self, uint64_t client_id, ticket, nbytes: int) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
         cdef ReplyWant want = ReplyWant.__new__(ReplyWant)
         self._connected(client_id)
         want.client_id, want.blocks = client_id, self._reply_blocks_for(nbytes)
         self._reply_wants[ticket] = want
 
-    def cancel_reply(self, ticket):
+    def cancel_reply(self, ticket) -> list[EngineEffect]:
         """Leaves that queue, and passes the turn on."""
         cdef list effects = []
         self._reply_wants.pop(ticket, None)
         self._serve_reply_wants(effects)
         return effects
 
-    def release_replies(self, uint64_t client_id, generations):
+    def release_replies(self, uint64_t client_id, generations: Sequence[int]) -> list[EngineEffect]:
         """A client gives reply slots back. One that was given back before is counted, and nothing else.
 
         Raises:
@@ -734,11 +761,11 @@ cdef class EngineBook:
                 self.stale_releases += 1
         return self._serve_reply_wants(effects)
 
-    def reply_sent(self, uint64_t client_id, generation):
+    def reply_sent(self, uint64_t client_id, generation: int) -> None:
         """A reply slot has been written, and is its client's from now on."""
         (<ClientRecord>self.clients[client_id]).unsent_replies.remove(generation)
 
-    def discard_reply(self, uint64_t client_id, generation):
+    def discard_reply(self, uint64_t client_id, generation: int) -> list[EngineEffect]:
         """The engine has stopped writing a reply slot that it will not send."""
         cdef ClientRecord client = <ClientRecord>self.clients[client_id]
         cdef list effects = []
@@ -811,20 +838,20 @@ cdef class EngineBook:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     @property
-    def waiting_lease_requests(self):
+    def waiting_lease_requests(self) -> int:
         """Clients that wait for a lease, in either memory."""
         return sum([lending.waiting_lease_requests for lending in self.lendings])
 
     @property
-    def reply_free_nbytes(self):
+    def reply_free_nbytes(self) -> int:
         """Bytes of the reply reserve that nobody holds."""
         return self._replies.free_units * BLOCK_NBYTES
 
-    def count_slots(self, int state):
+    def count_slots(self, int state: EngineSlot) -> int:
         """Slots in this state, of all clients and in either memory."""
         return self._slots_in[state]
 
-    def count_device_slots(self):
+    def count_device_slots(self) -> int:
         """Slots in device memory that the engine holds in any state."""
         return self._device_slots
 
@@ -835,10 +862,10 @@ cdef class EngineBook:
     @_counts.setter
     def _counts(self, counts):
         self._device_slots = counts[0]
-        for state in range(SLOT_STATES):
+        for state in range(ENGINE_SLOT_STATES):
             self._slots_in[state] = counts[1][state]
 
-    def check(self):
+    def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
         for lending in self.lendings:
             lending.check()

@@ -8,10 +8,6 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t
 
-from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
-from shmring.core.engine_end cimport EngineEnd
-from shmring.core.looking cimport Looking
-
 
 cdef class EngineCalls:
     """See above; the subclass says what waiting is.
@@ -21,12 +17,16 @@ cdef class EngineCalls:
         look_s: for so long :meth:`claim` looks for a request before the loop goes on.
     """
 
+    cdef EngineEnd _end
+    cdef double _look_s
+    cdef Looking _looking
+
     def __init__(self, EngineEnd end not None, look_s: float) -> None:
         self._end = end
         self._look_s = look_s
         self._looking = Looking()
 
-    def claim(self):
+    def claim(self) -> Awaited[Claim]:
         """Waits for the next request and claims it; callers are served in the order in which they wait.
 
         Returns:
@@ -37,7 +37,7 @@ cdef class EngineCalls:
         """
         return _claiming(self, 0)
 
-    def claim_many(self, uint32_t most, *, double linger_s=0):
+    def claim_many(self, uint32_t most, *, double linger_s=0) -> Awaitable[list[Claim]]:
         """Waits for the next request, and claims it and those behind it that have come as well.
 
         For engines that work in steps on whatever there is; as much of it as may be claimed in one turn of the loop. A claim that is
@@ -59,27 +59,27 @@ cdef class EngineCalls:
             raise ValueError("claim_many(0) would wait for nothing; ask for at least 1 claim")
         return self.claim_lingering(most, linger_s) if linger_s > 0 else _claiming(self, most)
 
-    def __aiter__(self):
+    def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self):
+    def __anext__(self) -> Awaited[Claim]:
         cdef _Claiming claiming = _claiming(self, 0)
         claiming.is_next = True
         return claiming
 
-    def claim_lingering(self, most, linger_s):
+    def claim_lingering(self, most: int, linger_s: float) -> Coroutine[Any, Any, list[Claim]]:
         """A coroutine that claims requests as they come, for so long; for the subclass."""
         raise NotImplementedError
 
-    def claim_in_turn(self):
+    def claim_in_turn(self) -> Coroutine[Any, Any, Claim]:
         """A coroutine that waits for a request and claims it; for the subclass."""
         raise NotImplementedError
 
-    def next_in_turn(self):
+    def next_in_turn(self) -> Coroutine[Any, Any, Claim]:
         """The same, where the end of the ring is ``StopAsyncIteration``; for the subclass."""
         raise NotImplementedError
 
-    cpdef object claim_now(self):
+    cpdef object claim_now(self):  # type: Claim | None
         """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
         cdef EngineEnd end = self._end
         if not end.is_usable() or end.is_crowded:

@@ -11,7 +11,7 @@ aborts, replies, slots in device memory, and waking whoever waits for a claim. I
 What lies in shared memory convicts nobody, since any process with the slab may have written it: a wrong header, or a payload in a
 slot that is none, fails that one request. What came through a frontend's own ring ends its connection if it is wrong.
 
-What claiming costs is bounded in each turn of the loop. A payload counts what its values count (:mod:`.wire`). When those that
+What claiming costs is bounded in each turn of the loop. A payload counts what its values count (``wire.pyx``). When those that
 were claimed have counted two milliseconds, nothing more is claimed until the loop has had a turn. A payload that counts more than half a
 millisecond, or lies in a slot, makes its request *costly*. Costly requests wait in a line of their frontend's own, and those lines are
 served in turn, one request each. The others wait in one line, in order of arrival, and go first; but for 64 of them, one
@@ -24,30 +24,15 @@ frontend is in ``_costly``, once, if requests are in its own line.
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
-from shmring.core.engine_book cimport KEPT_LEASE, EngineBook
-from shmring.core.forks cimport forks
-from shmring.core.instances cimport new_instance
-from shmring.core.load cimport LoadPage
-from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
-from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
-from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
-from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord
-from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
-from shmring.core.transitions cimport requests
-from shmring.core.views cimport Regions
-from shmring.core.wire cimport Content, SlotNumbers, Submit, bounds_of, read_submit_record
-
-from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.states import Request, RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 
 cdef enum:
-    _FEW = 4
+    _FEW_RELEASED = 4
     _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
     # What values count, at most 40 ns each. To copy and look at 128 bytes of text takes as long.
@@ -58,9 +43,6 @@ cdef enum:
     _NBYTES_SHIFT = 7
     _OVERTAKING = 64      # quick requests go before a costly one, at most: they take less time than it does
 
-assert HEADER_NBYTES == SLOT_HEADER_NBYTES
-
-cdef bytes _MAGIC = SLOT_MAGIC
 cdef int _FINISH = list(RequestEvent).index(RequestEvent.FINISH)
 cdef int _RUNNING = list(Request).index(Request.RUNNING)
 
@@ -77,6 +59,13 @@ cdef class FrontendEnd(RecordTaker):
     Attributes:
         link: sends what is not written here, and keeps what finds the ring full; the subclass has it.
     """
+
+    cdef readonly EngineEnd end
+    cdef readonly uint64_t client_id
+    cdef ClientRecord record
+    cdef RecordWriter _writer
+    cdef RecordReader _reader
+    cdef Line _costly        # of its requests that take long to claim; None: there was none so far
 
     def __init__(self, EngineEnd end not None, client_id: int) -> None:
         self.end = end
@@ -101,7 +90,7 @@ cdef class FrontendEnd(RecordTaker):
             self.end._frontends.remove(self)
         self._writer, self._reader = None, None
 
-    def take_record(self, bytes record not None) -> None:
+    def take_record(self, bytes record not None, /) -> None:
         """A record came from it.
 
         Raises:
@@ -125,6 +114,9 @@ cdef class FrontendEnd(RecordTaker):
 @cython.final
 cdef class Line:
     """Requests that wait, in order of arrival."""
+
+    cdef ClaimEnd first
+    cdef ClaimEnd last
 
     cdef int append(self, ClaimEnd claim) except -1:
         """A request waits, behind the others."""
@@ -164,6 +156,28 @@ cdef class ClaimEnd:
         aborted: whether its frontend gave it up, or has gone.
     """
 
+    cdef readonly EngineEnd end
+    cdef readonly FrontendEnd frontend  # type: Frontend
+    cdef readonly Submit submit
+    cdef readonly uint64_t nbytes
+    cdef readonly bint released
+    cdef readonly bint ended
+    cdef readonly bint aborted
+    cdef RequestRecord request
+    cdef ContentRegions regions
+    cdef object _payload
+    cdef list _abort_callbacks
+    cdef list _end_callbacks
+    cdef object __weakref__
+    cdef bint _is_in_hands   # it was taken up
+    cdef bint _is_known      # to the end, by these two
+    cdef bint _is_costly     # it waits in its frontend's line
+    cdef uint64_t _client_id
+    cdef uint64_t _request_id
+    cdef PyObject* _other    # in the same list of the table
+    cdef ClaimEnd _after     # that waits behind it
+    cdef PyObject* _before   # that waits before it; Py_None: none does
+
     @property
     def client_id(self) -> int:
         """The frontend, as this engine numbers its connections."""
@@ -180,7 +194,7 @@ cdef class ClaimEnd:
         return self.submit.name
 
     @property
-    def content_regions(self):
+    def content_regions(self) -> ContentRegions:
         """The regions of its content."""
         return self.regions
 
@@ -204,17 +218,17 @@ cdef class ClaimEnd:
             )
         return self._payload
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback) -> bool:
+    def __exit__(self, kind, error: BaseException | None, traceback) -> bool:
         if error is None:
             self._finish()
             return False
         self.fail(error)
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.submit.request_id
 
-    def fail(self, error) -> None:
+    def fail(self, error: BaseException) -> None:
         """For the subclass."""
         raise NotImplementedError
 
@@ -244,7 +258,7 @@ cdef class ClaimEnd:
             self.end._finish(self, None, None)
         return 0
 
-    def send_reply(self, Packed reply not None, slot) -> bool:
+    def send_reply(self, Packed reply not None, slot: SlotRef | None) -> bool:
         """Sends a reply.
 
         Args:
@@ -259,7 +273,7 @@ cdef class ClaimEnd:
         """
         return self.end._send_reply(self, reply, slot)
 
-    def finish_with(self, Packed reply not None, slot) -> bool:
+    def finish_with(self, Packed reply not None, slot: SlotRef | None) -> bool:
         """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
 
         Args:
@@ -279,7 +293,7 @@ cdef class ClaimEnd:
         """Raises unless the request can still be answered; for the subclass."""
         raise NotImplementedError
 
-    def release_slots(self, *, copying: bool = False) -> list:
+    def release_slots(self, *, copying: bool = False) -> list[EngineEffect]:
         """Releases the slots; twice is once.
 
         Args:
@@ -288,13 +302,13 @@ cdef class ClaimEnd:
         Returns:
             What follows from it in the book.
         """
-        cdef uint64_t few[_FEW]
+        cdef uint64_t few[_FEW_RELEASED]
         cdef uint64_t* released = few
         cdef Py_ssize_t count = 0
         cdef list effects
         if self.released:
             return []
-        if self.submit.content.slot_count > _FEW:
+        if self.submit.content.slot_count > _FEW_RELEASED:
             released = <uint64_t*>malloc(self.submit.content.slot_count * sizeof(uint64_t))
             if released == NULL:
                 raise MemoryError
@@ -307,7 +321,7 @@ cdef class ClaimEnd:
             if released != few:
                 free(released)
 
-    def mark_ended(self, *, aborted: bool = False) -> list:
+    def mark_ended(self, *, aborted: bool = False) -> list[Callable[[], object]]:
         """Nothing more may be sent in answer; returns the callbacks that are to be called now."""
         callbacks = (self._end_callbacks or []) + ((self._abort_callbacks or []) if aborted else [])
         self._abort_callbacks = self._end_callbacks = None
@@ -315,19 +329,19 @@ cdef class ClaimEnd:
         self.aborted = self.aborted or aborted
         return callbacks
 
-    def call_on_abort(self, callback) -> None:
+    def call_on_abort(self, callback: Callable[[], object]) -> None:
         """Keeps a callback for the case that the request is aborted."""
         if self._abort_callbacks is None:
             self._abort_callbacks = []
         self._abort_callbacks.append(callback)
 
-    def call_on_end(self, callback) -> None:
+    def call_on_end(self, callback: Callable[[], object]) -> None:
         """Keeps a callback for the request's end, in whichever way."""
         if self._end_callbacks is None:
             self._end_callbacks = []
         self._end_callbacks.append(callback)
 
-    def forget_on_end(self, callback) -> None:
+    def forget_on_end(self, callback: Callable[[], object]) -> None:
         """Takes that back, if it was not called yet."""
         if self._end_callbacks and callback in self._end_callbacks:
             self._end_callbacks.remove(callback)
@@ -358,9 +372,56 @@ cdef class EngineEnd:
         submitted, finished, replies, received_nbytes: counted so far.
     """
 
+    cdef readonly object shell
+    cdef readonly EngineBook book
+    cdef readonly Regions regions
+    cdef readonly uint64_t waiting_count
+    cdef readonly bint is_turn_over
+    cdef int64_t _turn_left  # what may still be claimed in this turn
+    cdef Line _line          # of those that wait, and are quick to claim
+    cdef list _costly        # frontends that have others: the next one's turn comes first
+    cdef uint32_t _overtaken # how many were claimed while costly ones waited
+    cdef PyObject** _claims  # those that wait, and those that were taken up and have not ended
+    cdef uint64_t _lists     # of them
+    cdef uint64_t _known     # claims in them
+    cdef public bint is_awaited
+    cdef public bint is_crowded
+    cdef public bint is_open
+    cdef list _frontends
+    cdef int _forks
+    cdef readonly uint64_t epoch
+    cdef readonly uint64_t submitted
+    cdef readonly uint64_t finished
+    cdef readonly uint64_t replies
+    cdef readonly uint64_t received_nbytes
+    cdef readonly uint64_t reply_copies
+    cdef readonly uint64_t reply_copied_nbytes
+    cdef uint64_t _slab_nbytes
+    cdef uint64_t _inline_nbytes
+    cdef uint64_t _max_payload_nbytes
+    cdef Bounds _bounds
+    cdef Mapping _mapping
+    cdef LoadPage _load
+    cdef PayloadDecoder _decoder
+    cdef type _claim_type
+    cdef bint _debug
+
     def __init__(
-        self, shell, EngineBook book not None, Regions regions not None, Mapping mapping not None, PayloadDecoder decoder not None,
-        claim_type, *, epoch, max_tensors, max_values, inline_nbytes, max_payload_nbytes, debug, LoadPage load=None,
+        self,
+        shell,
+        EngineBook book not None,
+        Regions regions not None,
+        Mapping mapping not None,
+        PayloadDecoder decoder not None,
+        claim_type: type[ClaimEnd],
+        *,
+        epoch: int,
+        max_tensors: int,
+        max_values: int,
+        inline_nbytes: int,
+        max_payload_nbytes: int,
+        debug: bool,
+        LoadPage load=None,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -599,7 +660,7 @@ cdef class EngineEnd:
         free(self._claims)
 
     @property
-    def waiting(self) -> dict:
+    def waiting(self) -> dict[tuple[int, int], Any]:
         """Requests that wait, by client and request: the quick ones in order of arrival, then the costly ones of each frontend."""
         cdef ClaimEnd claim
         cdef FrontendEnd frontend
@@ -613,7 +674,7 @@ cdef class EngineEnd:
         return waiting
 
     @property
-    def claims(self) -> dict:
+    def claims(self) -> dict[tuple[int, int], Any]:
         """Those that were taken up and have not ended, by client and request."""
         cdef PyObject* claim
         cdef uint64_t i
@@ -661,7 +722,7 @@ cdef class EngineEnd:
     cdef bytes _payload_in_slot(self, Content content):
         cdef SlotNumbers* slot = content.slot_numbers + content.slot_count - 1
         return PyBytes_FromStringAndSize(
-            self._mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
+            self._mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
         )
 
     cdef int _check_headers(self, ClaimEnd claim) except -1:
@@ -673,7 +734,7 @@ cdef class EngineEnd:
             slot = claim.submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
                 continue  # in device memory stands no header, and what is kept is what the book says
-            if not read_header(self._mapping.at(slot.offset, HEADER_NBYTES), <const char*>_MAGIC, &numbers[0], &numbers[1]):
+            if not read_header(self._mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]):
                 raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
             if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                 raise StaleDescriptorError(
@@ -689,7 +750,7 @@ cdef class EngineEnd:
         if slot is None:
             return 0
         numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
-        put_header(self._mapping.at(numbers.offset, HEADER_NBYTES), <const char*>_MAGIC, numbers)
+        put_header(self._mapping.at(numbers.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, numbers)
         self.book.reply_sent(claim.frontend.client_id, slot.generation)
         return 0
 
@@ -726,7 +787,7 @@ cdef class EngineEnd:
 
     cdef list _release(self, ClaimEnd claim, bint copying, uint64_t* released, Py_ssize_t* count):
         """Releases a claim's slots in the book; those that are viewed drain. ``released``: generations to be told of."""
-        cdef uint8_t few[_FEW]
+        cdef uint8_t few[_FEW_RELEASED]
         cdef uint8_t* viewed = few
         cdef uint32_t slots = claim.submit.content.slot_count, i
         cdef bint is_any_viewed = False
@@ -738,7 +799,7 @@ cdef class EngineEnd:
         if not slots:
             claim.regions = None
             return None
-        if slots > _FEW:
+        if slots > _FEW_RELEASED:
             viewed = <uint8_t*>malloc(slots)
             if viewed == NULL:
                 raise MemoryError
@@ -765,11 +826,11 @@ cdef class EngineEnd:
         cdef FrontendEnd frontend = claim.frontend
         cdef SlotNumbers numbers
         cdef bint is_sent = False
-        cdef uint64_t few[_FEW]
+        cdef uint64_t few[_FEW_RELEASED]
         cdef uint64_t* released = few
         cdef Py_ssize_t count = 0
         cdef list effects
-        if claim.submit.content.slot_count > _FEW:
+        if claim.submit.content.slot_count > _FEW_RELEASED:
             released = <uint64_t*>malloc(claim.submit.content.slot_count * sizeof(uint64_t))
             if released == NULL:
                 raise MemoryError

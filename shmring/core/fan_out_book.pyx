@@ -31,29 +31,35 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from shmring.core.blocks cimport RunAllocator
-from shmring.core.forks cimport forks
-from shmring.core.message_ring cimport RecordWriter
-from shmring.core.views cimport Lent, drop_region
-
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
 
-cdef extern from "atomics.h" nogil:
-    void store_release_u64(void* at, uint64_t value)
-    uint64_t load_acquire_u64(const void* at)
-    void fence_full()
+cdef enum:
+    WINDOW = 256          # messages that may be outstanding, and stamps in a page
+    MAX_WORKERS = 64      # places: bits of a mask
+    AT_WANT = 0           # u64, the engine's: it waits for the acknowledgement of a message of this number or later; else 0
+    AT_CLOSED = 1024      # u64, the worker's: it has closed, and left whatever has this number or a later one; 0: it has not
+    AT_STAMPS = 2048      # u64 each, the worker's: the number of the last message that it has left, of those with this stamp
+    PAGE_NBYTES = 4096
 
-cdef extern from *:
-    """
-    #define lowest_bit(mask) __builtin_ctzll(mask)
-    """
-    int lowest_bit(uint64_t mask) noexcept nogil
+
+cdef struct Outstanding:
+    # A message that somebody may still read.
+    uint64_t sequence      # 0: none
+    uint64_t pending       # places of those who have not left it
+    int64_t start          # blocks that it has in the memory of broadcasts
+    uint64_t blocks        # 0: none
+    uint64_t nbytes        # that it keeps, wherever they are
+    Lent** regions         # slots of claims that it keeps, as a view would
+    uint32_t region_count
+    int older              # stamps of its neighbours in age; -1: none
+    int newer
+
 
 cdef enum:
     PATIENCE = 4  # messages that somebody still reads, over which a short look goes on
 
-WORKER_PAGE_NBYTES = PAGE_NBYTES
-LARGEST_BACKLOG = WINDOW
+WORKER_PAGE_NBYTES: int = PAGE_NBYTES
+LARGEST_BACKLOG: int = WINDOW
 
 
 cdef class WorkerRecord:
@@ -67,6 +73,19 @@ cdef class WorkerRecord:
         unacknowledged, unacknowledged_nbytes: messages that it has not left, and what they keep.
         sent: messages so far.
     """
+
+    cdef readonly uint64_t rank
+    cdef readonly int place
+    cdef readonly bint is_member
+    cdef readonly bint is_gone
+    cdef readonly uint32_t unacknowledged
+    cdef readonly uint64_t unacknowledged_nbytes
+    cdef readonly uint64_t sent
+    cdef RecordWriter writer   # None: it gets nothing
+    cdef RecordReader reader   # None: nothing is read of it, or somebody else sees to that
+    cdef RecordTaker taker     # of what is read
+    cdef object _page
+    cdef uint8_t* _at
 
 
 cdef class FanOutBook:
@@ -82,6 +101,24 @@ cdef class FanOutBook:
         ranks: of the members, in order.
         gone: workers that are gone; whoever looks takes them out.
     """
+
+    cdef readonly uint32_t backlog
+    cdef readonly uint32_t max_workers
+    cdef readonly uint64_t next_sequence
+    cdef readonly uint32_t outstanding
+    cdef readonly tuple ranks  # type: tuple[int, ...]  # of members, in order
+    cdef public list gone  # type: list[WorkerRecord]  # records of those who have left for good since somebody looked
+    cdef RunAllocator _memory        # None: nothing is reserved yet
+    cdef uint64_t _blocks
+    cdef Outstanding _messages[WINDOW]
+    cdef int _unused[WINDOW]
+    cdef int _unused_count
+    cdef int _oldest
+    cdef int _newest
+    cdef list _places
+    cdef dict _members               # by rank
+    cdef uint64_t _member_mask
+    cdef int _forks                  # of the process whose pages these are
 
     def __init__(self, backlog: int, max_workers: int) -> None:
         cdef int stamp
@@ -115,15 +152,15 @@ cdef class FanOutBook:
 
     # -- workers come and go -----------------------------------------------------------------------------------------
 
-    def member(self, rank: int):
+    def member(self, rank: int) -> WorkerRecord | None:
         """Returns the member of a rank, or None."""
         return self._members.get(rank)
 
-    def workers(self) -> list:
+    def workers(self) -> list[WorkerRecord]:
         """Returns all that are not gone, in order of their places."""
         return [worker for worker in self._places if worker is not None]
 
-    def join(self, rank: int, page, writer=None):
+    def join(self, rank: int, page: Buffer, writer: RecordWriter | None = None) -> WorkerRecord:
         """A worker has come; it gets what is published from now on.
 
         Args:
@@ -220,7 +257,7 @@ cdef class FanOutBook:
             raise self.no_workers(missing)
         return mask
 
-    def no_workers(self, ranks) -> WorkerLostError:
+    def no_workers(self, ranks: Sequence[int]) -> WorkerLostError:
         """Makes the error for who has named ranks of which there is no worker."""
         listed = ", ".join(map(str, ranks))
         return WorkerLostError(f"there is no worker of rank {listed} (any more, or yet); there are {list(self.ranks)}", ranks=ranks)
@@ -242,7 +279,7 @@ cdef class FanOutBook:
         self._memory.give(start, blocks)
         return 0
 
-    def take(self, blocks: int):
+    def take(self, blocks: int) -> int | None:
         """As ``take_blocks``, for Python; None: there are none now."""
         start = self.take_blocks(blocks)
         return None if start < 0 else start
@@ -261,7 +298,7 @@ cdef class FanOutBook:
             mask &= mask - 1
         return True
 
-    def can_publish(self, ranks) -> bool:
+    def can_publish(self, ranks: Iterable[int]) -> bool:
         """As ``has_place``, for Python."""
         return self.has_place(self.mask_of(ranks))
 
@@ -307,7 +344,7 @@ cdef class FanOutBook:
             left &= left - 1
         return message.sequence
 
-    def publish(self, ranks, start: int = 0, blocks: int = 0, nbytes: int = 0):
+    def publish(self, ranks: Iterable[int], start: int = 0, blocks: int = 0, nbytes: int = 0) -> tuple[int, int]:
         """As ``publish_to``, for Python; returns the number and the stamp."""
         cdef int stamp = self.next_stamp()
         return self.publish_to(self.mask_of(ranks), start, blocks, nbytes, NULL, 0), stamp
@@ -462,7 +499,7 @@ cdef class FanOutBook:
             stamp = self._messages[stamp].newer
         return not self._want(wanted)
 
-    def want(self, ranks) -> bool:
+    def want(self, ranks: Iterable[int]) -> bool:
         """As ``want_place``, for Python."""
         return self.want_place(self.mask_of(ranks))
 
@@ -474,11 +511,11 @@ cdef class FanOutBook:
         """Has those ring who leave a message that keeps slots of claims; returns as :meth:`want`."""
         return self._want_first(True)
 
-    def laggards(self, ranks) -> tuple:
+    def laggards(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Returns the ranks of those who stand in the way of one more message to these, in order."""
         return self.ranks_of(self._crowded(self.mask_of(ranks)))
 
-    def memory_laggards(self) -> tuple:
+    def memory_laggards(self) -> tuple[int, ...]:
         """Returns the ranks of those who still read the oldest message that has memory of broadcasts."""
         cdef int stamp = self._oldest
         while stamp >= 0 and not self._messages[stamp].blocks:

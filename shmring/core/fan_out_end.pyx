@@ -19,37 +19,15 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
-from shmring.core.engine_end cimport ClaimEnd, EngineEnd
-from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
-from shmring.core.forks cimport forks
-from shmring.core.held_slots cimport HeldSlots
-from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
-from shmring.core.looking cimport Looking
-from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
-from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
-from shmring.core.payload cimport Packed, Packer, put_slot
-from shmring.core.received cimport PayloadDecoder, regions_of
-from shmring.core.views cimport Lent, drop_region, hold_region
-from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, bounds_of, read_content
-
-from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import (
     CapacityError, LocalProtocolError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError,
 )
 
-cdef extern from *:
-    """
-    #define lowest_bit(mask) __builtin_ctzll(mask)
-    """
-    int lowest_bit(uint64_t mask) noexcept nogil
-
 cdef enum:
-    _HEADER_NBYTES = 64
-    _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
-
-assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+    BROADCAST = 120     # tags of the records that are read and written here and in worker_end
+    ANSWER = 32
+    WANTS_ANSWER = 1    # flags of a message
+    IS_SHARED = 2       # its payload is an array of a claim's and of what goes beside it
 
 
 
@@ -60,6 +38,11 @@ cdef class ClaimedSlots(HeldSlots):
         end: whose claims.
         address, nbytes: of the slab.
     """
+
+    cdef EngineEnd _end
+    cdef uint64_t _address
+    cdef uint64_t _nbytes
+    cdef ClaimEnd _last      # in which something was found last
 
     def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
         super().__init__()
@@ -98,7 +81,7 @@ cdef class ClaimedSlots(HeldSlots):
             return False  # it was released
         for i in range(claim.regions.content.slot_count):
             slot = claim.regions.content.slot_numbers + i
-            start = self._address + slot.offset + _HEADER_NBYTES
+            start = self._address + slot.offset + SLOT_HEADER_NBYTES
             if address < start or address - start > slot.nbytes or nbytes > slot.nbytes - (address - start):
                 continue
             slot_of_claim = (claim, i)
@@ -124,6 +107,9 @@ cdef class JoinedWorker(RecordTaker):
         record: its record, once its connection is there.
     """
 
+    cdef readonly FanOutEnd end
+    cdef readonly WorkerRecord record    # None: its connection is not there yet
+
     def __init__(self, FanOutEnd end not None) -> None:
         self.end = end
 
@@ -148,7 +134,7 @@ cdef class JoinedWorker(RecordTaker):
         """The same, of a record of any length; returns False if it is no reply."""
         return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
 
-    def take_message(self, record) -> None:
+    def take_message(self, record: bytes) -> None:
         """A record came that is no reply; for the subclass."""
         raise NotImplementedError
 
@@ -164,6 +150,19 @@ cdef class Parcel:
         sequence: its number, once it was published; 0: it was not, or went to nobody.
         is_copied: whether what is copied has been.
     """
+
+    cdef readonly Packed packed
+    cdef readonly object to  # type: Sequence[int] | None  # ranks; None: all
+    cdef readonly uint64_t sequence
+    cdef uint32_t flags
+    cdef int64_t start
+    cdef uint64_t blocks
+    cdef readonly bint is_copied
+    cdef bint had_memory         # for what is copied
+    cdef uint64_t nbytes         # that it keeps
+    cdef SlotNumbers* slots      # in place; and then that of region 0
+    cdef Lent** regions          # of those in place
+    cdef uint32_t slot_count
 
     def __cinit__(self) -> None:
         self.start = -1
@@ -209,9 +208,45 @@ cdef class FanOutEnd:
         broadcasts, gathered, copied_nbytes, in_place_nbytes, late_answers: counted so far.
     """
 
+    cdef readonly object shell
+    cdef readonly FanOutBook book
+    cdef public bint is_crowded
+    cdef public bint is_open
+    cdef readonly dict gathers  # type: dict[int, Gathering]  # by number of their message
+    cdef readonly uint64_t broadcasts
+    cdef readonly uint64_t gathered
+    cdef readonly uint64_t copied_nbytes
+    cdef readonly uint64_t in_place_nbytes
+    cdef readonly uint64_t late_answers
+    cdef EngineEnd _end
+    cdef ClaimedSlots _slots
+    cdef Packer _packer
+    cdef PayloadDecoder _decoder
+    cdef Mapping _memory
+    cdef uint64_t _slab_nbytes
+    cdef uint64_t _inline_nbytes
+    cdef uint64_t _record_nbytes
+    cdef uint64_t _at_once_nbytes
+    cdef Bounds _bounds
+    cdef double _look_s
+    cdef int _forks         # of the process that may send
+    cdef Looking _looking   # for replies
+
     def __init__(
-        self, shell, EngineEnd end not None, FanOutBook book not None, Packer packer not None, PayloadDecoder decoder not None,
-        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors, max_values, look_s=0.0,
+        self,
+        shell,
+        EngineEnd end not None,
+        FanOutBook book not None,
+        Packer packer not None,
+        PayloadDecoder decoder not None,
+        Mapping slab not None,
+        *,
+        inline_nbytes: int,
+        record_nbytes: int,
+        at_once_nbytes: int,
+        max_tensors: int,
+        max_values: int,
+        look_s: float = 0.0,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -240,7 +275,9 @@ cdef class FanOutEnd:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, payload, to, timeout, *, ClaimEnd claim=None) -> Broadcasting:
+    def broadcast(
+        self, payload, to: Sequence[int] | None, timeout: float | None, *, ClaimEnd claim=None
+    ) -> Awaitable[tuple[int, ...]]:
         """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
         cdef Broadcasting sending
         check_timeout(timeout)
@@ -249,7 +286,7 @@ cdef class FanOutEnd:
         sending.claim = claim
         return sending
 
-    def gather(self, payload, to, timeout) -> Gathering:
+    def gather(self, payload, to: Sequence[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
         """Sends a payload to workers and waits for their replies when that is awaited."""
         cdef Gathering gathering
         check_timeout(timeout)
@@ -257,7 +294,7 @@ cdef class FanOutEnd:
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
 
-    def send_now(self, payload, to, *, ClaimEnd claim=None):
+    def send_now(self, payload, to: Sequence[int] | None, *, ClaimEnd claim=None) -> tuple[int, ...] | None:
         """Sends a payload if nothing has to be waited for. ``claim``: as of :meth:`broadcast`.
 
         Returns:
@@ -298,7 +335,7 @@ cdef class FanOutEnd:
         if parcel.packed.slot_nbytes:
             parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
             if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
-                capacity = self._memory.mapped.nbytes - _HEADER_NBYTES
+                capacity = self._memory.mapped.nbytes - SLOT_HEADER_NBYTES
                 raise CapacityError(
                     f"a message that copies {parcel.packed.slot_nbytes} bytes can never fit the memory of broadcasts; "
                     "raise broadcast_nbytes, or send tensors that lie in a claim's slot",
@@ -344,7 +381,7 @@ cdef class FanOutEnd:
         """Where what is copied goes; 0: nowhere."""
         if parcel.start < 0:
             return 0
-        return <uint64_t>self._memory.at(parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, parcel.packed.slot_nbytes)
+        return <uint64_t>self._memory.at(parcel.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, parcel.packed.slot_nbytes)
 
     def copied(self, Parcel parcel not None) -> None:
         """It has been copied."""
@@ -393,7 +430,7 @@ cdef class FanOutEnd:
             return True
         try:
             parcel.packed.copy_to(
-                <uint8_t*>memory.at(parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, parcel.packed.slot_nbytes), False
+                <uint8_t*>memory.at(parcel.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, parcel.packed.slot_nbytes), False
             )
             parcel.is_copied = True
             is_sent = self.publish(parcel)  # looks again: copying a tensor that is not contiguous runs torch's code
@@ -410,7 +447,7 @@ cdef class FanOutEnd:
             parcel.packed.make_contiguous()
         return (
             3 + unsigned_nbytes(self.book.next_sequence) + unsigned_nbytes(stamp) + array_nbytes(parcel.slot_count)
-            + parcel.slot_count * <uint64_t>_SLOT_NBYTES + parcel.packed.content_nbytes()
+            + parcel.slot_count * <uint64_t>SLOT_NBYTES + parcel.packed.content_nbytes()
         )
 
     cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1:
@@ -564,8 +601,14 @@ cdef object _of_shared(object error):
 
 
 @cython.final
-cdef class Broadcasting(Awaited):
+cdef class Broadcasting(Awaited):  # type: Awaited[tuple[int, ...]]
     """What sends a message to workers."""
+
+    cdef FanOutEnd end
+    cdef object payload
+    cdef object to
+    cdef object timeout
+    cdef ClaimEnd claim          # whose payload it is; None: a message of the engine's own
 
     cdef PyObject* happen(self) except NULL:
         cdef Parcel parcel = self.end._pack(self.payload, self.to, 0, self.claim)
@@ -579,8 +622,20 @@ cdef class Broadcasting(Awaited):
 
 
 @cython.final
-cdef class Gathering(Awaited):
+cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
     """What sends a message to workers and waits for their replies."""
+
+    cdef FanOutEnd end
+    cdef object payload
+    cdef object to
+    cdef object timeout
+    cdef Parcel parcel
+    cdef object future
+    cdef object timer
+    cdef readonly uint64_t expected   # places of those who have not replied
+    cdef list answers                 # in order of rank
+    cdef uint8_t _orders[MAX_WORKERS] # by place, where in that a reply goes
+    cdef object _error                # why one will not come; None: it may
 
     cdef PyObject* happen(self) except NULL:
         self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER, None)
@@ -604,7 +659,7 @@ cdef class Gathering(Awaited):
             self.timer = loop.call_later(self.timeout, self.time_out)
         return self.wait_in(self.future)
 
-    def sent(self, future, timer) -> None:
+    def sent(self, future: asyncio.Future[None], timer: asyncio.TimerHandle | None) -> None:
         """For the shell: it was sent, and the shell waits for this future. ``timer``: ends that; may be None."""
         self.future, self.timer = future, timer
         if self.parcel.sequence:
@@ -679,7 +734,7 @@ cdef class Gathering(Awaited):
                 self.future.set_exception(self._error)
         return 0
 
-    def missing(self) -> tuple:
+    def missing(self) -> tuple[int, ...]:
         """Ranks of those who have not replied."""
         return self.end.book.ranks_of(self.expected)
 

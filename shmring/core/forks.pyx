@@ -18,8 +18,12 @@ from posix.unistd cimport getpid
 
 from shmring.errors import ClosedError
 
-cdef extern from "<pthread.h>" nogil:
-    int pthread_atfork(void (*before)(), void (*in_parent)(), void (*in_child)())
+cdef int fork_count
+
+
+cdef inline int forks() noexcept nogil:
+    """Returns the number of forks from the first process that loaded this to this one: who remembers it knows whether it is a child."""
+    return fork_count
 
 
 cdef void _count_fork() noexcept nogil:
@@ -51,6 +55,6 @@ cdef class Origin:
     def forked(self) -> bool:
         return self._forks != forks()
 
-    def stray(self, what: str, instead: str) -> Exception:
+    def stray(self, what: str, instead: str) -> ClosedError:
         """Returns what to raise in a child that was asked to use what its parent made: what that is, and what to do instead."""
         return ClosedError(f"{what} belongs to process {self.pid}, which forked this one; {instead}")

@@ -14,12 +14,15 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memmove
 
-from shmring.core.client_book cimport ClientSlotRecord
-from shmring.core.sorted_keys cimport SortedKeys
+cdef enum:
+    RECENT = 8
 
-cdef extern from "Python.h":
-    void _drop "Py_DECREF"(PyObject*) noexcept
-    void _drop_unless_null "Py_XDECREF"(PyObject*) noexcept
+
+cdef struct Held:
+    uint64_t address
+    uint64_t nbytes
+    PyObject* record  # owned
+    PyObject* tensor  # owned: the last one that was made in it; NULL: none
 
 
 cdef bint _is_submittable(object record) except -1:
@@ -31,6 +34,11 @@ cdef bint _is_submittable(object record) except -1:
 cdef class HeldSlots:
     """See the head of this file."""
 
+    cdef Held _recent[RECENT]
+    cdef uint32_t _recent_count
+    cdef SortedKeys _addresses  # of the others
+    cdef dict _slots           # (record, bytes of content) of the others, by address of content
+
     def __init__(self) -> None:
         self._addresses = SortedKeys()
         self._slots = {}
@@ -38,13 +46,13 @@ cdef class HeldSlots:
     def __dealloc__(self) -> None:
         cdef uint32_t i
         for i in range(self._recent_count):
-            _drop(self._recent[i].record)
-            _drop_unless_null(self._recent[i].tensor)
+            drop_object(self._recent[i].record)
+            drop_object_unless_null(self._recent[i].tensor)
 
     def __len__(self) -> int:
         return len(self._slots) + self._recent_count
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[ClientSlotRecord]:
         """Yields the records."""
         cdef uint32_t i
         records = [record for record, _ in self._slots.values()]
@@ -52,7 +60,7 @@ cdef class HeldSlots:
             records.append(<object>self._recent[i].record)
         return iter(records)
 
-    cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1:
+    cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1:  # type: (ClientSlotRecord, int, int) -> None
         """A caller holds a slot.
 
         Args:
@@ -101,8 +109,8 @@ cdef class HeldSlots:
         cdef Held gone = self._recent[place]
         self._recent_count -= 1
         memmove(&self._recent[place], &self._recent[place + 1], (self._recent_count - place) * sizeof(Held))
-        _drop(gone.record)
-        _drop_unless_null(gone.tensor)
+        drop_object(gone.record)
+        drop_object_unless_null(gone.tensor)
 
     cdef void remember(self, uint64_t address, object tensor) noexcept:
         """A tensor was made in the slot at this address, whose bytes are what they seem: torch negates none of them when it reads.
@@ -115,7 +123,7 @@ cdef class HeldSlots:
             if self._recent[i].address == address:
                 Py_INCREF(tensor)
                 before, self._recent[i].tensor = self._recent[i].tensor, <PyObject*>tensor
-                _drop_unless_null(before)
+                drop_object_unless_null(before)
                 break
 
     cdef bint has_made(self, object tensor, uint64_t address) noexcept:

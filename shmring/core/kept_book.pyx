@@ -3,16 +3,18 @@
 Theory of operation. A slot that a frontend gives the engine to keep is the engine's: its blocks leave the frontend's lease, and
 nobody's death takes them away. It is found by its key, by any frontend. Whoever finds it has it *pinned* until it says otherwise or
 is dead; a request that has it pins it as well, until its claim was left and the last view has died. What nobody has pinned stays
-for as long as nobody wants its memory: whoever asks for a lease gets it as if it were free (:mod:`.lending`), the least recently
+for as long as nobody wants its memory: whoever asks for a lease gets it as if it were free (``lending.pyx``), the least recently
 used first. So nothing ever waits for what is only kept.
 
-This book says what there is. :class:`~shmring.core.lending.Lending` knows where it lies, and :class:`~shmring.core.engine_book.EngineBook`
+This book says what there is. :class:`Lending` knows where it lies, and :class:`EngineBook`
 who has pinned it.
 
 Invariants (:meth:`KeptBook.check`): what has no pin is in ``unpinned``, and nothing else is; the sums are true, and within the bounds.
 """
 
 from collections import OrderedDict
+
+from libc.stdint cimport uint64_t
 
 
 cdef class KeptBook:
@@ -26,11 +28,22 @@ cdef class KeptBook:
         evictions: content that has gone because its memory was wanted.
     """
 
-    def __init__(self, limits):
+    cdef public dict by_key  # type: dict[bytes, KeptRecord]
+    cdef public dict by_generation  # type: dict[int, KeptRecord]
+    cdef public object unpinned  # type: OrderedDict[int, KeptRecord]  # by generation, the least recently used first
+    cdef public uint64_t hits
+    cdef public uint64_t misses
+    cdef public uint64_t evictions
+    cdef public uint64_t blocks       # of all of it
+    cdef public uint64_t unpinned_blocks
+    cdef readonly uint64_t max_blocks
+    cdef readonly uint64_t max_kept
+
+    def __init__(self, limits: EngineBookLimits):
         self.by_key, self.by_generation, self.unpinned = {}, {}, OrderedDict()
         self.max_blocks, self.max_kept = limits.kept_blocks, limits.max_kept
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.by_generation)
 
     cdef int add(self, KeptRecord record) except -1:
@@ -76,7 +89,7 @@ cdef class KeptBook:
         """Whether something has to go before so much more is kept."""
         return self.blocks + blocks > self.max_blocks or <uint64_t>len(self.by_generation) >= self.max_kept
 
-    def check(self):
+    def check(self) -> None:
         """Asserts the invariants."""
         records = list(self.by_generation.values())
         assert sorted(self.by_key) == sorted([record.key for record in records])

@@ -6,14 +6,6 @@ it against its own book (:func:`check_kept`).
 
 from libc.stdint cimport UINT64_MAX, uint64_t
 
-from shmring.core.client_book cimport ClientSlotRecord
-from shmring.core.lending cimport slot_blocks
-from shmring.core.mapping cimport Mapping
-from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
-from shmring.core.views cimport Regions
-from shmring.core.wire cimport Bounds, Content, bounds_of
-
-from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import KEPT_LEASE_ID
 from shmring.core.states import ClientSlot
 from shmring.errors import RemoteProtocolError
@@ -32,7 +24,7 @@ cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64
     return content
 
 
-def check_kept(bytes payload not None, nbytes, bint is_copied, max_tensors, max_values) -> None:
+def check_kept(bytes payload not None, nbytes: int, bint is_copied, max_tensors: int, max_values: int) -> None:
     """Checks the payload of content that is to be kept.
 
     Args:
@@ -47,7 +39,7 @@ def check_kept(bytes payload not None, nbytes, bint is_copied, max_tensors, max_
     _content_of(payload, 0, nbytes, 0, is_copied, bounds_of(max_tensors, max_values))
 
 
-def kept_slot(found) -> ClientSlotRecord:
+def kept_slot(found: Found) -> ClientSlotRecord:
     """Returns the record of a slot that the engine keeps and that was not this client's.
 
     Args:
@@ -77,7 +69,7 @@ cdef class KeptContent:
     cdef ContentRegions _regions
     cdef bint _is_left
 
-    def __init__(self, found, key, Regions regions not None, Mapping mapping not None, max_tensors) -> None:
+    def __init__(self, found: Found, key: int, Regions regions not None, Mapping mapping not None, max_tensors: int) -> None:
         cdef Content content
         if found.offset % BLOCK_NBYTES or found.offset + found.nbytes + BLOCK_NBYTES > mapping.mapped.nbytes:
             raise RemoteProtocolError(f"kept content at {found.offset} of {found.nbytes} bytes is not in the slab")

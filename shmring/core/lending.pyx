@@ -25,23 +25,35 @@ no reason to look for another range for a window. What is pinned there is.
 Invariants (:meth:`Lending.check`): free, lent and kept blocks add up, pieces do not overlap, and the counts are true.
 """
 
-from libc.stdint cimport int64_t
-
-from shmring.core.blocks cimport TakenRuns
-from shmring.core.records cimport DEVICE, HOST, KeptRecord, Piece
-from shmring.core.transitions cimport leases as lease_states
+from libc.stdint cimport int64_t, uint64_t
 
 from shmring.core.effects import Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES as _BLOCK_NBYTES
+from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, LeaseGrant
-from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
 from shmring.core.states import Lease, LeaseEvent
 from shmring.errors import RemoteProtocolError
 
-assert (_BLOCK_NBYTES, _SLOT_HEADER_NBYTES) == (BLOCK_NBYTES, SLOT_HEADER_NBYTES)
+cdef enum:
+    BLOCK_NBYTES = 4096        # of :mod:`shmring.core.geometry`
+    GENERATION_BITS = 40
+    LEASE_STATES = 3
+
+
+cdef inline uint64_t blocks_for(uint64_t nbytes) noexcept nogil:
+    """As in :mod:`shmring.core.geometry`, for any number that fits."""
+    return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)
+
+
+cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
+    """As in :mod:`shmring.core.geometry`, for any number that fits."""
+    return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
+
+
+assert (_BLOCK_NBYTES, _GENERATION_BITS) == (BLOCK_NBYTES, GENERATION_BITS)
 assert (HOST_MEMORY, DEVICE_MEMORY) == (HOST, DEVICE)
 
-cdef int FREE = Lease.FREE
+cdef int LEASE_FREE = Lease.FREE
 cdef int QUARANTINED = Lease.QUARANTINED
 cdef int GRANT = LeaseEvent.GRANT
 
@@ -73,7 +85,31 @@ cdef class Lending:
         contents: what is kept there; None: nothing ever is.
     """
 
-    def __init__(self, dict clients, limits, int memory, uint64_t start, uint64_t blocks, uint64_t first_lease_id, KeptBook contents=None):
+    cdef readonly object limits  # type: EngineBookLimits
+    cdef readonly int memory  # type: Memory
+    cdef public dict clients  # type: dict[int, ClientRecord]
+    cdef public RunAllocator _free
+    cdef public dict _wants  # type: dict[int, LeaseWant]  # by client, in order of arrival
+    cdef public Window _window  # type: Window | None
+    cdef public list _apart  # type: list[tuple[int, int]]  # (start, blocks) of what is free in the window
+    cdef public list _by_start  # type: list[Piece]  # every Piece, by address
+    cdef public KeptBook contents  # type: KeptBook | None  # None: nothing is ever kept there
+    cdef public uint64_t _next_lease_id
+    cdef uint64_t _max_leases
+    cdef uint64_t _quota_blocks
+    cdef uint64_t _apart_blocks
+    cdef uint64_t _blocks_in[LEASE_STATES]
+
+    def __init__(
+        self,
+        dict clients: dict[int, ClientRecord],
+        limits: EngineBookLimits,
+        int memory: Memory,
+        uint64_t start,
+        uint64_t blocks,
+        uint64_t first_lease_id,
+        KeptBook contents=None,
+    ):
         self.clients = clients
         self.limits = limits
         self.memory = memory
@@ -85,18 +121,18 @@ cdef class Lending:
         self._quota_blocks = limits.device_quota_blocks if memory == DEVICE else limits.quota_blocks
 
     @property
-    def free_nbytes(self):
+    def free_nbytes(self) -> int:
         """Bytes that can be lent out and that nobody holds."""
         return (self._free.free_units + self._apart_blocks) * BLOCK_NBYTES
 
     @property
-    def waiting_lease_requests(self):
+    def waiting_lease_requests(self) -> int:
         """Clients that wait for a lease."""
         return len(self._wants)
 
-    def leased_nbytes(self, int state):
+    def leased_nbytes(self, int state: Lease) -> int:
         """Bytes in leases of this state."""
-        return self._blocks_in[state] * BLOCK_NBYTES if state != FREE else 0
+        return self._blocks_in[state] * BLOCK_NBYTES if state != LEASE_FREE else 0
 
     @property
     def _counts(self):
@@ -157,7 +193,7 @@ cdef class Lending:
 
     cdef int change(self, LeaseRecord lease, int event) except -1:
         """Makes a transition of a lease."""
-        cdef int state = lease_states.advance(lease.state_number, event)
+        cdef int state = leases.advance(lease.state_number, event)
         self._blocks_in[lease.state_number] -= _lent_blocks(lease)
         lease.state_number = state
         self._blocks_in[state] += _lent_blocks(lease)
@@ -296,7 +332,7 @@ cdef class Lending:
         cdef LeaseRecord lease = LeaseRecord.__new__(LeaseRecord)
         lease.lease_id = self._next_lease_id
         lease.client_id, lease.memory, lease.start, lease.blocks = client.client_id, self.memory, start, blocks
-        lease.state_number = lease_states.advance(FREE, GRANT)
+        lease.state_number = leases.advance(LEASE_FREE, GRANT)
         lease.live = TakenRuns()
         self._next_lease_id += 1
         self._by_start.insert(self._place_of(start), _piece(start, blocks, lease, None))
@@ -515,7 +551,7 @@ cdef class Lending:
                 high = middle
         return low
 
-    def check(self):
+    def check(self) -> None:
         """Asserts the invariants of this memory: no block is lost, no two pieces overlap, and what is counted is true."""
         leases = [lease for client in self.clients.values() for lease in client.leases.values() if lease.memory == self.memory]
         contents = [] if self.contents is None else [*self.contents.by_generation.values()]

@@ -11,24 +11,6 @@ cimport cython
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport uint8_t, uint64_t
 
-from shmring.core.forks cimport forks
-
-cdef extern from "<sys/mman.h>" nogil:
-    void* mmap(void*, size_t, int, int, int, long)
-    int munmap(void*, size_t)
-    int madvise(void*, size_t, int)
-    void* MAP_FAILED
-    enum:
-        PROT_READ
-        PROT_WRITE
-        MAP_SHARED
-        MAP_POPULATE
-        MADV_DONTFORK
-
-cdef extern from "atomics.h" nogil:
-    uint64_t load_relaxed_u64(const void* at)
-    void store_relaxed_u64(void* at, uint64_t value)
-
 cdef enum:
     _AT_IN_FLIGHT = 0
     _AT_WAITING = 8
@@ -36,7 +18,7 @@ cdef enum:
     _NBYTES = 4096
 
 #: Of the page.
-LOAD_PAGE_NBYTES = _NBYTES
+LOAD_PAGE_NBYTES: int = _NBYTES
 
 
 @cython.final
@@ -50,6 +32,10 @@ cdef class LoadPage:
     Raises:
         OSError: it can't be mapped. The kernel refuses to map it for writing once it is sealed against that.
     """
+
+    cdef uint8_t* _at
+    cdef bint _is_writable
+    cdef int _forks
 
     def __cinit__(self, fd: int, *, writable: bool) -> None:
         cdef int protection = PROT_READ | PROT_WRITE if writable else PROT_READ

@@ -10,16 +10,7 @@ one message after the other is not rung for each. Where several moments in a row
 and then, as links do (:mod:`shmring.transport.polling`, which says why).
 """
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    struct timespec:
-        long tv_sec
-        long tv_nsec
-    int clock_gettime(int, timespec*)
-    enum:
-        CLOCK_MONOTONIC
+from libc.stdint cimport uint32_t
 
 cdef enum:
     _LEFT_OUT = 64  # times, after one in which others wanted the core
@@ -32,6 +23,11 @@ cdef double _LONG_YIELD_S = 0.0001  # whoever else polls gives a core back soone
 
 cdef class Looking:
     """See the head of this file. One for each purpose: what others wanted is remembered here."""
+
+    cdef readonly uint32_t begun   # how often it has looked
+    cdef double _until
+    cdef uint32_t _left_out   # of the next times
+    cdef uint32_t _vain       # times in a row, of those that count
 
     cdef bint begins(self, double seconds) noexcept nogil:
         """Whether to look now, for so many seconds; if so, call :meth:`goes_on` before each further look. 0: not at all."""

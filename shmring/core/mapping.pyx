@@ -1,7 +1,7 @@
 """Shared memory that stays mapped until nobody uses it any more.
 
 Theory of operation: what is mapped is counted in C, so that a view can hold it whose end no Python code sees
-(:mod:`shmring.core.views`). The :class:`Mapping` has one reference, and so has each region with a view. It is unmapped by whoever
+(``views.pyx``). The :class:`Mapping` has one reference, and so has each region with a view. It is unmapped by whoever
 drops the last one, on whatever thread that is. A :class:`Mapping` has no ``close``: some takers of a buffer (``numpy.ndarray``,
 ``torch.frombuffer``) give it back at once and keep the object.
 
@@ -22,34 +22,16 @@ from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
-from shmring.core.forks cimport forks
-
 from shmring.errors import ClosedError
 
-cdef extern from "<sys/mman.h>" nogil:
-    void* mmap(void*, size_t, int, int, int, long)
-    int munmap(void*, size_t)
-    int madvise(void*, size_t, int)
-    int mprotect(void*, size_t, int)
-    enum:
-        PROT_NONE
-        PROT_READ
-        PROT_WRITE
-        MAP_SHARED
-        MAP_PRIVATE
-        MAP_ANONYMOUS
-        MAP_NORESERVE
-        MAP_FIXED
-    void* MAP_FAILED
 
-cdef extern from "<sys/socket.h>" nogil:
-    int shutdown(int, int)
-    enum:
-        SHUT_RDWR
-
-cdef extern from "atomics.h" nogil:
-    void take_reference(int32_t* count)
-    int32_t drop_reference(int32_t* count)
+cdef struct Mapped:
+    # Memory that stays mapped as long as anybody has a reference to it.
+    int32_t references
+    int forks         # of the process that mapped it: in a forked child it is not ours to unmap
+    char* address
+    uint64_t nbytes
+    int socket        # is shut down and closed when this is unmapped; -1: none
 
 
 cdef enum:
@@ -128,6 +110,8 @@ cdef class Mapping:
     Raises:
         OSError: the kernel refuses.
     """
+
+    cdef Mapped* mapped  # never NULL
 
     def __cinit__(
         self,

@@ -36,49 +36,32 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from shmring.core.forks cimport forks
-
 from shmring.errors import CapacityError, RemoteProtocolError
 
-cdef extern from "<sys/socket.h>" nogil:
-    ssize_t send(int, const void*, size_t, int)
-    ssize_t recv(int, void*, size_t, int)
-    enum:
-        MSG_DONTWAIT
-        MSG_NOSIGNAL
-
-cdef extern from "<sys/mman.h>" nogil:
-    void* mmap(void*, size_t, int, int, int, long)
-    int munmap(void*, size_t)
-    int madvise(void*, size_t, int)
-    void* MAP_FAILED
-    enum:
-        PROT_READ
-        PROT_WRITE
-        MAP_SHARED
-        MAP_POPULATE
-        MADV_DONTFORK
-
-cdef extern from "atomics.h" nogil:
-    void store_release_u64(void* at, uint64_t value)
-    uint64_t load_acquire_u64(const void* at)
-    uint32_t load_relaxed_u32(const void* at)
-    void store_relaxed_u32(void* at, uint32_t value)
-    uint32_t exchange_u32(void* at, uint32_t value)
-    void fence_full()
+cdef enum:
+    # Offsets in the memory of a message ring; what one end writes has a cache line of its own.
+    AT_TAIL = 0           # u64, the writer's: bytes published since the ring was made
+    AT_HEAD = 64          # u64, the reader's: bytes taken since the ring was made
+    AT_READER_SLEEPS = 128  # u32: set by the reader, cleared by whoever wakes it
+    AT_WRITER_WAITS = 192   # u32: set by the writer, cleared by whoever wakes it
+    AT_RECORDS = 4096
+    LENGTH_NBYTES = 4     # a record is its length and then its bytes, up to the next multiple of 8
+    STEP = 8
 
 cdef uint32_t SKIP = 0xFFFFFFFF
 
 #: Of any record: what waits at the other end is bounded by the ring, and a larger payload travels in a slot.
 cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
 
-LARGEST_RECORD_NBYTES = _LARGEST_RECORD_NBYTES
+LARGEST_RECORD_NBYTES: int = _LARGEST_RECORD_NBYTES
 
-#: What :func:`take_bells` has found, added up.
-ENDED, GAVE_UP, FOREIGN = 1, 2, 4
+cpdef enum:  # what :func:`take_bells` has found, added up
+    ENDED = 1
+    GAVE_UP = 2
+    FOREIGN = 4
 
 #: What is sent instead of a bell by a frontend that gives up while it attaches: it uses nothing of what it was lent.
-GIVING_UP = b"\1"
+GIVING_UP: bytes = b"\1"
 
 cdef enum:
     BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
@@ -212,13 +195,26 @@ cdef class RecordWriter:
         told: whether that wants to know of each record that is published here.
     """
 
-    def __init__(self, memory, bell: int) -> None:
+    cdef readonly uint64_t bells
+    cdef readonly uint32_t largest_record_nbytes
+    cdef public bint blocked
+    cdef public bint told
+    cdef int _forks
+    cdef object _memory
+    cdef uint8_t* _at
+    cdef uint64_t _capacity
+    cdef uint64_t _tail       # what this end has published; never read from the ring
+    cdef uint64_t _head       # the reader's, as last read and checked
+    cdef uint64_t _reserved   # what a record that is being written will take, a skip before it included
+    cdef int _bell
+
+    def __init__(self, memory: Buffer, bell: int) -> None:
         self._memory = _view(memory, &self._at, &self._capacity)
         self.largest_record_nbytes = _largest_record(self._capacity)
         self._bell = bell
         self._forks = forks()
 
-    def write(self, record: bytes) -> bool:
+    def write(self, record: Buffer) -> bool:
         """Publishes a record; returns False, and writes nothing, if the ring is full. Call :meth:`ring_bell` afterwards.
 
         Raises:
@@ -350,11 +346,11 @@ cdef class RecordTaker:
         """Takes a record, which is only there during the call; returns False if it is for :meth:`take_record`."""
         return False
 
-    def take_record(self, record: bytes) -> None:
+    def take_record(self, record: bytes, /) -> None:
         """Takes any record."""
         raise NotImplementedError
 
-    def __call__(self, record: bytes) -> None:
+    def __call__(self, record: bytes, /) -> None:
         """As :meth:`take_record`."""
         self.take_record(record)
 
@@ -377,7 +373,25 @@ cdef class RecordReader:
         delivered: how many were, ever.
     """
 
-    def __init__(self, memory, bell: int) -> None:
+    cdef readonly uint64_t bells
+    cdef object _memory
+    cdef uint8_t* _at
+    cdef uint64_t _capacity
+    cdef uint64_t _head       # what this end has taken; never read from the ring
+    cdef uint32_t _largest_record_nbytes
+    cdef int _bell
+    cdef public bint awake
+    cdef public bint is_reading
+    cdef public bint heard
+    cdef public uint32_t records_left
+    cdef readonly uint64_t delivered
+    cdef readonly bint late
+    cdef readonly bint stopped
+    cdef bint _is_ending
+    cdef uint8_t* _copy         # of the record that a RecordTaker has; NULL: none had one
+    cdef uint64_t _left_nbytes  # that are delivered before the end
+
+    def __init__(self, memory: Buffer, bell: int) -> None:
         self._memory = _view(memory, &self._at, &self._capacity)
         self._largest_record_nbytes = _largest_record(self._capacity)
         self._bell = bell
@@ -398,7 +412,7 @@ cdef class RecordReader:
         self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
         return record
 
-    def deliver(self, take, most: int, clock, until: float) -> int:
+    def deliver(self, take: Callable[[bytes], object], most: int, clock: Callable[[], float], until: float) -> int:
         """Takes records, and hands each over, until there are no more.
 
         Args:

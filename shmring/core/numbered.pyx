@@ -16,14 +16,11 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 
-cdef extern from "Python.h":
-    ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept
-    ctypedef int (*inquiry)(PyObject*) noexcept
-    ctypedef struct CollectedType "PyTypeObject":
-        traverseproc tp_traverse
-        inquiry tp_clear
-    void _drop "Py_DECREF"(PyObject*) noexcept
-    Py_ssize_t _references "Py_REFCNT"(PyObject*) noexcept
+
+cdef struct Entry:
+    uint64_t number
+    PyObject* item     # NULL: nothing is here
+
 
 cdef enum:
     _FIRST_BITS = 6  # of the first size
@@ -34,6 +31,12 @@ cdef uint64_t _GOLDEN = 0x9E3779B97F4A7C15
 @cython.final
 cdef class Numbered:
     """See the head of this file."""
+
+    cdef Entry* _entries
+    cdef uint64_t _mask      # of a power of two
+    cdef int _shift          # of a product, so that a place is left
+    cdef uint64_t count
+    cdef object _unused      # without a member that is an object, no collector would look at this
 
     def __cinit__(self):
         self._entries = <Entry*>calloc(1 << _FIRST_BITS, sizeof(Entry))
@@ -56,7 +59,7 @@ cdef class Numbered:
         cdef PyObject* item = self.find(number)
         return None if item == NULL else <object>item
 
-    def items(self) -> list:
+    def items(self) -> list[tuple[int, Any]]:
         """Returns what there is, as pairs and in order of its numbers."""
         cdef uint64_t place
         items = []
@@ -75,7 +78,7 @@ cdef class Numbered:
         cdef uint64_t place
         items = []
         for place in range(self._mask + 1):
-            if self._entries[place].item != NULL and _references(self._entries[place].item) == 1:
+            if self._entries[place].item != NULL and references_of(self._entries[place].item) == 1:
                 items.append(<object>self._entries[place].item)
         return items
 
@@ -92,7 +95,7 @@ cdef class Numbered:
             place = (place + 1) & self._mask
         return NULL
 
-    cpdef int put(self, uint64_t number, object item) except -1:
+    cpdef int put(self, uint64_t number, object item) except -1:  # type: (int, object) -> None
         """Gives an object a number that none has."""
         cdef uint64_t place
         if 2 * (self.count + 1) > self._mask:
@@ -126,7 +129,7 @@ cdef class Numbered:
                 gap = place
         self._entries[gap].item = NULL
         item = <object>found
-        _drop(found)
+        drop_object(found)
         return item
 
     cdef int _grow(self) except -1:
@@ -174,7 +177,7 @@ cdef int _clear(PyObject* self) noexcept:
         for place in range(table._mask + 1):
             item, table._entries[place].item = table._entries[place].item, NULL
             if item != NULL:
-                _drop(item)
+                drop_object(item)
     return 0
 
 

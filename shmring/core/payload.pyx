@@ -32,39 +32,33 @@ from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from shmring.core.dlpack cimport ON_CPU, DLPackExchangeAPI, DLTensor
-from shmring.core.held_slots cimport HeldSlots
-from shmring.core.message_ring cimport RecordWriter
-from shmring.core.msgpack cimport (
-    array_nbytes, binary_nbytes, put_array, put_big_endian, put_binary_head, put_count, put_extension_head, put_int, put_little_endian,
-    put_nil, put_sized_head, put_text, put_unsigned, text_nbytes, unsigned_nbytes,
-)
-from shmring.core.wire cimport (
-    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, Bounds, SlotNumbers,
-    TensorNumbers, bounds_of, check_tensor, measure, put_tensor, read_tensor, tensor_extension, too_many_values,
-)
-
 from shmring.core.messages import TORCH_ITEM_NBYTES
-from shmring.core.wire import DTYPES
 from shmring.errors import CapacityError, RemoteProtocolError
 
-cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(list, Py_ssize_t) noexcept
-    PyObject* PyTuple_GET_ITEM(tuple, Py_ssize_t) noexcept
-    int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1
 
-cdef extern from *:
-    """
-    #define multiply_overflows(a, b, product) __builtin_mul_overflow(a, b, product)
-    """
-    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product)
+cdef struct Growing:
+    # Bytes that are being written, and are moved to the heap when they are too many for where they begin.
+    uint8_t* start
+    uint8_t* at
+    uint8_t* end
+    bint is_on_heap
+    bint is_foreign    # whether msgspec wrote some of them
+
+
+cdef struct TensorMemory:
+    # Functions of torch's own C interface, which return 0 if they succeed, and how far into a tensor's object the tensor is that they take.
+    int (*storage_nbytes)(void*, int64_t*) noexcept
+    int (*storage_offset)(void*, int64_t*) noexcept
+    int (*data_address)(void*, void**) noexcept
+    uint64_t place
+
 
 cdef enum:
     _COMPLEX = 5   # DLPack's number
 
 cdef enum:
     _LINE_NBYTES = 64           # tensors start on cache lines of their own
-    _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
+    SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
     _BEYOND_CACHE_NBYTES = 4 << 20  # copies to a slot of so much go past the cache, unless it is known to be there
     _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
     _PART_NBYTES = 64 << 10     # in such a slot, a tensor that is shorter is copied with the rest: a call takes a third of a microsecond
@@ -81,6 +75,7 @@ cdef uint64_t _PLAIN_NBYTES = <uint64_t>1 << 40
 #: The wire's number of a dtype, by DLPack's code and the bytes of an item; 0: none.
 cdef uint8_t _NUMBERS[16][17]
 memset(_NUMBERS, 0, sizeof(_NUMBERS))
+
 
 cdef int _know_dtypes() except -1:
     codes = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6, "float8_e4m3fn": 10, "float8_e4m3fnuz": 11,
@@ -148,7 +143,19 @@ cdef class Part:
         is_on_host: whether that is host memory.
     """
 
-    def __init__(self, source, dtype: str, shape: tuple, nbytes: int, *, address: int, is_on_host: bool) -> None:
+    cdef readonly object source
+    cdef readonly tuple shape
+    cdef readonly bytes spelling
+    cdef readonly uint64_t nbytes
+    cdef readonly uint64_t location    # of its bytes, if they are contiguous memory that can be taken as they are; else 0
+    cdef readonly uint64_t address     # the same, if that is host memory
+    cdef readonly uint64_t offset
+    cdef readonly uint32_t region
+    cdef readonly uint8_t dtype
+    cdef readonly bint is_in_place
+    cdef uint64_t storage_nbytes       # that its tensor's storage must have for as long as it is copied from; 0: it is not asked
+
+    def __init__(self, source, dtype: str, shape: tuple[int, ...], nbytes: int, *, address: int, is_on_host: bool) -> None:
         self.source = source
         self.dtype = _DTYPE_NUMBERS.get(dtype, 0)
         self.spelling = b"" if self.dtype else dtype.encode("ascii")
@@ -158,13 +165,14 @@ cdef class Part:
         self.address = address if is_on_host else 0
 
 
+@cython.final
 cdef class Packer:
     """Encodes payloads.
 
     Args:
         max_tensors: the most tensors a payload may hold.
         max_payload_nbytes: of a payload, tensors apart.
-        max_values: what its values may count (see :mod:`.wire`).
+        max_values: what its values may count (see ``wire.pyx``).
         tensor_types: exact types of tensors that DLPack's table of functions describes.
         table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
         tensor_memory: the numbers of a :cpp:struct:`TensorMemory`, in its order; DLPack does not say how large a storage is. None: as
@@ -177,7 +185,36 @@ cdef class Packer:
         explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
     """
 
-    def __init__(self, max_tensors, max_payload_nbytes, max_values, tensor_types, table, tensor_memory, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
+    cdef Bounds _bounds
+    cdef uint64_t _max_payload_nbytes
+    cdef tuple _tensor_types
+    cdef DLPackExchangeAPI* _table
+    cdef TensorMemory _memory
+    cdef object _is_negative
+    cdef object _describe
+    cdef object _copy_strided
+    cdef object _copy_past_cache
+    cdef object _copy_into_cache
+    cdef object _explain
+    cdef object _encode
+    cdef Packed _packed   # that is being made
+    cdef HeldSlots _held
+
+    def __init__(
+        self,
+        max_tensors: int,
+        max_payload_nbytes: int,
+        max_values: int,
+        tensor_types: tuple[type, ...],
+        table,
+        tensor_memory: tuple[int, int, int, int] | None,
+        is_negative: Callable[[Any], bool],
+        describe: Callable[[object], object],
+        copy_strided: Callable[[Part, int], object],
+        copy_past_cache: Callable[[int, int, int], object],
+        copy_into_cache: Callable[[int, int, int], object],
+        explain: Callable[[object, Exception], Exception],
+    ) -> None:
         self._bounds = bounds_of(max_tensors, max_values)
         self._max_payload_nbytes = max_payload_nbytes
         self._tensor_types = tensor_types
@@ -195,7 +232,7 @@ cdef class Packer:
         self._explain = explain
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_foreign).encode
 
-    cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=None):
+    cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=None):  # type: (object, int, int, HeldSlots | None) -> Packed
         """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
 
         Code of the caller may run meanwhile (a property that is encoded), and do anything: end the session, leave a slot, pack
@@ -515,6 +552,24 @@ cdef class Packed:
         copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
     """
 
+    cdef readonly bytes payload
+    cdef readonly list parts  # type: list[Part]
+    cdef public list slots
+    cdef readonly uint64_t copied_nbytes
+    cdef readonly uint64_t in_place_nbytes
+    cdef readonly uint32_t copied
+    cdef readonly uint32_t in_place
+    cdef readonly uint64_t region_nbytes    # of region 0
+    cdef readonly uint64_t slot_nbytes      # of the slot that region 0 needs; 0: it travels in the record
+    cdef readonly uint64_t payload_offset   # in that slot, if the payload travels there
+    cdef readonly bint is_payload_in_slot
+    cdef bint goes_past_cache               # whether what is large is copied to the slot past the cache
+    cdef uint64_t _max_payload_nbytes
+    cdef TensorMemory _memory
+    cdef object _copy_strided
+    cdef object _copy_past_cache
+    cdef object _copy_into_cache
+
     def __cinit__(self) -> None:
         self.parts = []
         self.slots = []
@@ -522,7 +577,7 @@ cdef class Packed:
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
         """Decides what travels in the record and what in a slot."""
         cdef uint64_t payload_nbytes = PyBytes_GET_SIZE(self.payload)
-        cdef uint64_t record_nbytes = _HEAD_NBYTES + <uint64_t>_SLOT_NBYTES * slots
+        cdef uint64_t record_nbytes = _HEAD_NBYTES + <uint64_t>SLOT_NBYTES * slots
         if payload_nbytes > self._max_payload_nbytes:
             raise CapacityError(
                 f"a payload of {payload_nbytes} bytes, tensors apart, exceeds max_payload_nbytes ({self._max_payload_nbytes}); "
@@ -611,7 +666,7 @@ cdef class Packed:
         """What :meth:`put_content` writes."""
         cdef uint64_t copied = 1
         if self.slot_nbytes:
-            copied = _SLOT_NBYTES
+            copied = SLOT_NBYTES
         elif self.region_nbytes:
             copied = binary_nbytes(self.region_nbytes)
         if self.is_payload_in_slot:
@@ -668,7 +723,7 @@ cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, 
         packed.make_contiguous()
     return (
         2 + unsigned_nbytes(epoch) + unsigned_nbytes(request_id) + text_nbytes(name_nbytes)
-        + binary_nbytes(PyBytes_GET_SIZE(fence)) + array_nbytes(in_place) + in_place * <uint64_t>_SLOT_NBYTES
+        + binary_nbytes(PyBytes_GET_SIZE(fence)) + array_nbytes(in_place) + in_place * <uint64_t>SLOT_NBYTES
         + packed.content_nbytes()
     )
 
@@ -798,7 +853,9 @@ cdef int _slot_numbers(refs, SlotNumbers* slots) except -1:
     return 0
 
 
-def write_submit(writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple) -> bool:
+def write_submit(
+    writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple[SlotRef, ...]
+) -> bool:
     """Writes a ``Submit``.
 
     Args:
@@ -821,7 +878,7 @@ def write_submit(writer: RecordWriter, packed: Packed, epoch: int, request_id: i
         free(numbers)
 
 
-def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot) -> bool:
+def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot: SlotRef | None) -> bool:
     """Writes a ``Reply``; returns whether there was room in the ring. ``slot``: of region 0, or None."""
     cdef SlotNumbers numbers
     if slot is not None:
@@ -829,7 +886,9 @@ def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot) -> 
     return put_reply(writer, packed, request_id, &numbers)
 
 
-def write_done(writer: RecordWriter, request_id: int, released: tuple, reply: Packed | None = None, slot=None) -> bool:
+def write_done(
+    writer: RecordWriter, request_id: int, released: tuple[int, ...], reply: Packed | None = None, slot: SlotRef | None = None
+) -> bool:
     """Writes a ``Done``; returns whether there was room in the ring. ``reply`` is the last reply, ``slot`` that of its region 0."""
     cdef SlotNumbers numbers
     cdef uint64_t* generations = <uint64_t*>malloc((len(released) + 1) * sizeof(uint64_t))

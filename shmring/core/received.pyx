@@ -3,7 +3,7 @@
 What payloads mostly are is decoded here: maps with keys of text, arrays, numbers, text, bytes and tensors. A payload that has
 something else in it, or that is decoded into a type of msgspec's, is msgspec's, which asks for each extension; both make the same of
 what both decode. A tensor becomes a view of its region, which is opened with the first view of it. :class:`ContentRegions` are the regions of one content: who is done with it leaves each of its slots, and learns whether
-views of that slot are still alive. Everything was checked when the content came (:mod:`.wire`); a content that has not been
+views of that slot are still alive. Everything was checked when the content came (``wire.pyx``); a content that has not been
 checked must not come here.
 
 What torch and numpy are is not known here: torch tensors are made by the maker that is handed in, everything else (arrays, tensors
@@ -20,43 +20,22 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.long cimport PyLong_FromUnsignedLongLong
-from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport UINT32_MAX, int8_t, int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
-from shmring.core.mapping cimport Mapping
-from shmring.core.msgpack cimport (
-    ARRAY, BINARY, EXTENSION, MAP, NIL, OTHER, TEXT, UNSIGNED, Cursor, Kind, Value, read_big_endian, read_little_endian, read_value,
-)
-from shmring.core.views cimport (
-    Lent, RegionBytes, Regions, TensorMaker, copy_region, drop_region, is_region_viewed, keeping_region, leave_region, lend_bytes,
-)
-from shmring.core.wire cimport (
-    MAX_DIMENSIONS, TENSOR_EXTENSION, Content, SlotNumbers, TensorNumbers, bounds_of, measure, read_tensor, tensor_ref,
-)
-
-from shmring.core.messages import SLOT_HEADER_NBYTES
-from shmring.core.wire import MAX_DEPTH as _MAX_DEPTH
 from shmring.errors import RemoteProtocolError
 
-cdef extern from "Python.h":
-    Py_buffer* PyMemoryView_GET_BUFFER(object view)
-    Py_ssize_t PyUnicode_GET_LENGTH(object) noexcept
-    const void* PyUnicode_DATA(object) noexcept
-    bint PyUnicode_IS_ASCII(object) noexcept
-    int PyGC_Enable() noexcept
-    int PyGC_Disable() noexcept
+cdef enum:
+    _KEPT_KEYS = 64
+    _KEPT_KEY_NBYTES = 32
 
 cdef enum:
-    _SLOT_HEADER_NBYTES = 64
-    _FEW = 2
+    _FEW_REGIONS = 2
     _PAUSING_COUNT = 2048  # from about as many arrays on as the collector's first threshold
-
-assert _SLOT_HEADER_NBYTES == SLOT_HEADER_NBYTES
-
-cdef int MAX_DEPTH = _MAX_DEPTH
 
 cdef object _OTHERWISE = object()
 
@@ -93,6 +72,16 @@ def decode_values(encoded: bytes, max_values: int) -> object:
 cdef class ContentRegions:
     """The regions of one content, until they are left."""
 
+    cdef readonly Content content
+    cdef readonly uint64_t client_id
+    cdef Regions _regions
+    cdef Mapping _mapping
+    cdef Lent* _inline
+    cdef Lent** _slots       # by number; NULL: no view was made yet
+    cdef Lent* _few[2]
+    cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
+    cdef Owner* owner        # that its views keep, in place of being counted by the regions; NULL: those count them
+
     def __dealloc__(self) -> None:
         cdef uint32_t slot
         if self._inline != NULL:
@@ -120,15 +109,15 @@ cdef class ContentRegions:
         if self._slots[slot] == NULL:
             numbers = content.slot_numbers + slot
             if self.is_copied_out:
-                self._slots[slot] = copy_region(self._mapping.at(numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)
+                self._slots[slot] = copy_region(self._mapping.at(numbers.offset + SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)
                 return self._slots[slot]
             if self.owner != NULL:
                 self._slots[slot] = keeping_region(
-                    self._mapping.mapped, numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes, self.owner
+                    self._mapping.mapped, numbers.offset + SLOT_HEADER_NBYTES, numbers.nbytes, self.owner
                 )
                 return self._slots[slot]
             self._slots[slot] = self._regions.lend(
-                self._mapping.mapped, numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes, self.client_id, numbers.generation
+                self._mapping.mapped, numbers.offset + SLOT_HEADER_NBYTES, numbers.nbytes, self.client_id, numbers.generation
             )
         return self._slots[slot]
 
@@ -155,7 +144,7 @@ cdef ContentRegions regions_of(Content content, uint64_t client_id, Regions regi
     made.client_id = client_id
     made._regions = regions
     made._mapping = mapping
-    if content.slot_count <= _FEW:
+    if content.slot_count <= _FEW_REGIONS:
         made._slots = made._few
     else:
         made._slots = <Lent**>malloc(content.slot_count * sizeof(Lent*))
@@ -194,6 +183,7 @@ cdef object _scalar(uint8_t head, Value* value):
     return <int64_t>bits
 
 
+@cython.final
 cdef class PayloadDecoder:
     """Decodes payloads into plain objects, or into a msgspec type.
 
@@ -206,7 +196,24 @@ cdef class PayloadDecoder:
             the region as a buffer; None if there are no bytes.
     """
 
-    def __init__(self, payload_type, convert, TensorMaker maker not None, dtypes, other) -> None:
+    cdef bint _is_plain
+    cdef PyObject* _keys[_KEPT_KEYS]  # texts that were keys, each owned; NULL: none yet
+    cdef object _decode
+    cdef TensorMaker _maker
+    cdef object _other
+    cdef uint8_t _codes[64]   # DLPack's, by the wire's number
+    cdef uint8_t _bits[64]    # 0: this torch does not take it through DLPack
+    cdef ContentRegions _content_regions
+    cdef object _place
+
+    def __init__(
+        self,
+        payload_type,
+        convert: Callable[[Any, Any], Any],
+        TensorMaker maker not None,
+        dtypes: Sequence[tuple[int, int] | None],
+        other: Callable[[TensorRef, RegionBytes | None], Any],
+    ) -> None:
         self._is_plain = payload_type is Any
         self._decode = msgspec.msgpack.Decoder(payload_type, ext_hook=self._decode_extension, dec_hook=convert).decode
         self._maker = maker
@@ -253,7 +260,7 @@ cdef class PayloadDecoder:
         finally:
             self._content_regions, self._place = outer, outer_place
 
-    def decode_again(self, ContentRegions regions not None, place):
+    def decode_again(self, ContentRegions regions not None, place: Callable[[TensorRef], Any]):
         """Decodes a payload with tensors that ``place(ref)`` makes, for a content that was decoded before.
 
         Raises:
@@ -378,7 +385,14 @@ cdef class PayloadDecoder:
         return self._maker.view(region, tensor.offset, tensor.ndim, shape, self._codes[tensor.dtype], self._bits[tensor.dtype])
 
 
-def decode_content(PayloadDecoder decoder not None, Content content not None, client_id: int, Regions regions, Mapping mapping, place=None):
+def decode_content(
+    PayloadDecoder decoder not None,
+    Content content not None,
+    client_id: int,
+    Regions regions,
+    Mapping mapping,
+    place: Callable[[TensorRef], Any] | None = None,
+) -> tuple[Any, list[bool]]:
     """Decodes a content, and leaves its slots; for tests. Returns the payload, and whether each slot is viewed."""
     cdef ContentRegions opened = regions_of(content, client_id, regions, mapping)
     cdef uint32_t slot

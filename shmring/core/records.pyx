@@ -1,17 +1,33 @@
-"""What the engine's book writes down: leases, slots, requests, waiters, clients. Only :mod:`.engine_book` and :mod:`.lending` change them.
+"""What the engine's book writes down: leases, slots, requests, waiters, clients. Only ``engine_book.pyx`` and ``lending.pyx`` change them.
 
 All fields can be read and written from Python, so that tests can look at a book, copy it and damage it.
 """
 
 import cython
 
-from shmring.core.transitions cimport engine_slots, leases, requests
+from libc.stdint cimport int64_t, uint64_t
+
+cdef enum:
+    HOST = 0    # the two memories, as messages number them
+    DEVICE = 1
+    MEMORIES = 2
 
 
 @cython.final
 cdef class LeaseRecord:
+    cdef public uint64_t lease_id
+    cdef public uint64_t client_id
+    cdef public int memory
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public TakenRuns live      # which blocks of it are in live slots
+    cdef public bint recalled
+    cdef public bint given_up       # by its holder's goodbye
+    cdef public uint64_t kept_blocks  # of its range, that have become the engine's: see ``kept_book.pyx``
+    cdef int state_number
+
     @property
-    def state(self):
+    def state(self) -> Lease:
         return leases.state(self.state_number)
 
     @state.setter
@@ -19,7 +35,7 @@ cdef class LeaseRecord:
         self.state_number = state
 
     @property
-    def end(self):
+    def end(self) -> int:
         return self.start + self.blocks
 
 
@@ -28,19 +44,40 @@ cdef class LeaseRecord:
 cdef class KeptRecord:
     """Content that the engine keeps."""
 
+    cdef public uint64_t generation  # of the slot that it was
+    cdef public bytes key
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public uint64_t nbytes
+    cdef public bint is_copied       # its tensors are in region 0, else in region 1
+    cdef public bytes payload        # msgpack, as the wire has it
+    cdef public uint64_t pins        # clients that have it pinned, and slots of requests that are this
+
 
 @cython.final
 @cython.no_gc
 cdef class Piece:
     """A range that is lent or kept, as a whole."""
 
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public LeaseRecord lease  # type: LeaseRecord | None  # None: what is there is kept
+    cdef public KeptRecord kept  # type: KeptRecord | None  # None: what is there is lent
+
 
 @cython.final
 @cython.freelist(256)
 @cython.no_gc
 cdef class EngineSlotRecord:
+    cdef public uint64_t generation
+    cdef public LeaseRecord lease  # type: LeaseRecord | None
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public KeptRecord kept  # type: KeptRecord | None  # what it is, if that is kept; it is in no lease then
+    cdef int state_number
+
     @property
-    def state(self):
+    def state(self) -> EngineSlot:
         return engine_slots.state(self.state_number)
 
     @state.setter
@@ -52,8 +89,12 @@ cdef class EngineSlotRecord:
 @cython.freelist(256)
 @cython.no_gc
 cdef class RequestRecord:
+    cdef public uint64_t request_id
+    cdef public list slots  # type: list[EngineSlotRecord] | None  # None: it has none
+    cdef int state_number
+
     @property
-    def state(self):
+    def state(self) -> Request:
         return requests.state(self.state_number)
 
     @state.setter
@@ -61,7 +102,7 @@ cdef class RequestRecord:
         self.state_number = state
 
     @property
-    def generations(self):
+    def generations(self) -> tuple[int, ...]:
         """Of its slots, in order, whether or not they have been released."""
         cdef EngineSlotRecord slot
         return () if self.slots is None else tuple([slot.generation for slot in self.slots])
@@ -69,16 +110,38 @@ cdef class RequestRecord:
 
 @cython.final
 cdef class LeaseWant:
-    pass
+    cdef public uint64_t client_id
+    cdef public uint64_t token
+    cdef public uint64_t blocks
+    cdef public uint64_t preferred_blocks
+    cdef public bint waits          # whether a caller waits for it
 
 
 @cython.final
 cdef class ReplyWant:
-    pass
+    cdef public uint64_t client_id
+    cdef public uint64_t blocks
 
 
 @cython.final
 cdef class ClientRecord:
+    cdef public uint64_t client_id
+    cdef public uint64_t last_generation
+    cdef public int64_t last_request_id
+    cdef public bint connected
+    cdef public bint dead
+    cdef public uint64_t reply_blocks
+    cdef public dict leases  # type: dict[int, LeaseRecord]  # by id
+    cdef public dict slots  # type: dict[int, EngineSlotRecord]  # by generation
+    cdef public dict requests  # type: dict[int, RequestRecord]  # by id
+    cdef public dict replies  # type: dict[int, ReplySlot]  # by generation
+    cdef public set unsent_replies  # type: set[int]  # generations: the engine itself is still writing them
+    cdef public dict pins  # type: dict[int, int]  # how often it has pinned what is kept, by generation
+    cdef public uint64_t pin_count  # of them
+    cdef public uint64_t pinned_blocks
+    cdef uint64_t blocks_in[MEMORIES]
+    cdef uint64_t leases_in[MEMORIES]
+
     def __cinit__(self):
         self.last_request_id = -1
         self.connected = True
@@ -86,7 +149,7 @@ cdef class ClientRecord:
         self.pins = {}
 
     @property
-    def leased_blocks(self):
+    def leased_blocks(self) -> tuple[int, ...]:
         """Blocks in its leases, by memory."""
         return tuple(self.blocks_in)
 
@@ -95,7 +158,7 @@ cdef class ClientRecord:
         self.blocks_in[HOST], self.blocks_in[DEVICE] = blocks
 
     @property
-    def lease_counts(self):
+    def lease_counts(self) -> tuple[int, ...]:
         """How many leases it has, by memory."""
         return tuple(self.leases_in)
 
@@ -108,6 +171,10 @@ cdef class ClientRecord:
 cdef class Window:
     """The range kept for the first lease request that could not be served."""
 
+    cdef public uint64_t client_id
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+
     @property
-    def end(self):
+    def end(self) -> int:
         return self.start + self.blocks

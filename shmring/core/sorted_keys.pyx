@@ -18,6 +18,16 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memmove
 
+cdef enum:
+    CHUNK_KEYS = 128  # a kilobyte: moving half of it takes some 20 ns, and ten thousand keys are eighty chunks
+    MAX_SPLITS = 2    # chunks that are kept ready: no change of a book inserts more keys than this into one list
+
+
+cdef struct Chunk:
+    uint64_t first  # of the keys, here too: who looks for a chunk reads these alone, in one piece of memory
+    uint64_t* keys  # in order, at least one
+    uint32_t count
+
 
 cdef uint32_t _first_not_below(const uint64_t* keys, uint32_t count, uint64_t key) noexcept nogil:
     """Returns the place of the first key that is at least ``key``; ``count`` if there is none."""
@@ -30,6 +40,11 @@ cdef uint32_t _first_not_below(const uint64_t* keys, uint32_t count, uint64_t ke
 
 
 cdef class SortedKeys:
+    cdef Chunk* chunks
+    cdef uint32_t count
+    cdef uint32_t capacity
+    cdef uint64_t* ready[MAX_SPLITS]
+
     def __cinit__(self):
         self.chunks = NULL
         self.count = self.capacity = 0

@@ -6,6 +6,8 @@ an array does not have, :func:`~shmring.core.states.advance` refuses, with its w
 
 import cython
 
+from libc.stdint cimport int8_t
+
 from shmring.core.states import (
     CLIENT_SLOT,
     ENGINE_SLOT,
@@ -23,12 +25,16 @@ from shmring.core.states import (
 )
 
 cdef enum:
+    MAX_STATES = 8
+    MAX_EVENTS = 16
+
+cdef enum:
     NOT_ALLOWED = -1
 
 cdef object _watcher = None
 
 
-def watch(watcher):
+def watch(watcher: Callable[[str, Any, Any], object] | None) -> None:
     """Has a function called before each transition, with the table's name, the state and the event; None ends that.
 
     For tests, which so can end a process at any point of any life cycle.
@@ -45,6 +51,12 @@ cdef class Transitions:
         name: of the table.
         table, states, events: from :mod:`.states`; states and events are numbered from 0 on.
     """
+
+    cdef readonly str name
+    cdef readonly object table
+    cdef tuple _states
+    cdef tuple _events
+    cdef int8_t _next[MAX_STATES][MAX_EVENTS]
 
     def __init__(self, name, table, states, events):
         self.name, self.table, self._states, self._events = name, table, tuple(states), tuple(events)
@@ -77,7 +89,7 @@ cdef class Transitions:
         return self._states[number]
 
 
-engine_slots = Transitions("engine_slot", ENGINE_SLOT, EngineSlot, EngineSlotEvent)
-client_slots = Transitions("client_slot", CLIENT_SLOT, ClientSlot, ClientSlotEvent)
-leases = Transitions("lease", LEASE, Lease, LeaseEvent)
-requests = Transitions("request", REQUEST, Request, RequestEvent)
+cdef Transitions engine_slots = Transitions("engine_slot", ENGINE_SLOT, EngineSlot, EngineSlotEvent)
+cdef Transitions client_slots = Transitions("client_slot", CLIENT_SLOT, ClientSlot, ClientSlotEvent)
+cdef Transitions leases = Transitions("lease", LEASE, Lease, LeaseEvent)
+cdef Transitions requests = Transitions("request", REQUEST, Request, RequestEvent)

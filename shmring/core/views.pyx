@@ -33,36 +33,40 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 from posix.unistd cimport close, read, write
 
-from shmring.core.dlpack cimport (
-    ON_CPU,
-    DLManagedTensor,
-    DLManagedTensorVersioned,
-    DLPackExchangeAPI,
-    DLPackExchangeAPIHeader,
-    DLTensor,
-)
-from shmring.core.forks cimport forks
-from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped, place_in
+cdef enum:
+    MAX_VIEW_DIMENSIONS = 64  # of numpy and of torch
 
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int, int)
-    enum:
-        EFD_CLOEXEC
-        EFD_NONBLOCK
 
-cdef extern from * nogil:
-    """
-    #define multiply_overflows(a, b, product) __builtin_mul_overflow(a, b, product)
-    """
-    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product)
+cdef struct Departures:
+    # Where regions go whose last view has died, and the bell that says so. Lives until its owner and the last region have gone.
+    int32_t references
+    int forks           # of the process that made it: a forked child does not ring
+    int bell            # an eventfd
+    void* top           # of the stack of regions that have departed; CLOSED when nobody collects them any more
+    Lent* draining      # regions that were left while viewed and were not collected; the owner's thread only
+    uint64_t count      # of them
 
-cdef extern from "atomics.h" nogil:
-    void take_reference(int32_t* count)
-    int32_t drop_reference(int32_t* count)
-    int32_t count_references(const int32_t* count)
-    void* load_top(void** top)
-    bint push_top(void** top, void** seen, void* item)
-    void* take_stack(void** top, void* instead)
+
+cdef struct Owner:
+    # What regions keep, and are told of when the last of them has gone. Its first member, so that `gone` knows the rest.
+    int32_t references
+    void (*gone)(Owner*) noexcept nogil   # frees it; on any thread, with the interpreter's lock or without
+
+
+cdef struct Lent:
+    # A region: memory that views may show. Its owner has one reference, and each view one.
+    int32_t references
+    bint is_told             # whether its owner wants to hear that the last view has died
+    char* address
+    uint64_t nbytes
+    uint64_t key_high, key_low
+    Departures* departures   # NULL: nobody is ever told
+    Mapped* mapped           # kept as long as the region; NULL: memory of its own, or of somebody who looks after it
+    Owner* owner               # the same of something else; NULL: nothing
+    Lent* next               # on the stack
+    Lent* before             # in the list of draining ones
+    Lent* after
+
 
 cdef enum:
     CACHE_LINE = 64
@@ -210,6 +214,8 @@ cdef class Regions:
         OSError: this process can't have another descriptor.
     """
 
+    cdef Departures* _departures  # NULL: closed
+
     def __cinit__(self) -> None:
         cdef int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
         if bell < 0:
@@ -325,6 +331,8 @@ cdef class Region:
     Dropping it is :meth:`abandon`.
     """
 
+    cdef Lent* _lent  # NULL: left
+
     def __dealloc__(self) -> None:
         if self._lent != NULL:
             drop_region(self._lent)
@@ -375,6 +383,8 @@ cdef class RegionBytes:
     buffers it gives: ``numpy.ndarray`` gives its buffer back at once, and keeps the object.
     """
 
+    cdef Lent* _lent
+
     def __dealloc__(self) -> None:
         if self._lent != NULL:
             drop_region(self._lent)
@@ -402,7 +412,7 @@ cdef RegionBytes lend_bytes(Lent* region):
     return memory
 
 
-def copied(data) -> Region:
+def copied(data: Buffer) -> Region:
     """Returns a region with a copy of these bytes, which starts on a cache line and goes with its last view."""
     cdef Py_buffer buffer
     cdef Region region = Region.__new__(Region)
@@ -464,7 +474,11 @@ cdef class TensorMaker:
         uses_table: whether ``exchange_api`` is used: it is there, and of DLPack's version 1.
     """
 
-    def __init__(self, from_dlpack, exchange_api=None) -> None:
+    cdef object _from_dlpack
+    cdef object _capsule  # keeps the table
+    cdef int (*_to_python)(DLManagedTensorVersioned*, void**) except -1
+
+    def __init__(self, from_dlpack: Callable[[Any], Any], exchange_api=None) -> None:
         cdef DLPackExchangeAPIHeader* header
         self._from_dlpack = from_dlpack
         self._capsule = exchange_api
@@ -480,7 +494,7 @@ cdef class TensorMaker:
     def uses_table(self) -> bool:
         return self._to_python != NULL
 
-    def tensor(self, Region region not None, offset: int, shape, code: int, bits: int):
+    def tensor(self, Region region not None, offset: int, shape: Sequence[int], code: int, bits: int):
         """Returns a contiguous tensor at ``offset`` in a region.
 
         Args:

@@ -6,8 +6,8 @@ one that an engine can have. What was passed beside them, descriptors, is looked
 
 from __future__ import annotations
 
+from shmring.core.compiled import largest_record_nbytes
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
-from shmring.core.message_ring import largest_record_nbytes
 from shmring.core.messages import PROTOCOL_VERSION, Welcome, WorkerWelcome
 from shmring.errors import RemoteProtocolError
 

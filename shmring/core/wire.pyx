@@ -15,7 +15,7 @@ payload is nested, what its values count, and that nothing follows. Nothing is r
 
 What a value costs. Bytes are no price: sixteen million empty arrays fit into 16 MiB, and make a gigabyte of objects. So the values
 of a payload are counted, by what it takes to check, decode and free them. What follows was measured with as many of each as the default
-of 524,288 allows, on a busy machine (2.6 GHz), with the collector of garbage paused, as it then is (:mod:`.received`):
+of 524,288 allows, on a busy machine (2.6 GHz), with the collector of garbage paused, as it then is (``received.pyx``):
 
 ===================================  =======  ==============  =========  ================
 value                                counts   nanoseconds     bytes      the most of them
@@ -44,35 +44,54 @@ from libc.stdint cimport UINT32_MAX, UINT64_MAX, int64_t, uint8_t, uint16_t, uin
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from shmring.core.msgpack cimport (
-    ARRAY, BINARY, EXTENSION, MAP, NIL, OTHER, TEXT, TRUNCATED, UNSIGNED, Cursor, Kind, Value,
-    put_little_endian, read_array, read_little_endian, read_unsigned, read_value,
-)
-
 from shmring.config import RingConfig
 from shmring.core.messages import MAX_LISTED as _MAX_LISTED
 from shmring.core.messages import TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 
-cdef extern from *:
-    """
-    static inline int multiply_overflows(uint64_t a, uint64_t b, uint64_t *product) {
-        return __builtin_mul_overflow(a, b, product);
-    }
-    """
-    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product) noexcept nogil
+cdef enum:
+    SUBMIT = 2                # the tags of the records that are read and written here
+    REPLY = 103
+    DONE = 104
+    SLOT_EXTENSION = 82
+    TENSOR_EXTENSION = 83
+    SLOT_EXTENSION_NBYTES = 32
+    TENSOR_HEAD_NBYTES = 20   # of a tensor extension, before its shape
+    MAX_DIMENSIONS = 64       # numpy and torch both stop there
+    MAX_SPELLING_NBYTES = 64
+
+
+cdef struct Bounds:           # of a payload
+    uint32_t tensors
+    uint64_t values           # what its values count: see wire.pyx
+
+
+cdef struct SlotNumbers:
+    uint64_t lease_id
+    uint64_t offset
+    uint64_t nbytes
+    uint64_t generation
+
+
+cdef struct TensorNumbers:
+    uint64_t offset
+    uint64_t nbytes
+    uint32_t region
+    uint8_t dtype             # as in DTYPES; 0: spelled
+    uint8_t ndim
+    const uint8_t* shape      # ndim little-endian u64
+    const uint8_t* spelling
+    uint32_t spelling_nbytes
+
 
 #: torch's dtypes by their number on the wire, from 1 on; 0 stands for a dtype of numpy's, which is spelled out.
-DTYPES = (None, *TORCH_ITEM_NBYTES)
+DTYPES: tuple[str | None, ...] = (None, *TORCH_ITEM_NBYTES)
 
 #: What the values of a payload may count where nobody says otherwise.
-MAX_VALUES = RingConfig.max_values
+MAX_VALUES: int = RingConfig.max_values
 
-#: How deeply a payload may be nested: more than anybody means, and less than what Python's own decoders can follow.
-MAX_DEPTH = 256
-
-cdef enum:
-    _MAX_DEPTH = 256
+cpdef enum:
+    MAX_DEPTH = 256  # of a payload: more than anybody means, and less than what Python's own decoders can follow
 
 #: No number of a descriptor is larger, so that sums of two of them can't overflow.
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
@@ -156,7 +175,7 @@ cdef bytes tensor_extension(
     return data
 
 
-def read_tensor_ref(data: bytes) -> object:
+def read_tensor_ref(data: bytes) -> TensorRef | None:
     """Returns the content of a tensor extension as a ``TensorRef``; None if it is not one. For what is rare, and for tests."""
     cdef TensorNumbers tensor
     if not read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor):
@@ -232,8 +251,8 @@ cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) exc
         bounds: so many tensors, and so much that its values count, are allowed.
         found: set to how many there are.
     """
-    cdef uint64_t left[_MAX_DEPTH]  # members that are still to come, at each depth
-    cdef uint64_t key_counts[_MAX_DEPTH]  # what a key that is no text counts there
+    cdef uint64_t left[MAX_DEPTH]  # members that are still to come, at each depth
+    cdef uint64_t key_counts[MAX_DEPTH]  # what a key that is no text counts there
     cdef uint64_t values = 0
     cdef int depth = 0
     cdef Value value
@@ -266,7 +285,7 @@ cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) exc
             if not value.number:
                 continue
             depth += 1
-            if depth == _MAX_DEPTH:
+            if depth == MAX_DEPTH:
                 raise RemoteProtocolError(f"a payload is nested more than {MAX_DEPTH} deep")
             left[depth] = value.number << (kind == MAP)
             key_counts[depth] = value.number >> _PAIRS_SHIFT if kind == MAP else 0
@@ -353,6 +372,19 @@ cdef class Content:
         payload_offset, payload_nbytes: where the payload lies in the last slot; 0 bytes if it came in the record.
     """
 
+    cdef readonly bytes payload
+    cdef readonly bytes fence
+    cdef readonly bytes inline
+    cdef readonly uint32_t tensor_count
+    cdef readonly uint64_t value_count
+    cdef readonly uint64_t payload_offset   # in the slot of the copied bytes, if payload_nbytes
+    cdef readonly uint64_t payload_nbytes
+    cdef readonly bint is_copied_to_slot    # region 0 is the last slot, else the inline bytes
+    cdef uint32_t slot_count
+    cdef uint64_t inline_nbytes
+    cdef SlotNumbers* slot_numbers
+    cdef SlotNumbers few_slots[2]
+
     def __cinit__(self) -> None:
         self.slot_numbers = self.few_slots
         self.payload = self.fence = self.inline = b""
@@ -376,7 +408,7 @@ cdef class Content:
         return self.slot_numbers[self.slot_count - 1].nbytes if self.is_copied_to_slot else self.inline_nbytes
 
     @property
-    def slots(self) -> tuple:
+    def slots(self) -> tuple[SlotRef, ...]:
         """The slots as ``SlotRef``: those that tensors were written to in place, then that of the copied bytes."""
         cdef uint32_t i
         cdef SlotNumbers* slot
@@ -387,7 +419,7 @@ cdef class Content:
         return tuple(slots)
 
     @property
-    def tensors(self) -> tuple:
+    def tensors(self) -> tuple[TensorRef, ...]:
         """The tensors as ``TensorRef``, in the order of the payload; ``region`` 0 is inline, ``n`` is ``slots[n - 1]``."""
         cdef Cursor cursor
         cdef Value value
@@ -434,12 +466,20 @@ cdef class Content:
 cdef class Submit:
     """Hands a payload and its slots to the engine."""
 
+    cdef readonly uint64_t epoch
+    cdef readonly uint64_t request_id
+    cdef readonly str name
+    cdef readonly Content content
+
 
 @cython.final
 @cython.no_gc
 @cython.freelist(64)
 cdef class Reply:
     """One answer to a request."""
+
+    cdef readonly uint64_t request_id
+    cdef readonly Content content
 
 
 @cython.final
@@ -452,6 +492,10 @@ cdef class Done:
         released: generations.
         content: of the last reply; None if there is none in this record.
     """
+
+    cdef readonly uint64_t request_id
+    cdef readonly tuple released  # type: tuple[int, ...]
+    cdef readonly Content content  # type: Content | None
 
 
 cdef object _wrong(str what):
@@ -635,7 +679,9 @@ cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, Bounds bo
     return None
 
 
-def read_record(record: bytes, max_tensors: int, max_values: int = MAX_VALUES, *, from_engine: bool) -> object:
+def read_record(
+    record: bytes, max_tensors: int, max_values: int = MAX_VALUES, *, from_engine: bool
+) -> Submit | Reply | Done | None:
     """Reads a record of the hot path.
 
     Args:

@@ -25,54 +25,31 @@ from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport close, dup
 
-from shmring.core.fan_out_book cimport AT_CLOSED, AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
-from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
-from shmring.core.forks cimport forks
-from shmring.core.looking cimport Looking, now_s
-from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
-from shmring.core.message_ring cimport RecordReader, RecordWriter, read_bells
-from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_array, read_unsigned, read_value, unsigned_nbytes
-from shmring.core.payload cimport Packed, Packer
-from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
-from shmring.core.views cimport Owner, leave_owner
-from shmring.core.wire cimport Content, SlotNumbers, bounds_of, read_content, read_slot
-
 from shmring.core.dropped import warn_of
-from shmring.core.message_ring import ENDED as _ENDED
-from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteProtocolError
 
-cdef extern from "atomics.h" nogil:
-    void store_release_u64(void* at, uint64_t value)
-    uint64_t load_acquire_u64(const void* at)
-    uint64_t exchange_u64(void* at, uint64_t value)
-    void fence_full()
-    void take_reference(int32_t* count)
-    int32_t drop_reference(int32_t* count)
 
-cdef extern from "<sys/socket.h>" nogil:
-    ssize_t send(int, const void*, size_t, int)
-    enum:
-        MSG_DONTWAIT
-        MSG_NOSIGNAL
+cdef struct Page:
+    # A worker's page, and how its engine is rung. Kept by the worker's end and by each message that was not acknowledged.
+    int32_t references
+    int forks
+    int bell          # a socket, closed with the last reference
+    Mapped* mapped
 
-cdef extern from "<poll.h>" nogil:
-    struct pollfd:
-        int fd
-        short events
-        short revents
-    int poll(pollfd*, unsigned long, int)
-    enum:
-        POLLIN
+
+cdef struct Acknowledgement:
+    # What acknowledges a message: when nobody keeps it any more, neither its owner nor a view.
+    Owner owner         # first: what is told that it goes is where this is
+    Page* page
+    uint64_t sequence
+    uint32_t stamp
+
 
 cdef enum:
-    _HEADER_NBYTES = 64
-    ENDED = 1  # as of take_bells
     _RUNG = 8  # beside what that returns
 
 cdef double _ROOM_S = 0.01  # after which who waits for room looks, for another thread may have taken the bell
 
-assert _HEADER_NBYTES == SLOT_HEADER_NBYTES and ENDED == _ENDED
 
 
 # -- acknowledging, in C -----------------------------------------------------------------------------------------------------
@@ -118,13 +95,26 @@ cdef class MessageEnd:
         answered: whether it was replied to.
     """
 
+    cdef readonly WorkerEnd end
+    cdef readonly uint64_t sequence
+    cdef readonly bint wants_reply
+    cdef readonly bint is_shared
+    cdef readonly bint left
+    cdef readonly bint answered
+    cdef bint _is_in_hands                   # it was received
+    cdef Acknowledgement* _acknowledgement   # NULL: it was left
+    cdef ContentRegions _regions
+    cdef object _payload
+    cdef object _beside
+    cdef object __weakref__
+
     def __repr__(self) -> str:
         return f"<Message {self.sequence}{' that wants a reply' if self.wants_reply else ''}{', left' if self.left else ''}>"
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
         self._leave(error)
 
     def leave(self) -> None:
@@ -234,10 +224,37 @@ cdef class WorkerEnd:
         shell: whose end this is; it says so. See :class:`MessageEnd`.
     """
 
+    cdef readonly RecordReader reader
+    cdef readonly RecordWriter writer
+    cdef readonly uint64_t received
+    cdef public object shell
+    cdef Page* _page
+    cdef Mapping _mapping
+    cdef PayloadDecoder _decoder
+    cdef PayloadDecoder _shared_decoder
+    cdef Packer _packer
+    cdef type _message_type
+    cdef Bounds _bounds
+    cdef uint64_t _max_payload_nbytes
+    cdef uint64_t _last_sequence    # of the last message that was taken from the ring
+    cdef readonly Looking looking    # for messages, before it sleeps
+    cdef bint _is_receiving  # a thread sleeps until a message comes
+
     def __init__(
-        self, RecordReader reader not None, RecordWriter writer not None, socket: int, Mapping mapping not None, Mapping page not None,
-        PayloadDecoder decoder not None, PayloadDecoder shared_decoder not None, Packer packer not None, message_type, *,
-        max_tensors, max_values, max_payload_nbytes,
+        self,
+        RecordReader reader not None,
+        RecordWriter writer not None,
+        socket: int,
+        Mapping mapping not None,
+        Mapping page not None,
+        PayloadDecoder decoder not None,
+        PayloadDecoder shared_decoder not None,
+        Packer packer not None,
+        message_type: type[MessageEnd],
+        *,
+        max_tensors: int,
+        max_values: int,
+        max_payload_nbytes: int,
     ) -> None:
         cdef int bell
         assert page.mapped.nbytes == PAGE_NBYTES
@@ -340,7 +357,7 @@ cdef class WorkerEnd:
         message = self._open(record)
         return record if message is None else message
 
-    def open(self, bytes record not None):
+    def open(self, bytes record not None) -> MessageEnd | None:
         """Returns the message of a record; None: it is of another kind. Raises as :meth:`receive`."""
         return self._open(record)
 
@@ -381,7 +398,7 @@ cdef class WorkerEnd:
         read_content(&cursor, content, members - 5, self._bounds)
         for i in range(content.slot_count):
             slot = content.slot_numbers + i
-            if slot.offset + _HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
+            if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
                 raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
         return message
 
@@ -403,7 +420,7 @@ cdef class WorkerEnd:
             slot = content.slot_numbers + content.slot_count - 1
             content.check_payload(
                 PyBytes_FromStringAndSize(
-                    mapping.at(slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
+                    mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
                     content.payload_nbytes,
                 ),
                 self._bounds,

@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
+from shmring.core.compiled import Content, Lending, Submit
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.lending import Lending
 from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef, TensorRef
 from shmring.core.states import Lease
-from shmring.core.wire import Content, Submit
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
 from shmring.gpu.device import DeviceSlab, OpenedFences
 from shmring.gpu.device_views import DeviceViews

@@ -27,10 +27,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmring.cancellation import uninterrupted
-from shmring.core.client_book import ClientSlotRecord
-from shmring.core.client_end import SlotEnd
+from shmring.core.compiled import ClientSlotRecord, Mapping, SlotEnd
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.mapping import Mapping
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from shmring.core.compiled import Content
 from shmring.core.messages import TENSOR_ALIGNMENT, TensorRef, align
-from shmring.core.wire import Content
 from shmring.memory.views import TORCH_DTYPES, Place
 
 __all__ = ["GAP_NBYTES", "NOTHING_GIVEN", "Given", "Layout", "Run"]

@@ -5,7 +5,7 @@ to that object dies. Its callback may run on any thread and in the middle of any
 and wake the event loop; :class:`Obituaries` hands the deaths out there. Waking a loop takes system calls and a turn of it, and
 most objects die before anybody waits for that, so it is done for those only whose death is expected.
 
-Views of host memory are counted in C (:mod:`shmring.core.views`).
+Views of host memory are counted in C (``core/views.pyx``).
 """
 
 from __future__ import annotations

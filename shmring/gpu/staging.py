@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from shmring.core.blocks import RunAllocator
+from shmring.core.compiled import RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 from shmring.line import Line

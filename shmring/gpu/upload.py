@@ -32,9 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
+from shmring.core.compiled import Content, borrowed
 from shmring.core.messages import TensorRef
-from shmring.core.views import borrowed
-from shmring.core.wire import Content
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
 from shmring.gpu.layout import NOTHING_GIVEN, Given, Layout

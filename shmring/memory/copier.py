@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
-from shmring.core.mapping import Mapping
-from shmring.core.payload import Packed
+from shmring.core.compiled import Mapping, Packed
 from shmring.line import Line
 
 __all__ = ["Copier"]

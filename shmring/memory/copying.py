@@ -5,7 +5,7 @@ less traffic, and the caches keep what they held. But who reads what was copied 
 no cache holds, and for copies that none can hold. Into a slot that has come back soon enough to be in the cache, a copy into
 it is as fast or faster, and so is reading it.
 
-What counts is how much is written between two uses of a slot (:class:`~shmring.core.client_end.ClientEnd` measures it) beside
+What counts is how much is written between two uses of a slot (:class:`~shmring.core.compiled.ClientEnd` measures it) beside
 what the cache can hold of it. Others use the cache as well, so long copies into it are timed beside streaming, and stream while
 that is a good deal faster. ``docs/decisions/0025`` has the figures. Both release the interpreter lock, and share copies of
 megabytes with other threads (``copy_helpers.c``, ``docs/decisions/0027``).

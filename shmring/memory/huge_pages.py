@@ -21,7 +21,7 @@ import mmap
 import os
 import time
 
-from shmring.core.mapping import Mapping
+from shmring.core.compiled import Mapping
 from shmring.memory.limits import calling
 
 __all__ = ["HUGE_PAGE_NBYTES", "can_be_had", "reserve_huge_pages"]

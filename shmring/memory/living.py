@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import torch
 
+from shmring.core.compiled import Content
 from shmring.core.messages import TENSOR_EXTENSION
-from shmring.core.wire import Content
 from shmring.memory.tensors import children
 
 __all__ = ["Lent", "lent_tensors", "report"]

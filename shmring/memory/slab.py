@@ -41,7 +41,7 @@ import posix_ipc
 from numpy.typing import NDArray
 
 from shmring.config import Backing
-from shmring.core.mapping import Mapping
+from shmring.core.compiled import Mapping
 from shmring.errors import SlabError
 from shmring.memory.huge_pages import reserve_huge_pages
 from shmring.memory.limits import RefusedCallError, calling, is_about_size, limit_behind

@@ -1,9 +1,9 @@
 """A frontend's slots in one memory of its engine: its leases there, who waits in line for a slot, and what goes back when.
 
-Theory of operation: :class:`Slots` is the asyncio shell around a :class:`~shmring.core.client_book.ClientBook`. A session has
+Theory of operation: :class:`Slots` is the asyncio shell around a :class:`~shmring.core.compiled.ClientBook`. A session has
 one for each memory: :class:`HostSlots` for the slab, and :class:`~shmring.gpu.device_slots.DeviceSlots` for a slab on a GPU.
 They differ in what a slot is to its caller, and in when one that was left is free. What happens to every message does not come
-through here: the :class:`~shmring.core.client_end.ClientEnd` and the book do it.
+through here: the :class:`~shmring.core.compiled.ClientEnd` and the book do it.
 
 Invariants: waiters are served in order, and one that is cancelled passes its turn on; nothing is sent, and nobody woken, after
 the session's end.
@@ -17,11 +17,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from shmring.config import ClientConfig
-from shmring.core.client_book import ClientBook, ClientSlotRecord
-from shmring.core.client_end import ClientEnd
+from shmring.core.compiled import ClientBook, ClientEnd, ClientSlotRecord, Mapping
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits, Geometry
-from shmring.core.mapping import Mapping
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
 from shmring.line import Line, Place, give

@@ -1,4 +1,4 @@
-"""What torch and numpy are, for the compiled :class:`~shmring.core.payload.Packer`, which knows neither.
+"""What torch and numpy are, for the compiled :class:`~shmring.core.compiled.Packer`, which knows neither.
 
 It describes dense torch tensors in host memory by itself. Everything else that msgspec does not encode comes here: arrays,
 tensors on a GPU, numpy's scalars, and what can't travel, which is an error that says what to do.
@@ -19,11 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shmring.core.compiled import DTYPES, MAX_VALUES, Packer, Part, PayloadDecoder, RegionBytes, borrowed
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef, align, item_nbytes
-from shmring.core.payload import Packer, Part
-from shmring.core.received import PayloadDecoder
-from shmring.core.views import RegionBytes, borrowed
-from shmring.core.wire import DTYPES, MAX_VALUES
 from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view

@@ -1,7 +1,7 @@
 """numpy and torch views of a region of memory, as a descriptor describes them.
 
-Theory of operation: every view holds a reference to its :class:`~shmring.core.views.Region`, which is counted in C, and so does
-whatever is derived from it. When the last one dies is noticed there (:mod:`shmring.core.views`).
+Theory of operation: every view holds a reference to its :class:`~shmring.core.compiled.Region`, which is counted in C, and so
+does whatever is derived from it. When the last one dies is noticed there (``core/views.pyx``).
 
 torch takes memory by DLPack, and an older torch does not know all of its dtypes: the others are taken as integers of their
 size, and viewed as what they are.
@@ -18,8 +18,8 @@ import torch
 import torch.utils.dlpack
 from numpy.typing import NDArray
 
+from shmring.core.compiled import Region, TensorMaker, copied
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
-from shmring.core.views import Region, TensorMaker, copied
 from shmring.errors import RemoteProtocolError
 
 __all__ = ["Place", "TENSOR_MAKER", "TORCH_DTYPES", "device_view", "dlpack_dtype", "tensor_view"]

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.awaiting import done
-from shmring.core.engine_end import ClaimEnd
+from shmring.core.compiled import ClaimEnd, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError
@@ -40,7 +39,7 @@ class Claim(ClaimEnd):
         request_id: the request, as that frontend numbers its submissions.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
-        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.engine_end.ClaimEnd`.
+        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.ClaimEnd`.
         aborted: whether the frontend gave the request up, or has gone.
         released: whether its slots were released, or will be when their copy to a GPU is over.
     """

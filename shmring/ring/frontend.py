@@ -1,6 +1,6 @@
 """A connected frontend, as the engine has it: what its messages ask for, and how its connection ends.
 
-Theory of operation: submissions are the :class:`~shmring.core.engine_end.FrontendEnd`'s. :class:`Frontend` takes all other
+Theory of operation: submissions are the :class:`~shmring.core.compiled.FrontendEnd`'s. :class:`Frontend` takes all other
 messages; each is one event of the book.
 
 What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shmring.core.engine_end import FrontendEnd
-from shmring.core.kept_content import check_kept
-from shmring.core.message_ring import ENDED, RingMemory, take_bells
+from shmring.core.compiled import ENDED, FrontendEnd, RingMemory, check_count, check_kept, decode_values, take_bells
 from shmring.core.messages import (
     MAX_FINDS,
     Abort,
@@ -42,8 +40,6 @@ from shmring.core.messages import (
     decode_frontend_message,
 )
 from shmring.core.printable import printable
-from shmring.core.received import decode_values
-from shmring.core.wire import check_count
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link

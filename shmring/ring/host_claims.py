@@ -17,10 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.config import RingConfig
-from shmring.core.lending import Lending
-from shmring.core.received import PayloadDecoder
+from shmring.core.compiled import Lending, PayloadDecoder, Regions
 from shmring.core.states import Lease
-from shmring.core.views import Regions
 from shmring.gpu.cuda import Cuda, Stream
 from shmring.gpu.layout import Given
 from shmring.gpu.pinned import PinnedSlab

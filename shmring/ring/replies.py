@@ -14,10 +14,10 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shmring.core.compiled import Packed
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
-from shmring.core.payload import Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.line import Line, Place, give
 from shmring.memory.copier import Copier

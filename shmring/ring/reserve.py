@@ -12,8 +12,8 @@ import logging
 import os
 
 from shmring.config import RingConfig
+from shmring.core.compiled import LoadPage
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
-from shmring.core.load import LoadPage
 from shmring.gpu.cuda import Cuda, CudaError, cuda_index
 from shmring.gpu.device import DeviceMemory, DeviceSlab
 from shmring.gpu.pinned import PinnedSlab, pin_slab

@@ -1,6 +1,6 @@
 """The engine's end of the transport.
 
-Theory of operation: :class:`Ring` is the asyncio shell around the :class:`~shmring.core.engine_end.EngineEnd`, which does what
+Theory of operation: :class:`Ring` is the asyncio shell around the :class:`~shmring.core.compiled.EngineEnd`, which does what
 happens with every message. Here is what happens less often: somebody waits for a claim, requests are aborted or fail, the ring
 closes. Parts of it are frontends (``frontend.py``) and how they come (``handshakes.py``), replies that wait for space
 (``replies.py``), workers (``workers.py``), and each memory in which slots are handed over (``host_claims.py``). There is no
@@ -27,6 +27,7 @@ import torch
 
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig
+from shmring.core.compiled import EngineBook, EngineCalls, EngineEnd, Origin, largest_record_nbytes
 from shmring.core.effects import (
     Answered,
     ClientGone,
@@ -38,12 +39,7 @@ from shmring.core.effects import (
     ReplyGranted,
     RequestAborted,
 )
-from shmring.core.engine_book import EngineBook
-from shmring.core.engine_calls import EngineCalls
-from shmring.core.engine_end import EngineEnd
-from shmring.core.forks import Origin
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
-from shmring.core.message_ring import largest_record_nbytes
 from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     Failed,

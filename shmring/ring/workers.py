@@ -1,6 +1,6 @@
 """The engine's end towards its workers: who joins and leaves, and who waits.
 
-Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.fan_out_end.FanOutEnd`, as the ring
+Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.compiled.FanOutEnd`, as the ring
 is around its end. A message that finds memory, place and room is sent there, at once. One that does not, or that takes long to
 copy, stands in line here, and nobody overtakes it: so messages are sent in the order of the calls, and whoever is cancelled
 passes the turn on.
@@ -24,11 +24,19 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.engine_end import ClaimEnd, EngineEnd
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
-from shmring.core.fan_out_end import FanOutEnd, Gathering, JoinedWorker, Parcel
+from shmring.core.compiled import (
+    WORKER_PAGE_NBYTES,
+    ClaimEnd,
+    EngineEnd,
+    FanOutBook,
+    FanOutEnd,
+    Gathering,
+    JoinedWorker,
+    Mapping,
+    Parcel,
+    WorkerRecord,
+)
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.mapping import Mapping
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     AnswerFailed,

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import uvloop
 
-from shmring.core.forks import Origin
+from shmring.core.compiled import Origin
 from shmring.errors import ClosedError, LocalProtocolError
 from shmring.threads.greenlets import check_threads
 

@@ -3,7 +3,7 @@
 Theory of operation: there is no loop and no further thread. Whoever receives looks into the ring itself, for a moment or for
 ``busy_poll_s``, and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one looks,
 the others wait for it in line. A reply is written by whoever replies. Leaving a message acknowledges it, in C, on whatever
-thread: see :mod:`shmring.core.worker_end`.
+thread: see ``core/worker_end.pyx``.
 
 What a finaliser has to say (a message that wanted a reply was dropped) is said with the next call: nothing may be waited for
 there.
@@ -25,11 +25,9 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.forks import Origin
-from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, MessageEnd, Origin, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
-from shmring.core.worker_end import MessageEnd
 from shmring.errors import (
     ClosedError,
     EngineDeadError,
@@ -188,7 +186,7 @@ class Worker:
         return fresh(error)
 
     def _hear(self, heard: int) -> None:
-        """As of :func:`~shmring.core.message_ring.take_bells`. What was published before the end is still read."""
+        """As of :func:`~shmring.core.compiled.take_bells`. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
         elif heard & ENDED:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shmring.config import validate_name
-from shmring.core.message_ring import GIVING_UP
+from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     EngineMessage,

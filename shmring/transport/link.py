@@ -32,8 +32,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.forks import Origin
-from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordReader, RecordTaker, RecordWriter, take_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.loops import check_loop

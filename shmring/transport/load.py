@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from shmring.core.load import LOAD_PAGE_NBYTES, LoadPage
+from shmring.core.compiled import LOAD_PAGE_NBYTES, LoadPage
 from shmring.errors import RemoteProtocolError, SlabError
 
 __all__ = ["create_load_page", "map_load_page"]

@@ -12,7 +12,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from shmring.core.message_ring import RingMemory, ring_nbytes
+from shmring.core.compiled import RingMemory, ring_nbytes
 from shmring.errors import RemoteProtocolError, SlabError
 
 __all__ = ["check_sealed", "map_rings", "sealed_memory", "sealed_rings"]
@@ -25,7 +25,7 @@ def sealed_rings(capacity_nbytes: int) -> tuple[int, int]:
     """Makes the memory of two rings, and returns their descriptors, which are the caller's.
 
     Args:
-        capacity_nbytes: of each; see :func:`~shmring.core.message_ring.ring_nbytes`.
+        capacity_nbytes: of each; see :func:`~shmring.core.compiled.ring_nbytes`.
 
     Raises:
         OSError: there is no memory, or there are no descriptors for it.

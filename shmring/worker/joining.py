@@ -14,14 +14,19 @@ import socket
 from typing import Any
 
 from shmring.config import WorkerConfig
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, RingMemory
+from shmring.core.compiled import (
+    WORKER_PAGE_NBYTES,
+    Mapping,
+    MessageEnd,
+    Packer,
+    PayloadDecoder,
+    RecordReader,
+    RecordWriter,
+    RingMemory,
+    WorkerEnd,
+)
 from shmring.core.messages import PROTOCOL_VERSION, Join
-from shmring.core.payload import Packer
-from shmring.core.received import PayloadDecoder
 from shmring.core.welcome import check_worker_welcome
-from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import EngineDeadError
 from shmring.memory.slab import map_read_only
 from shmring.memory.tensors import make_decoder, make_packer

@@ -3,7 +3,7 @@
 Theory of operation: a :class:`~shmring.transport.link.Link` reads records in the loop, as either end of a frontend's connection
 does; what it delivers waits here until it is received, which is bounded by what the engine lets a worker have
 (``RingConfig.worker_backlog``). A message is opened when it is received. Leaving it acknowledges it, in C, without the loop:
-see :mod:`shmring.core.worker_end`.
+see ``core/worker_end.pyx``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.forks import Origin
+from shmring.core.compiled import MessageEnd, Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
-from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.line import Line, give
 from shmring.transport.link import Link

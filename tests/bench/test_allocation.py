@@ -25,7 +25,7 @@ from bench.allocation.measures import (
     shares,
 )
 from bench.allocation.traces import LIFETIMES, SIZES, trace
-from shmring.core.blocks import RunAllocator
+from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
 
 MIB = 1 << 20

@@ -20,9 +20,7 @@ import torch
 
 import shmring
 from shmring.client import session
-from shmring.core.client_book import ClientBook, ClientSlotRecord
-from shmring.core.client_end import ClientEnd
-from shmring.core.payload import Packed
+from shmring.core.compiled import ClientBook, ClientEnd, ClientSlotRecord, Packed
 from shmring.core.states import ClientSlot
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable

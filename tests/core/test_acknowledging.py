@@ -12,11 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from shmring.core.fan_out_book import LARGEST_BACKLOG, WORKER_PAGE_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import (
+    LARGEST_BACKLOG,
+    WORKER_PAGE_NBYTES,
+    Mapping,
+    MessageEnd,
+    RecordReader,
+    RecordWriter,
+    WorkerEnd,
+    ring_nbytes,
+)
 from shmring.core.messages import SlotRef
-from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.records import slot_extension

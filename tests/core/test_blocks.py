@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.blocks import RunAllocator, TakenRuns
+from shmring.core.compiled import RunAllocator, TakenRuns
 from tests.model import blocks as model
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shmring.core import client_book, engine_book, kept_book, lending, records
-from shmring.core.engine_book import EngineBook
+from shmring.core import compiled
+from shmring.core.compiled import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
 from shmring.core.states import ClientSlot
@@ -33,8 +33,8 @@ BESIDE = {
 MODEL_RECORDS = [getattr(model_records, name) for name in model_records.__all__]
 MODEL_RECORDS += [model_client_book.HeldLease, model_client_book.ClientSlotRecord, model_client_book.Waiter]
 COMPILED = [
-    *(engine_book.EngineBook, lending.Lending, kept_book.KeptBook, *[getattr(records, name) for name in model_records.__all__]),
-    *(client_book.ClientBook, client_book.HeldLease, client_book.ClientSlotRecord, client_book.Waiter),
+    *(compiled.EngineBook, compiled.Lending, compiled.KeptBook, *[getattr(compiled, name) for name in model_records.__all__]),
+    *(compiled.ClientBook, compiled.HeldLease, compiled.ClientSlotRecord, compiled.Waiter),
 ]
 
 
@@ -146,7 +146,7 @@ def test_check_finds_what_is_miscounted(damage: Callable[[Any], None]) -> None:
 def test_check_finds_what_a_frontend_miscounts(place: int) -> None:
     """Recalls, draining blocks, and slots by state."""
     limits = ClientBookLimits(1, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES, 5.0)
-    book: Any = client_book.ClientBook(limits)
+    book: Any = compiled.ClientBook(limits)
     book.granted(LeaseGrant(0, 1, BLOCK_NBYTES, 4 * BLOCK_NBYTES), 0.0)
     assert book.acquire(1, held=True)
     book.check()

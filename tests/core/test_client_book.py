@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.compiled import ClientBook, ClientSlotRecord
 from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.client_book import ClientSlotRecord
+from shmring.core.compiled import ClientSlotRecord
 from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn

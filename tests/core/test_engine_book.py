@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shmring.core.compiled import EngineBook
 from shmring.core.effects import (
     Answered,
     ClientGone,
@@ -23,7 +24,6 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry, blocks_for, slot_blocks
 from shmring.core.messages import HOST_MEMORY, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, Found, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.fan_out_book import LARGEST_BACKLOG, WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
+from shmring.core.compiled import LARGEST_BACKLOG, WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
 from tests.model.fan_out_book import FanOutModel
 

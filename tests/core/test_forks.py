@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from shmring.core.forks import Origin
+from shmring.core.compiled import Origin
 
 
 def seen_in_child(origin: Origin) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from shmring.core.compiled import EngineBook
 from shmring.core.effects import Answered, EngineEffect, Granted, Recalled
-from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, Found, LeaseGrant, NotKept, SlotRef
 

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from shmring.core.compiled import KeptContent, Mapping, Regions, kept_slot
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.kept_content import KeptContent, kept_slot
-from shmring.core.mapping import Mapping
 from shmring.core.messages import SLOT_HEADER_NBYTES, Found
-from shmring.core.views import Regions
 from shmring.errors import RemoteProtocolError
 
 BLOCKS = 4

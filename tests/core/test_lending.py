@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from shmring.core.client_book import ClientBook
+from shmring.core.compiled import ClientBook, EngineBook
 from shmring.core.effects import Acquired, ClientGone, Granted, Recalled, Reclaimed, Send
-from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease

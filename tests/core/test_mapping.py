@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmring.core.mapping import Mapping
-from shmring.core.views import Regions
+from shmring.core.compiled import Mapping, Regions
 from shmring.errors import ClosedError
 
 PAGE = mmap.PAGESIZE

@@ -25,8 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.message_ring import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes
-from shmring.core.payload import write_submit
+from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes, write_submit
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 

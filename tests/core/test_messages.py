@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from shmring.core import messages
+from shmring.core.compiled import Content, read_record
 from shmring.core.messages import (
     DEVICE_MEMORY,
     MAX_LISTED,
@@ -59,7 +60,6 @@ from shmring.core.messages import (
     encode_message,
     item_nbytes,
 )
-from shmring.core.wire import Content, read_record
 from shmring.errors import RemoteProtocolError
 from tests.records import content_of, done_of, reply_of, slot_extension, submit_of, tensor_extension
 
@@ -120,7 +120,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
 ]
 EVERY_MESSAGE = [*FRONTEND_MESSAGES, *ENGINE_MESSAGES, *WORKER_MESSAGES]
 
-#: What is read by :mod:`shmring.core.wire`, by who writes it: records of which each byte counts.
+#: What is read by ``core/wire.pyx``, by who writes it: records of which each byte counts.
 SUBMITS = {
     "inline": submit_of({"x": tensor_extension()}, name="request", fence=bytes(64)),
     "in slots": submit_of([TENSOR, tensor_extension(0, 64)], slot_extension(nbytes=200), (SLOT,)),

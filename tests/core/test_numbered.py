@@ -9,7 +9,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmring.core.numbered import Numbered
+from shmring.core.compiled import Numbered
 
 # Few, so that they are taken and given again; far apart, so that some have one place in the table.
 NUMBERS = st.one_of(st.integers(0, 300), st.integers(0, 300).map(lambda number: (1 << 40) * number), st.integers(0, 2**64 - 1))

@@ -16,16 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmring.core import wire
-from shmring.core.engine_book import EngineBook
-from shmring.core.engine_calls import EngineCalls
-from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
+from shmring.core import compiled
+from shmring.core.compiled import (
+    ClaimEnd,
+    EngineBook,
+    EngineCalls,
+    EngineEnd,
+    FrontendEnd,
+    HeldSlots,
+    Mapping,
+    RecordReader,
+    RecordTaker,
+    RecordWriter,
+    Regions,
+    ring_nbytes,
+    write_submit,
+)
 from shmring.core.geometry import EngineBookLimits, Geometry
-from shmring.core.held_slots import HeldSlots
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordTaker, RecordWriter, ring_nbytes
-from shmring.core.payload import write_submit
-from shmring.core.views import Regions
 from shmring.memory.tensors import make_decoder, make_packer
 
 CAPACITY = 1 << 17
@@ -96,14 +103,14 @@ def test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was(
     ends, payload = Ends(), {"words": np.array(["rare"], dtype), "after": "text behind it"}
     packed = make_packer(4, 1 << 16).pack(payload, 1 << 14, 1 << 15, HeldSlots())
     assert write_submit(ends.writer, packed, 1, 1, "a name", b"", ())
-    item_nbytes, checked = wire.item_nbytes, []
+    item_nbytes, checked = compiled.item_nbytes, []
 
     def overwrite_and_answer(spelling: str) -> int | None:
         ends.overwrite()
         checked.append(spelling)
         return item_nbytes(spelling)
 
-    monkeypatch.setattr(wire, "item_nbytes", overwrite_and_answer)
+    monkeypatch.setattr(compiled, "item_nbytes", overwrite_and_answer)
     claim = take(ends)
     assert checked == [dtype]
     assert claim.name == "a name"

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook
 from shmring.core.effects import Acquired, ClientEffect, EngineEffect, Granted, Recalled, Send
-from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseRequest
 from shmring.core.states import RequestEvent

@@ -121,9 +121,10 @@ def test_each_use_of_what_two_processes_share_is_in_a_model_or_orders_nothing() 
         ("worker_end.pyx", "close"),  # the same
     }
     users = set()
-    for path in sorted(CORE.glob("*.pyx")):
+    # The one declares them, and the numbers of the other are loaded and stored in any order.
+    for path in sorted(set(CORE.glob("*.pyx")) - {CORE / "atomics.pyx", CORE / "load.pyx"}):
         name = ""
-        for line in path.read_text().partition("fence_full()\n")[2].splitlines():
+        for line in path.read_text().splitlines():
             defined = re.match(r" *(?:cdef|cpdef|def) [^=]*?(\w+)\(", line)
             name = defined[1] if defined else name
             if re.search(r"\b(load|store|exchange)_\w+_u\d\d\(|\bexchange_u\d\d\(|\bfence_full\(", line.partition("#")[0]):
@@ -136,8 +137,7 @@ def test_what_says_that_something_is_there_is_loaded_with_acquire() -> None:
     for name in ("message_ring.pyx", "worker_end.pyx", "fan_out_book.pyx"):
         for order, arguments in re.findall(r"\bload_(\w+)_u\d\d\((.*)", (CORE / name).read_text()):
             place = PLACE.search(arguments)
-            if "const void* at" not in arguments:  # which declares it
-                loads.add(("WANT" if place is None else place[1], order))
+            loads.add(("WANT" if place is None else place[1], order))
     assert loads == {(place, "acquire") for place in ACQUIRED} | {(place, "relaxed") for place in RELAXED}
 
 

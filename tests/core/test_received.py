@@ -17,13 +17,20 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.config import RingConfig
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import (
+    Content,
+    Mapping,
+    RecordReader,
+    RecordWriter,
+    Regions,
+    Submit,
+    decode_content,
+    decode_values,
+    read_record,
+    ring_nbytes,
+    write_submit,
+)
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
-from shmring.core.payload import write_submit
-from shmring.core.received import decode_content, decode_values
-from shmring.core.views import Regions
-from shmring.core.wire import Content, Submit, read_record
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.records import content_of, slot_extension, tensor_extension

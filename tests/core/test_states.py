@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.client_book import ClientBook
+from shmring.core.compiled import ClientBook, watch
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.messages import LeaseGrant
 from shmring.core.states import (
@@ -22,7 +22,6 @@ from shmring.core.states import (
     RequestEvent,
     advance,
 )
-from shmring.core.transitions import watch
 from shmring.errors import LocalProtocolError
 
 # The design's arrows, written a second time: state -event-> state.

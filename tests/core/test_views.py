@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmring.core import views as module
-from shmring.core.mapping import Mapping
-from shmring.core.views import Region, RegionBytes, Regions, TensorMaker, borrowed, copied
+from shmring.core import compiled
+from shmring.core.compiled import Mapping, Region, RegionBytes, Regions, TensorMaker, borrowed, copied
 from tests.model.stepped import IS_STEPPED, LastView, at_each_step
 
 NBYTES = 1 << 16
@@ -200,7 +199,7 @@ def test_closing_forgets_what_was_not_collected(mapping: Mapping, regions: Regio
 def test_without_descriptors_there_is_an_error() -> None:
     script = """
 import resource, os
-from shmring.core.views import Regions
+from shmring.core.compiled import Regions
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1,) * 2)
 try:
     Regions()
@@ -574,9 +573,9 @@ def test_a_last_view_may_die_at_any_moment_while_its_region_is_left(mapping: Map
             assert regions.collect() == ([(1, 2)] if drains else [])
             assert (len(regions), regions.living()) == (0, [])
 
-        return region.leave, LastView(region.memory()), check
+        return region.leave, LastView(region), check
 
-    assert at_each_step(module, begin) > 20
+    assert at_each_step(compiled, begin) > 20
 
 
 @pytest.mark.skipif(not IS_STEPPED, reason="only x86 stops behind each instruction")
@@ -586,7 +585,7 @@ def test_a_last_view_may_die_at_any_moment_while_others_are_collected(mapping: M
     def begin() -> tuple[Callable[[], list[tuple[int, int]]], LastView, Callable[[list[tuple[int, int]]], None]]:
         regions = Regions()
         region = regions.open(mapping, 0, 64, (1, 2))
-        last = LastView(region.memory())
+        last = LastView(region)
         assert region.leave()
 
         def check(collected: list[tuple[int, int]]) -> None:
@@ -595,7 +594,7 @@ def test_a_last_view_may_die_at_any_moment_while_others_are_collected(mapping: M
 
         return regions.collect, last, check
 
-    assert at_each_step(module, begin) > 20
+    assert at_each_step(compiled, begin) > 20
 
 
 @each_kind
@@ -640,9 +639,9 @@ def test_views_may_live_until_the_interpreter_has_ended() -> None:
     """Kept by a module, a cycle, a thread that never ends, what runs at the exit, and torch itself."""
     script = """
 import atexit, gc, os, threading, torch, numpy as np
-from shmring.core import views as module
-from shmring.core.mapping import Mapping
-from shmring.core.views import Regions, TensorMaker
+from shmring.core import compiled
+from shmring.core.compiled import Mapping
+from shmring.core.compiled import Regions, TensorMaker
 gc.disable()
 fd = os.memfd_create("views")
 os.ftruncate(fd, 4096)

@@ -14,13 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
-from shmring.core.client_book import ClientBook
+from shmring.core.compiled import (
+    DTYPES,
+    MAX_DEPTH,
+    ClientBook,
+    Content,
+    Done,
+    HeldSlots,
+    Packed,
+    RecordReader,
+    RecordWriter,
+    Reply,
+    Submit,
+    check_count,
+    check_payload,
+    read_record,
+    ring_nbytes,
+    write_done,
+    write_reply,
+    write_submit,
+)
 from shmring.core.geometry import ClientBookLimits
-from shmring.core.held_slots import HeldSlots
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import LeaseGrant, SlotRef, TensorRef
-from shmring.core.payload import Packed, write_done, write_reply, write_submit
-from shmring.core.wire import DTYPES, MAX_DEPTH, Content, Done, Reply, Submit, check_count, check_payload, read_record
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 from tests.records import content_of, slot_extension, submit_of, tensor_extension

@@ -17,11 +17,18 @@ import msgspec
 import pytest
 import torch
 
-from shmring.core import worker_end
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import ENDED, FOREIGN, RecordReader, RecordWriter, ring_nbytes
-from shmring.core.worker_end import MessageEnd, WorkerEnd
+from shmring.core import compiled
+from shmring.core.compiled import (
+    ENDED,
+    FOREIGN,
+    WORKER_PAGE_NBYTES,
+    Mapping,
+    MessageEnd,
+    RecordReader,
+    RecordWriter,
+    WorkerEnd,
+    ring_nbytes,
+)
 from shmring.errors import ClosedError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.model.stepped import IS_STEPPED, OtherThread, at_each_step
@@ -203,7 +210,7 @@ def test_who_waits_for_other_things_reads_nothing_at_any_moment_while_another_re
     waiting = threading.Thread(target=wait_for_room)
     waiting.start()
     try:
-        assert at_each_step(worker_end, begin) > 5
+        assert at_each_step(compiled, begin) > 5
     finally:
         os.close(asking)
         waiting.join()

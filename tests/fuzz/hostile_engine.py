@@ -29,10 +29,16 @@ import shmring
 from shmring.client.client import RingClient
 from shmring.client.session import Session
 from shmring.config import ClientConfig, WorkerConfig
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
+from shmring.core.compiled import (
+    WORKER_PAGE_NBYTES,
+    Mapping,
+    RecordReader,
+    RecordWriter,
+    Submit,
+    largest_record_nbytes,
+    read_record,
+)
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -56,7 +62,6 @@ from shmring.core.messages import (
     decode_frontend_message,
     encode_message,
 )
-from shmring.core.wire import Submit, read_record
 from shmring.errors import RemoteProtocolError
 from shmring.transport.load import create_load_page
 from shmring.transport.rings import map_rings, sealed_memory, sealed_rings

@@ -21,9 +21,7 @@ import msgspec
 import torch
 
 import shmring
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, largest_record_nbytes
+from shmring.core.compiled import WORKER_PAGE_NBYTES, Mapping, RecordReader, RecordWriter, largest_record_nbytes
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.errors import RemoteProtocolError
 from shmring.transport.endpoint import join_engine

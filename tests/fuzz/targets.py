@@ -18,16 +18,40 @@ import msgspec
 import numpy as np
 import torch
 
+from shmring.core.compiled import (
+    WORKER_PAGE_NBYTES,
+    ClaimEnd,
+    Content,
+    Done,
+    EngineBook,
+    EngineEnd,
+    FanOutBook,
+    FanOutEnd,
+    FrontendEnd,
+    HeldSlots,
+    JoinedWorker,
+    Mapping,
+    MessageEnd,
+    Packed,
+    RecordReader,
+    RecordWriter,
+    Regions,
+    Reply,
+    Submit,
+    WorkerEnd,
+    WorkerRecord,
+    check_kept,
+    check_payload,
+    decode_content,
+    largest_record_nbytes,
+    read_record,
+    ring_nbytes,
+    write_done,
+    write_reply,
+    write_submit,
+)
 from shmring.core.effects import EngineEffect, RequestAborted
-from shmring.core.engine_book import EngineBook
-from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
-from shmring.core.fan_out_end import FanOutEnd, JoinedWorker
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
-from shmring.core.held_slots import HeldSlots
-from shmring.core.kept_content import check_kept
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, largest_record_nbytes, ring_nbytes
 from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     SLOT_MAGIC,
@@ -50,12 +74,7 @@ from shmring.core.messages import (
     decode_worker_message,
     encode_message,
 )
-from shmring.core.payload import Packed, write_done, write_reply, write_submit
-from shmring.core.received import decode_content
 from shmring.core.states import RequestEvent
-from shmring.core.views import Regions
-from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_record
-from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
 from shmring.frontend.body_scan import LONG_NBYTES, BodyScan
 from shmring.frontend.errors import ApiError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmring.core.engine_end import EngineEnd
+from shmring.core.compiled import EngineEnd
 from tests.fuzz import hostile_engine, mutate, targets
 from tests.model.engine_book import EngineBook as ModelEngineBook
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.message_ring import GIVING_UP, RecordReader, RecordWriter
+from shmring.core.compiled import GIVING_UP, RecordReader, RecordWriter
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Call,

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmring.core.received import decode_content
-from shmring.core.wire import MAX_DEPTH, Reply, check_payload, read_record
+from shmring.core.compiled import MAX_DEPTH, Reply, check_payload, decode_content, read_record
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
 

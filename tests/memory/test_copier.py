@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmring.core.mapping import Mapping
-from shmring.core.payload import Packed
+from shmring.core.compiled import Mapping, Packed
 from shmring.memory.copier import Copier
 from shmring.memory.tensors import make_packer
 

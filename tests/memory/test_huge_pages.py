@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.mapping import Mapping
+from shmring.core.compiled import Mapping
 from shmring.memory import huge_pages
 from shmring.memory.huge_pages import HUGE_PAGE_NBYTES, can_be_had, reserve_huge_pages
 from shmring.memory.slab import Slab
@@ -122,7 +122,7 @@ def test_a_mapping_starts_where_a_huge_page_may_and_leaves_nothing_behind(fd: in
 def test_mapping_reserves_no_address_space_that_it_does_not_return() -> None:
     code = """if True:
         import os, re
-        from shmring.core.mapping import Mapping
+        from shmring.core.compiled import Mapping
         fd = os.memfd_create("unit")
         os.ftruncate(fd, 6 << 20)
         def size():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from shmring.core.compiled import Content
 from shmring.core.messages import SlotRef
-from shmring.core.wire import Content
 from shmring.gpu.layout import GAP_NBYTES, Layout
 from tests.records import content_of, tensor_extension
 

@@ -21,16 +21,24 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
-from shmring.core.client_book import ClientBook
+from shmring.core.compiled import (
+    ClientBook,
+    Content,
+    HeldSlots,
+    Mapping,
+    Packed,
+    PayloadDecoder,
+    RecordReader,
+    RecordWriter,
+    Regions,
+    Submit,
+    decode_content,
+    read_record,
+    ring_nbytes,
+    write_submit,
+)
 from shmring.core.geometry import ClientBookLimits
-from shmring.core.held_slots import HeldSlots
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import SLOT_HEADER_NBYTES, TENSOR_ALIGNMENT, TORCH_ITEM_NBYTES, LeaseGrant, SlotRef
-from shmring.core.payload import Packed, write_submit
-from shmring.core.received import PayloadDecoder, decode_content
-from shmring.core.views import Regions
-from shmring.core.wire import Content, Submit, read_record
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer, nbytes_for, torch_dtype_name
 from tests.records import content_of, slot_extension, tensor_extension

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shmring
-from shmring.core.payload import Packed
+from shmring.core.compiled import Packed
 from shmring.memory.tensors import make_packer
 
 NBYTES = 80_000  # of a tensor that travels in a slot

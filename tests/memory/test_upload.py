@@ -17,8 +17,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from shmring.core.compiled import Content
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
-from shmring.core.wire import Content
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import CudaError
 from shmring.gpu.layout import Layout

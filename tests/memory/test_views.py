@@ -12,9 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from shmring.core.mapping import Mapping
+from shmring.core.compiled import Mapping, Region, Regions, borrowed, copied
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
-from shmring.core.views import Region, Regions, borrowed, copied
 from shmring.errors import RemoteProtocolError
 from shmring.memory import views
 from shmring.memory.views import TORCH_DTYPES, tensor_view

@@ -1,4 +1,4 @@
-"""The model of :mod:`shmring.core.client_book`: what a frontend's book does, in plain Python, flat and without speed.
+"""The model of ``core/client_book.pyx``: what a frontend's book does, in plain Python, flat and without speed.
 
 It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
@@ -204,7 +204,7 @@ class ClientBook:
             if slot is None:
                 break
             del self._waiters[ticket]
-            effects.append(Acquired(ticket, slot))
+            effects.append(Acquired(ticket, slot))  # type: ignore[arg-type]  # the record of the model
         first = next(iter(self._waiters.values()), None)
         # What is empty can't hold what the first waiter needs, or it would have it.
         effects += self._return(

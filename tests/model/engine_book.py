@@ -1,4 +1,4 @@
-"""The model of :mod:`shmring.core.engine_book`: what the engine's book does, in plain Python, flat and without speed.
+"""The model of ``core/engine_book.pyx``: what the engine's book does, in plain Python, flat and without speed.
 
 It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
@@ -406,7 +406,11 @@ class EngineBook:
         reason = self._why_not_kept(client, record, there)
         if reason is not None or there is not None:
             self._give_back(record)
-            answer = NotKept(token, reason) if reason is not None or there is None else self._pinned(client, token, there)
+            if there is not None and reason is None:
+                answer: Found | NotKept = self._pinned(client, token, there)
+            else:
+                assert reason is not None
+                answer = NotKept(token, reason)
             return [Released(client_id, (slot.generation,)), Answered(client_id, answer)]
         while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
             self.host.evict(next(iter(self.kept.unpinned.values())))

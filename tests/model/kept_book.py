@@ -1,4 +1,4 @@
-"""The model of :mod:`shmring.core.kept_book`: the same content, without sums."""
+"""The model of ``core/kept_book.pyx``: the same content, without sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of :mod:`shmring.core.lending`: the same rules, without its counts, its order of leases and what it keeps apart.
+"""The model of ``core/lending.pyx``: the same rules, without its counts, its order of leases and what it keeps apart.
 
 A client has at most one request waiting in each memory. Requests are served in order of arrival. The first that can't be
 served gets a *window*: the address range that is cheapest to empty (its leases are recalled), closed to every other client

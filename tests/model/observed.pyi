@@ -1,7 +1,6 @@
 from typing import Any
 
-from shmring.core.client_book import ClientBook
-from shmring.core.engine_book import EngineBook
+from shmring.core.compiled import ClientBook, EngineBook
 
 class ObservedEngineBook(EngineBook):
     is_called: bool

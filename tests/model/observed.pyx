@@ -6,10 +6,7 @@ the subclass, unless the subclass has called the book itself, and knows.
 
 from libc.stdint cimport uint8_t, uint64_t
 
-from shmring.core.client_book cimport ClientBook, ClientSlotRecord
-from shmring.core.engine_book cimport EngineBook
-from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord
-from shmring.core.wire cimport SlotNumbers
+from shmring.core.compiled cimport ClientBook, ClientRecord, ClientSlotRecord, EngineBook, EngineSlotRecord, RequestRecord, SlotNumbers
 
 from shmring.core.effects import Released
 from shmring.core.messages import SlotRef

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shmring.core import client_book, engine_book
+from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook
 from shmring.core.effects import Acquired
 from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
 from tests.model import client_book as model_client_book
@@ -77,7 +77,7 @@ def _paired(name: str) -> Callable[..., Any]:
     def event(self: PairedEngineBook, *arguments: Any, **named: Any) -> Any:
         models = outcome(getattr(self.model, name), arguments, named)
         self.is_called = True
-        ours = outcome(getattr(engine_book.EngineBook, name), (self, *arguments), named)
+        ours = outcome(getattr(EngineBook, name), (self, *arguments), named)
         self.is_called = False
         self.compare(f"{name}{arguments}", ours, models)
         result, error = ours
@@ -98,17 +98,17 @@ class PairedClientBook(ObservedClientBook):
     def __init__(self, limits: ClientBookLimits) -> None:
         super().__init__(limits)
         self.model = model_client_book.ClientBook(limits)
-        self.model_slots: dict[client_book.ClientSlotRecord, Any] = {}
+        self.model_slots: dict[ClientSlotRecord, Any] = {}
 
     def of_model(self, argument: Any) -> Any:
         """What an argument is to the model."""
-        if isinstance(argument, client_book.ClientSlotRecord):
+        if isinstance(argument, ClientSlotRecord):
             return self.model_slots[argument]
         return argument.model if isinstance(argument, PairedClientBook) else argument
 
     def meet(self, result: Any, expected: Any) -> None:
         """Compares what both have returned, and learns which slots of theirs are one."""
-        if isinstance(result, client_book.ClientSlotRecord):
+        if isinstance(result, ClientSlotRecord):
             assert plain(result) == plain(expected)
             self.model_slots[result] = expected
         elif isinstance(result, Acquired):
@@ -146,7 +146,7 @@ def _paired_client_event(name: str) -> Callable[..., Any]:
         self.take_views()
         models = outcome(getattr(self.model, name), [self.of_model(argument) for argument in arguments], named)
         self.is_called = True
-        ours = outcome(getattr(client_book.ClientBook, name), (self, *arguments), named)
+        ours = outcome(getattr(ClientBook, name), (self, *arguments), named)
         self.is_called = False
         self.compare(f"{name}{arguments}", ours, models)
         result, error = ours

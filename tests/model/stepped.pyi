@@ -2,7 +2,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
 
-from shmring.core.views import RegionBytes
+from shmring.core.compiled import RegionBytes
 
 T = TypeVar("T")
 

@@ -11,10 +11,15 @@ not hold that lock.
 
 import itertools
 
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport read, write
 
-from shmring.core.views cimport Lent, RegionBytes, drop_region
+from shmring.core.compiled import Region, TensorMaker
+
+cdef extern from "dlpack.h" nogil:
+    ctypedef struct DLManagedTensor:
+        void (*deleter)(DLManagedTensor*) noexcept nogil
 
 cdef extern from *:
     """
@@ -25,7 +30,7 @@ cdef extern from *:
     typedef struct Intrusion {
         void (*act)(struct Intrusion *);
         int needs_lock; /* what it does waits for whoever needs the interpreter's lock */
-        void *region;
+        void *view;
         int asking, answered;
     } Intrusion;
 
@@ -72,7 +77,7 @@ cdef extern from *:
     struct Intrusion:
         void (*act)(Intrusion*) noexcept nogil
         bint needs_lock
-        void* region
+        void* view
         int asking
         int answered
     bint IS_STEPPED_ "IS_STEPPED"
@@ -96,22 +101,30 @@ cdef class Intruder:
 cdef class LastView(Intruder):
     """Somebody drops a view of a region, on another thread and without the interpreter's lock.
 
+    The view is what torch would get, and is dropped as torch does it.
+
     Args:
-        memory: the view, which is this one's from now on.
+        region: that it is a view of.
     """
 
-    def __init__(self, RegionBytes memory not None) -> None:
+    def __init__(self, region: Region) -> None:
+        capsule = TensorMaker(_capsule_itself).tensor(region, 0, (1,), 1, 8)
         self._intrusion.act = _drop
-        self._intrusion.region, memory._lent = memory._lent, NULL
+        self._intrusion.view = PyCapsule_GetPointer(capsule, "dltensor")
 
     def __dealloc__(self) -> None:
-        if self._intrusion.region != NULL:
-            drop_region(<Lent*>self._intrusion.region)
+        if self._intrusion.view != NULL:
+            _drop(&self._intrusion)
+
+
+def _capsule_itself(capsule: object) -> object:
+    return capsule
 
 
 cdef void _drop(Intrusion* dropping) noexcept nogil:
-    drop_region(<Lent*>dropping.region)
-    dropping.region = NULL
+    cdef DLManagedTensor* view = <DLManagedTensor*>dropping.view
+    dropping.view = NULL
+    view.deleter(view)
 
 
 cdef class OtherThread(Intruder):

@@ -135,8 +135,8 @@ FAULTS = (
         ),
         (
             "what is taken out is dropped before its new owner has it",
-            "        item = <object>found\n        _drop(found)",
-            "        _drop(found)\n        item = <object>found",
+            "        item = <object>found\n        drop_object(found)",
+            "        drop_object(found)\n        item = <object>found",
             "tests/core/test_numbered.py::test_numbers_that_count_up_come_and_go",
         ),
     ),
@@ -415,7 +415,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/core/lending.pxd",
+        "shmring/core/lending.pyx",
         (
             "a slot's header takes no room",
             "nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1",

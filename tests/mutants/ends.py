@@ -34,7 +34,7 @@ FAULTS = (
         ),
         (
             "what was waited for is never let go",
-            "        waited = <object>made\n        _drop(made)\n",
+            "        waited = <object>made\n        drop_object(made)\n",
             "        waited = <object>made\n",
             "tests/test_awaiting.py::test_what_was_waited_for_is_nobodys_but_its_callers",
         ),
@@ -120,7 +120,7 @@ FAULTS = (
         ),
         (
             "a reply's slot may lie behind the slab",
-            "slot.offset + HEADER_NBYTES + slot.nbytes > self._slab_nbytes",
+            "slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self._slab_nbytes",
             "False",
             "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
         ),
@@ -174,8 +174,8 @@ FAULTS = (
         ),
         (
             "one slot more than there is room for is described on the stack",
-            "if count > _FEW",
-            "if count > _FEW + 1",
+            "if count > _FEW_SUBMITTED",
+            "if count > _FEW_SUBMITTED + 1",
             "tests/test_claim.py::test_five_slots_in_one_request",
         ),
         (
@@ -201,8 +201,8 @@ FAULTS = (
         ),
         (
             "a tensor that was made in a slot is kept after the slot was left",
-            "        _drop(gone.record)\n        _drop_unless_null(gone.tensor)",
-            "        _drop(gone.record)",
+            "        drop_object(gone.record)\n        drop_object_unless_null(gone.tensor)",
+            "        drop_object(gone.record)",
             "tests/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
         ),
         (
@@ -240,7 +240,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/core/forks.pxd",
+        "shmring/core/forks.pyx",
         (
             "compiled code does not see that it was forked",
             "return fork_count",
@@ -447,7 +447,7 @@ FAULTS = (
         ),
         (
             "a message's slot may lie behind the engine's memory",
-            "if slot.offset + _HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes",
+            "if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes",
             "if False",
             "tests/core/test_acknowledging.py::test_a_slot_behind_the_engines_memory_is_refused",
         ),

@@ -81,7 +81,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/core/msgpack.pxd",
+        "shmring/core/msgpack.pyx",
         (
             "data may end behind the bytes that are left",
             "if <uint64_t>(cursor.end - cursor.at) < nbytes",
@@ -128,7 +128,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/core/slot_header.pxd",
+        "shmring/core/slot_header.pyx",
         (
             "a header needs no magic",
             "return not memcmp(header, magic, MAGIC_NBYTES)",
@@ -171,8 +171,8 @@ FAULTS = (
         ),
         (
             "a payload is nested by one more than there is room to count",
-            "if depth == _MAX_DEPTH",
-            "if depth > _MAX_DEPTH",
+            "if depth == MAX_DEPTH",
+            "if depth > MAX_DEPTH",
             "tests/core/test_wire.py::test_nesting_has_an_end",
         ),
         (
@@ -259,7 +259,7 @@ FAULTS = (
         ),
         (
             "a copy of a slot begins with its header",
-            "copy_region(self._mapping.at(numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)",
+            "copy_region(self._mapping.at(numbers.offset + SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)",
             "copy_region(self._mapping.at(numbers.offset, numbers.nbytes), numbers.nbytes)",
             "tests/test_backpressure.py::test_replies_do_not_wait_for_the_memory_of_requests",
         ),

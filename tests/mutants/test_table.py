@@ -12,13 +12,12 @@ from tests.faulty import ROOT, Fault, check_place
 from tests.mutants.table import FAULTS
 from tests.switches import Change, with_switches
 
-_CYTHON = (".pyx", ".pxd")
 #: What of the product is compiled and has code in it: not only declarations.
 COMPILED = {
     str(path.relative_to(ROOT))
     for path in (ROOT / "shmring").rglob("*")
-    if path.suffix in (".pyx", ".c")
-    or (path.suffix == ".pxd" and "cdef inline" in path.read_text())
+    if path.suffix == ".c"
+    or (path.suffix == ".pyx" and re.search(r"^(cdef class |cdef inline |def )", path.read_text(), re.MULTILINE))
     or (path.suffix == ".h" and "static inline" in path.read_text())
 }
 
@@ -42,6 +41,6 @@ def test_all_faults_of_a_file_are_behind_switches() -> None:
     for number, fault in enumerate(FAULTS, 1):
         changes[fault.file].append(Change(number, fault.old, fault.new))
     for file, of_file in changes.items():
-        text = with_switches((ROOT / file).read_text(), Path(file).suffix in _CYTHON, of_file)
+        text = with_switches((ROOT / file).read_text(), Path(file).suffix == ".pyx", of_file)
         switched = {int(number) for number in re.findall(r"FAULT\((\d+)\)", text)}
         assert switched == {change.number for change in of_file}

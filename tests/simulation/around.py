@@ -13,11 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from shmring.cancellation import uninterrupted
+from shmring.core.compiled import Mapping, Packed, RecordReader, RecordWriter, ring_nbytes
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage
-from shmring.core.payload import Packed
 from shmring.errors import PeerLostError, RemoteProtocolError
 from shmring.memory.copier import Copier
 from tests.simulation.midst import Midst

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from shmring.core.client_book import ClientBook
-from shmring.core.engine_book import EngineBook
+from shmring.core.compiled import ClientBook, EngineBook
 from tests.model import client_book as model_client_book
 from tests.model import engine_book as model_engine_book
 from tests.model.pairs import PairedClientBook, PairedEngineBook

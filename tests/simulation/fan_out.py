@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
-from shmring.core.fan_out_end import JoinedWorker
+from shmring.core.compiled import WORKER_PAGE_NBYTES, JoinedWorker, Mapping, RecordReader
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader
 from shmring.errors import (
     CapacityError,
     LocalProtocolError,
@@ -37,8 +34,7 @@ from tests.simulation.scenario import Action, Kind, Sending, require
 from tests.simulation.wire import Link, Wire, map_beside, map_slab
 
 if TYPE_CHECKING:
-    from shmring.core.engine_end import EngineEnd
-    from shmring.core.payload import Packed
+    from shmring.core.compiled import EngineEnd, Packed
     from shmring.memory.slab import Slab
     from shmring.ring.ring import Ring
     from tests.simulation.engine import Engine, Handling

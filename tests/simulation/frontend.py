@@ -35,11 +35,10 @@ from shmring.client.session import Session as RealSession
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
-from shmring.core.client_book import ClientSlotRecord
+from shmring.core.compiled import ClientSlotRecord, Regions
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.messages import KEY_NBYTES, SLOT_HEADER_NBYTES, LeaseReturn, ReplyRelease, SlotRef, encode_message
 from shmring.core.states import ClientSlot
-from shmring.core.views import Regions
 from shmring.errors import CapacityError, ShmringError, WouldBlock
 from shmring.memory import slots as slots_module
 from shmring.memory.slab import Slab

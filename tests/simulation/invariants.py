@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shmring.core.compiled import ClientRecord, KeptRecord
 from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
-from shmring.core.records import ClientRecord, KeptRecord
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.simulation.engine import Engine
 from tests.simulation.frontend import Session, Wants

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from shmring.core.engine_book import EngineBook
+from shmring.core.compiled import ClientRecord, Done, EngineBook, Reply, Submit, read_record
 from shmring.core.messages import (
     Abort,
     Failed,
@@ -37,9 +37,7 @@ from shmring.core.messages import (
     decode_frontend_message,
     encode_message,
 )
-from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
-from shmring.core.wire import Done, Reply, Submit, read_record
 from shmring.errors import RemoteProtocolError
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants

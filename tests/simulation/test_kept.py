@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from shmring.client.kept import KeptContents
-from shmring.core.client_book import ClientSlotRecord
+from shmring.core.compiled import ClientSlotRecord, EngineBook
 from shmring.core.effects import EngineEffect
-from shmring.core.engine_book import EngineBook
 from shmring.core.messages import Found, NotKept
 from tests.simulation.exploration import explore
 from tests.simulation.failure import replay

@@ -19,10 +19,8 @@ from click.testing import CliRunner
 
 from shmring.client.sending import Sending
 from shmring.client.session import Session as RealSession
-from shmring.core.blocks import TakenRuns
-from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook, TakenRuns
 from shmring.core.effects import Acquired, ClientEffect, EngineEffect, Granted
-from shmring.core.engine_book import EngineBook
 from shmring.core.states import Request, RequestEvent
 from shmring.line import Line, Place, give
 from shmring.memory.slots import HostSlots, Slots

@@ -13,8 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import Mapping, RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
 
 __all__ = ["Link", "Wire", "map_beside", "map_slab", "open_slab"]

@@ -1,4 +1,4 @@
-"""A worker's process: the real :class:`~shmring.core.worker_end.WorkerEnd` and its messages, as the asyncio worker uses them.
+"""A worker's process: the real :class:`~shmring.core.compiled.WorkerEnd` and its messages, as the asyncio worker uses them.
 
 Records wait in the connection until one is received; then its message is in hands, until it is left, and after that views of it
 may be alive. A process that has died acknowledges nothing any more, so whatever it had is kept here untouched until the end.
@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import MessageEnd, RecordReader, RecordWriter, WorkerEnd, ring_nbytes
 from shmring.core.messages import Refused
-from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import LocalProtocolError
 from shmring.memory.tensors import make_decoder
 from shmring.worker.answers import failure_record, records_of

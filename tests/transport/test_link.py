@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.message_ring import GIVING_UP, RecordReader, RecordWriter, RingMemory
+from shmring.core.compiled import GIVING_UP, RecordReader, RecordWriter, RingMemory
 from shmring.core.messages import (
     MAX_LISTED,
     Abort,

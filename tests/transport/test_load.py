@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmring.core.load import LOAD_PAGE_NBYTES, LoadPage
+from shmring.core.compiled import LOAD_PAGE_NBYTES, LoadPage
 from shmring.errors import RemoteProtocolError
 from shmring.transport.load import create_load_page, map_load_page
 

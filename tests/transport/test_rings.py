@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shmring.core.message_ring import RingMemory, ring_nbytes
+from shmring.core.compiled import RingMemory, ring_nbytes
 from shmring.errors import RemoteProtocolError
 from shmring.transport.rings import map_rings, sealed_rings
 

@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 
-from shmring.core.message_ring import RecordWriter, ring_nbytes
+from shmring.core.compiled import RecordWriter, ring_nbytes
 
 
 def main(fd: int, bell: int, capacity: int, count: int) -> None:

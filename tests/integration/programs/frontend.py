@@ -28,7 +28,7 @@ import time
 import torch
 
 import shmring
-from shmring.core.message_ring import RecordWriter
+from shmring.core.compiled import RecordWriter
 from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.transport.endpoint import attach_engine
 from shmring.transport.rings import map_rings

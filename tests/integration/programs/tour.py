@@ -23,7 +23,7 @@ import torch
 import uvloop
 
 import shmring
-from shmring.core import transitions
+from shmring.core.compiled import watch
 
 SLAB_NBYTES = "4MiB"
 NBYTES = 50_000
@@ -61,7 +61,7 @@ def install_hook(tour: Path) -> None:
         if name == point and moment == "after":
             asyncio.get_running_loop().call_soon(crash)
 
-    transitions.watch(before)
+    watch(before)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""What :mod:`shmring.core.views` uses of DLPack; see dlpack.h."""
+"""What ``views.pyx`` uses of DLPack; see dlpack.h."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-
 
 cdef extern from "dlpack.h" nogil:
     enum:

@@ -9,6 +9,7 @@ Every ``*_nbytes`` is exactly what the ``put_*`` of the same name writes, so tha
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+
 cdef enum Kind:
     TRUNCATED   # the bytes end within the value, or are no msgpack
     NIL
@@ -20,9 +21,11 @@ cdef enum Kind:
     ARRAY       # number: of members
     MAP         # number: of pairs
 
+
 cdef struct Cursor:
     const uint8_t* at
     const uint8_t* end
+
 
 cdef struct Value:
     Kind kind

@@ -3,11 +3,16 @@
 from libc.stdint cimport uint64_t
 from libc.string cimport memcmp, memcpy
 
-from shmring.core.wire cimport SlotNumbers
+from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
+from shmring.core.messages import SLOT_MAGIC as _SLOT_MAGIC
 
 cdef enum:
-    HEADER_NBYTES = 64   # of a slot; the rest of it is free
+    SLOT_HEADER_NBYTES = 64  # magic, generation and bytes; the rest of it is free
     MAGIC_NBYTES = 8
+
+assert _SLOT_HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef bytes SLOT_MAGIC = _SLOT_MAGIC
 
 
 cdef inline void put_header(char* at, const char* magic, const SlotNumbers* slot) noexcept nogil:

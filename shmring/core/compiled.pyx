@@ -1,0 +1,80 @@
+"""The compiled core: one extension, from parts by subject.
+
+Each part is a file beside this one, and says what it is about at its head. They are included here one after the other, and what one
+defines, all may use; but it uses only what stands before it, which ``tests/test_layers.py`` checks. So they read as modules do, and are
+compiled as one: what crosses from one part to another is a call in C, and no type is declared a second time for others to see.
+
+Names are one space for all parts. A name that begins with an underscore is used by its own part alone.
+
+A type stub is made from the parts when the core is built (``core_interface.py``). Types stand where what they are about stands: with
+parameters and results as in Python, and where the type of an attribute in C says too little, in a comment that begins with ``type:``.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what only types need
+    import asyncio
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
+    from types import TracebackType
+    from typing import Any, Self, TypeVar
+
+    import torch
+    from typing_extensions import Buffer
+
+    # What callers await gives them what the shells above the core make.
+    from shmring.client.slot import Slot
+    from shmring.client.submission import Submission
+    from shmring.core.effects import ClientEffect, EngineEffect
+    from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
+    from shmring.core.messages import Memory
+    from shmring.ring.claim import Claim
+    from shmring.ring.frontend import Frontend
+
+    _Result = TypeVar("_Result", covariant=True)
+
+# What is not ours.
+include "system_calls.pyx"
+include "atomics.pyx"
+include "python_api.pyx"
+include "integers.pyx"
+include "dlpack.pyx"
+
+# Memory, and views of it.
+include "forks.pyx"
+include "mapping.pyx"
+include "views.pyx"
+
+# Tables.
+include "sorted_keys.pyx"
+include "blocks.pyx"
+include "numbered.pyx"
+include "transitions.pyx"
+
+# What crosses.
+include "message_ring.pyx"
+include "load.pyx"
+include "looking.pyx"
+include "msgpack.pyx"
+include "wire.pyx"
+include "slot_header.pyx"
+include "received.pyx"
+
+# The books.
+include "records.pyx"
+include "kept_book.pyx"
+include "lending.pyx"
+include "engine_book.pyx"
+include "client_book.pyx"
+include "fan_out_book.pyx"
+
+# The ends, and what is awaited of them.
+include "held_slots.pyx"
+include "payload.pyx"
+include "kept_content.pyx"
+include "awaiting.pyx"
+include "engine_end.pyx"
+include "engine_calls.pyx"
+include "client_end.pyx"
+include "client_calls.pyx"
+include "fan_out_end.pyx"
+include "worker_end.pyx"

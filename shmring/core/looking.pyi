@@ -1,3 +1,0 @@
-class Looking:
-    @property
-    def begun(self) -> int: ...

@@ -1,0 +1,54 @@
+"""What the core calls of Python's C interface and Cython does not declare, or declares for objects that it counts itself."""
+
+from cpython.object cimport PyObject, PyTypeObject, visitproc
+from libc.stdint cimport int64_t
+
+cdef extern from "Python.h":
+    # References that are counted by hand: from :c:type:`PyObject*`, which Cython leaves alone.
+    void drop_object "Py_DECREF"(PyObject*) noexcept
+    void drop_object_unless_null "Py_XDECREF"(PyObject*) noexcept
+    Py_ssize_t references_of "Py_REFCNT"(PyObject*) noexcept
+    PyTypeObject* type_of "Py_TYPE"(object) noexcept
+
+    # What is awaited.
+    ctypedef enum PySendResult:
+        PYGEN_RETURN
+        PYGEN_NEXT
+    ctypedef PySendResult (*sendfunc)(PyObject*, PyObject*, PyObject**) noexcept
+    ctypedef struct PyAsyncMethods:
+        sendfunc am_send
+    ctypedef struct AsyncType "PyTypeObject":
+        PyAsyncMethods* tp_as_async
+    int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
+
+    # What the collector of garbage sees.
+    ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept
+    ctypedef int (*inquiry)(PyObject*) noexcept
+    ctypedef struct CollectedType "PyTypeObject":
+        traverseproc tp_traverse
+        inquiry tp_clear
+    int PyGC_Enable() noexcept
+    int PyGC_Disable() noexcept
+
+    # Errors.
+    int PyErr_WarnFormat(object category, Py_ssize_t stack_level, const char* text, ...) noexcept
+    void PyErr_Fetch(PyObject**, PyObject**, PyObject**) noexcept
+    void PyErr_Restore(PyObject*, PyObject*, PyObject*) noexcept
+    void PyErr_WriteUnraisable(PyObject*) noexcept
+    void PyErr_SetNone(object) noexcept
+
+    # Values.
+    PyObject* PyList_GET_ITEM(list, Py_ssize_t) noexcept
+    PyObject* PyTuple_GET_ITEM(tuple, Py_ssize_t) noexcept
+    int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1
+    Py_buffer* PyMemoryView_GET_BUFFER(object view)
+    Py_ssize_t PyUnicode_GET_LENGTH(object) noexcept
+    const void* PyUnicode_DATA(object) noexcept
+    bint PyUnicode_IS_ASCII(object) noexcept
+
+cdef extern from *:
+    """
+    static inline PyObject *new_instance(PyTypeObject *kind, PyObject *nothing) { return kind->tp_new(kind, nothing, NULL); }
+    """
+    # An object of a subclass that is handed in, without its ``__init__`` and without looking ``__new__`` up by name.
+    object new_instance(type kind, tuple nothing)  # ``nothing``: its arguments, an empty tuple
