@@ -14,7 +14,8 @@ A message is one record of a message ring, so it has a largest size. Long lists 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+from collections.abc import Callable
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -456,12 +457,9 @@ EngineMessage = (
     Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept | WorkerWelcome | RankTaken
 )
 
-_encoder = msgspec.msgpack.Encoder()
+_Decoded = TypeVar("_Decoded")
 
-_first_decoder: msgspec.msgpack.Decoder[FrontendMessage | Join] = msgspec.msgpack.Decoder(FrontendMessage | Join)
-_frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
-_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_encoder = msgspec.msgpack.Encoder()
 
 
 def encode_message(message: FrontendMessage | WorkerMessage | EngineMessage) -> bytes:
@@ -469,49 +467,25 @@ def encode_message(message: FrontendMessage | WorkerMessage | EngineMessage) -> 
     return _encoder.encode(message)
 
 
-def decode_first_message(body: bytes) -> FrontendMessage | Join:
-    """Decodes what a connection begins with, which is :class:`Hello` or :class:`Join` if its peer keeps to the rules.
+def _by(decoder: msgspec.msgpack.Decoder[_Decoded]) -> Callable[[bytes], _Decoded]:
+    def decode(body: bytes) -> _Decoded:
+        """Returns the message in a record.
 
-    Raises:
-        RemoteProtocolError: it is not a message of this protocol.
-    """
-    try:
-        return _first_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
+        Raises:
+            RemoteProtocolError: it is not a message of this protocol, or not one of this sender.
+        """
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
-
-def decode_worker_message(body: bytes) -> WorkerMessage:
-    """Decodes what a worker sent, replies apart.
-
-    Raises:
-        RemoteProtocolError: it is not a message of this protocol.
-    """
-    try:
-        return _worker_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
+    return decode
 
 
-def decode_frontend_message(body: bytes) -> FrontendMessage:
-    """Decodes what a frontend sent.
+#: What a connection begins with, which is :class:`Hello` or :class:`Join` if its peer keeps to the rules.
+decode_first_message: Callable[[bytes], FrontendMessage | Join] = _by(msgspec.msgpack.Decoder(FrontendMessage | Join))
 
-    Raises:
-        RemoteProtocolError: it is not a message of this protocol.
-    """
-    try:
-        return _frontend_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
-
-
-def decode_engine_message(body: bytes) -> EngineMessage:
-    """Decodes what an engine sent.
-
-    Raises:
-        RemoteProtocolError: it is not a message of this protocol.
-    """
-    try:
-        return _engine_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
+#: What a frontend, a worker (replies apart) and an engine sent.
+decode_frontend_message: Callable[[bytes], FrontendMessage] = _by(msgspec.msgpack.Decoder(FrontendMessage))
+decode_worker_message: Callable[[bytes], WorkerMessage] = _by(msgspec.msgpack.Decoder(WorkerMessage))
+decode_engine_message: Callable[[bytes], EngineMessage] = _by(msgspec.msgpack.Decoder(EngineMessage))
