@@ -447,6 +447,12 @@ class Engine:
                 self.fan_out.follow()
         self._collect()
 
+    def content_of(self, client_id: int, generation: int) -> int | None:
+        """Returns which kept content a slot of a request is; None: none, or there is no such slot."""
+        client = self.book.clients.get(client_id)
+        slot = None if client is None else client.slots.get(generation)
+        return None if slot is None or slot.kept is None else slot.kept.generation
+
     def _collect(self) -> None:
         """Slots that nobody reads any more have drained, or are about to."""
         truth = None if self.fan_out is None else self.fan_out.truth

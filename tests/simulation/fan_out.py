@@ -251,6 +251,8 @@ class FanOut(Workers):
         claim = handling.claim
         call.claim = claim
         call.slots = tuple((claim.client_id, slot.generation) for slot in handling.slots)
+        contents = (self.engine.content_of(*slot) for slot in call.slots)
+        call.contents = frozenset(content for content in contents if content is not None)
         beside = payload_of([], call.number, self.engine.midst.code)
         if how == Sending.NOW:
             self._send_now(lambda: self.share_nowait(claim, beside, None), claim)

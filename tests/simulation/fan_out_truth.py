@@ -40,6 +40,7 @@ class Call:
         gathers: whether it waits for replies.
         blocks: that it copies, unless it shows slots.
         slots: of claims that it shows; client and generation.
+        contents: that lie in these slots, of those that the engine keeps. While it waits, it may show them by another claim.
         begun: its place among the calls whose task has run; 0: it has not.
         sequence: of its message; 0: it was not sent.
         ranks: whom that went to.
@@ -54,6 +55,7 @@ class Call:
     claim: Any = None  # that is shared
     outer: Any = None  # the task whose code sends it, as that packs a message of its own
     slots: tuple[tuple[int, int], ...] = ()
+    contents: frozenset[int] = frozenset()
     is_cancelled: bool = False
     begun: int = 0
     sequence: int = 0
@@ -233,9 +235,12 @@ class FanOutTruth:
 
     def holds(self, client_id: int, generation: int) -> bool:
         """Whether a message keeps the slot of a claim: one that is read, or one that waits to be sent."""
-        slots = [sent.slots for sent in self.sent.values()]
-        slots += [call.slots for call in self._fan_out.calls if not call.sequence]
-        return any((client_id, generation) in of_message for of_message in slots)
+        waiting = [call for call in self._fan_out.calls if not call.sequence]
+        slots = [*(sent.slots for sent in self.sent.values()), *(call.slots for call in waiting)]
+        if any((client_id, generation) in of_message for of_message in slots):
+            return True
+        content = self._fan_out.engine.content_of(client_id, generation)
+        return content is not None and any(content in call.contents for call in waiting)
 
     def check(self) -> None:
         """The book is sound, and no two messages lie in the same place."""

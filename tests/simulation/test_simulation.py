@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from shmring.client.sending import Sending
 from shmring.client.session import Session as RealSession
 from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook, TakenRuns
-from shmring.core.effects import Acquired, ClientEffect, EngineEffect, Granted
+from shmring.core.effects import ClientEffect, EngineEffect, Granted
 from shmring.core.states import Request, RequestEvent
 from shmring.line import Line, Place, give
 from shmring.memory.slots import HostSlots, Slots
@@ -41,9 +41,9 @@ from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
 
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
-MOST_ACTIONS = 52  # that a failure comes down to: the one with most takes 51, since something happens in the midst of calls
+MOST_ACTIONS = 48  # that a failure comes down to: the one with most takes 44, since something happens in the midst of calls
 #: With which few actions show what others show late.
-SEEDS = {"no_generation_check": 9, "one_event_in_the_midst_of_another": 10, "a_reply_that_is_not_sent_keeps_its_slot": 13}
+SEEDS = {"no_generation_check": 9, "a_reply_that_is_not_sent_keeps_its_slot": 13}
 #: What comes down to few actions where nothing happens in the midst of calls.
 PLAIN = {"requests_end_twice", "a_cancelled_turn_is_nobodys", "a_reply_that_is_not_sent_keeps_its_slot"}
 
@@ -358,21 +358,6 @@ def a_block_is_lost(patch: Patch) -> None:
     mutate(patch, return_leases=return_leases)
 
 
-def one_event_in_the_midst_of_another(patch: Patch) -> None:
-    """A frontend that gives a slot up before it has sent what the event before asked it to send."""
-
-    def mutated(slots: Slots, effects: list[ClientEffect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Acquired):
-                if not give(effect.ticket, effect.slot):
-                    slots.carry_out(slots.book.give_up(effect.slot, slots._loop.time()))
-            else:
-                slots._owner.link.send(effect.message)
-        slots._plan_expiry()
-
-    patch.setattr(Slots, "carry_out", mutated)
-
-
 # What the shells do, and what is between two awaits of theirs.
 
 
@@ -459,7 +444,6 @@ def an_abort_takes_what_a_handler_reads(patch: Patch) -> None:
         recalls_are_not_heard,
         requests_end_twice,
         a_block_is_lost,
-        one_event_in_the_midst_of_another,
         who_was_cancelled_keeps_what_came,
         who_waits_for_space_keeps_its_turn,
         a_cancelled_turn_is_nobodys,
