@@ -88,7 +88,9 @@ async def test_as_many_replies_as_claims_are_returned(batches: Any, connect: Any
         await client.request(1, timeout=10)
 
 
-async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(batches: Any, connect: Any, caplog: Any) -> None:
+async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(
+    batches: Any, connect: Any, eventually: Any, caplog: Any
+) -> None:
     caplog.set_level(logging.INFO)
     go_on = asyncio.Event()
     aborted = []
@@ -98,14 +100,14 @@ async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(batches: Any,
         aborted.append([claim.aborted for claim in claims])
         return [claim.payload for claim in claims]
 
-    await batches(wait, 4, linger_s=10.0)
+    ring = await batches(wait, 4, linger_s=10.0)
     client = await connect()
     requests = [asyncio.create_task(client.request(number, timeout=10, request_id=str(number))) for number in range(4)]
-    await asyncio.sleep(0.05)
+    await eventually(lambda: ring.statistics().running == 4)
     client.abort("2")
     with pytest.raises(shmring.AbortedError):
         await requests.pop(2)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: ring.statistics().aborted == 1)
     go_on.set()
     assert await asyncio.gather(*requests) == [0, 1, 3]
     assert aborted == [[False, False, True, False]]
@@ -137,6 +139,23 @@ async def test_a_frontend_that_does_not_read_keeps_no_batch_from_others(batches:
         submission.abort()
 
 
+async def test_a_reply_that_was_not_begun_when_the_loop_ends_fails_its_request(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    answered, ending = await client.submit("answer"), await client.submit("end")
+
+    async def answer(claims: list[shmring.Claim]) -> list[object]:
+        if claims[0].payload == "end":
+            raise asyncio.CancelledError
+        return ["too late"]
+
+    with pytest.raises(asyncio.CancelledError):
+        await ring.run_batches(answer, 1)
+    with pytest.raises(shmring.RemoteError, match="the engine stopped"):
+        await answered.result()
+    with pytest.raises(shmring.RemoteError, match="CancelledError"):
+        await ending.result()
+
+
 # -- lingering -------------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +171,7 @@ async def test_a_batch_waits_for_more_and_goes_when_it_is_full(serve: Any, conne
         claim.done()
 
 
-async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any) -> None:
+async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any, eventually: Any) -> None:
     ring, client = await serve(), await connect()
     await client.submit(1)
     started = time.monotonic()
@@ -161,7 +180,7 @@ async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any) -> No
     claim.done()
     submission = await client.submit(2)
     taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: ring.statistics().running == 1)
     await ring.close()
     [claim] = await taking  # the end of the ring is told by the next call
     assert claim.aborted
@@ -187,7 +206,9 @@ async def test_who_is_cancelled_while_it_lingers_fails_what_it_has(serve: Any, c
 # -- stopping in good order ------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(serve: Any, connect: Any) -> None:
+async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
     go_on = asyncio.Event()
 
     async def wait(claim: shmring.Claim) -> None:
@@ -198,12 +219,12 @@ async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(
     running = asyncio.create_task(ring.run(wait))
     client = await connect()
     first = asyncio.create_task(client.request(1, timeout=10))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: ring.statistics().running == 1)
     draining = asyncio.create_task(ring.drain())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
     late = await client.submit(2)
-    await asyncio.sleep(0.05)
-    assert (ring.statistics().running, ring.statistics().waiting) == (1, 1)
+    await eventually(lambda: ring.statistics().waiting == 1)
+    assert ring.statistics().running == 1
     with pytest.raises(shmring.ClosedError, match="draining"):
         ring.claim_nowait()
     assert [claim async for claim in ring] == []

@@ -6,11 +6,12 @@ Invariant: when it returns or raises, no handler runs any more, and each of thei
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shmring.core.printable import printable_lines
 from shmring.errors import AbortedError, ClosedError
@@ -29,25 +30,35 @@ async def handle_claims(ring: Ring, handler: Callable[[Claim], Awaitable[object]
     if max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, not {max_concurrency}")
     free = asyncio.Semaphore(max_concurrency)
-    tasks: set[asyncio.Task[None]] = set()
-
-    def finished(task: asyncio.Task[None], claim: Claim) -> None:
-        tasks.discard(task)
-        free.release()
-        if not claim.released:  # cancelled before its first step, so it never entered its claim
-            claim.fail(asyncio.CancelledError("the engine stopped"))
-
-    try:
+    async with _seen_out() as start:
         while True:
             await free.acquire()
             try:
                 claim = await ring.claim()
             except ClosedError:
                 break
-            task = asyncio.create_task(_handle(claim, handler))
-            tasks.add(task)
-            task.add_done_callback(functools.partial(finished, claim=claim))
-        # The ring is closed, so every claim is aborted and its handler cancelled: see them out.
+            start(claim, _handle(claim, handler)).add_done_callback(lambda _: free.release())
+        # The ring is closed, so every claim is aborted and its handler cancelled; or it drains, and they go on.
+
+
+@contextlib.asynccontextmanager
+async def _seen_out() -> AsyncIterator[Callable[[Claim, Coroutine[Any, Any, None]], asyncio.Task[None]]]:
+    """Yields what starts a task for a claim. Behind the block all of them have ended, and so have their requests."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def ended(task: asyncio.Task[None], claim: Claim) -> None:
+        tasks.discard(task)
+        if not claim.released:  # cancelled before its first step, so it never entered its claim
+            claim.fail(asyncio.CancelledError("the engine stopped"))
+
+    def start(claim: Claim, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(functools.partial(ended, claim=claim))
+        return task
+
+    try:
+        yield start
         await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         for task in tasks:
@@ -73,38 +84,30 @@ async def handle_batches(
     ring: Ring, handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], most: int, linger_s: float
 ) -> None:
     """See :meth:`Ring.run_batches`."""
-    answering: set[asyncio.Task[None]] = set()
-    try:
+    async with _seen_out() as start:
         while True:
             try:
                 claims = await ring.claim_many(most, linger_s=linger_s)
             except ClosedError:
                 break
-            await _handle_batch(claims, handler, answering)
-            del claims
-        await asyncio.gather(*answering)
-    finally:
-        for task in answering:
-            task.cancel()
-        await asyncio.gather(*answering, return_exceptions=True)
+            for claim, reply in await _replies_to(claims, handler):
+                start(claim, _answer(claim, reply))  # a frontend that does not read holds nobody else up
+            claims = claim = reply = None  # type: ignore[assignment]  # or they would live until the next batch has come
 
 
-async def _handle_batch(
-    claims: list[Claim], handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], answering: set[asyncio.Task[None]]
-) -> None:
+async def _replies_to(
+    claims: list[Claim], handler: Callable[[list[Claim]], Awaitable[Sequence[object]]]
+) -> list[tuple[Claim, object]]:
+    """Returns the reply to each claim of a batch; none if its handler failed, and each of them with it."""
     try:
-        replies = list(zip(claims, await handler(claims), strict=True))
+        return list(zip(claims, await handler(claims), strict=True))
     except BaseException as error:
         for claim in claims:
             claim.fail(error)
         if not isinstance(error, Exception):
             raise
         _log_failure(claims)
-        return
-    for claim, reply in replies:
-        task = asyncio.create_task(_answer(claim, reply))  # a frontend that does not read holds nobody else up
-        answering.add(task)
-        task.add_done_callback(answering.discard)
+        return []
 
 
 async def _answer(claim: Claim, reply: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 import signal
 from collections.abc import Callable
@@ -17,12 +16,22 @@ import shmring
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
-SLOW_ANSWER = """
-import asyncio, signal, shmring
+WATCHED = """
+import asyncio, os, signal, sys, shmring
 
 async def answer(claim):
-    await asyncio.sleep(1)
+    print("claimed", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        await asyncio.sleep(0.01)
     await claim.reply("answered")
+
+async def drain(ring, timeout, ours=shmring.Ring.drain):
+    draining = asyncio.ensure_future(ours(ring, timeout))
+    await asyncio.sleep(0)
+    print("draining", flush=True)
+    return await draining
+
+shmring.Ring.drain = drain
 
 """
 
@@ -50,17 +59,19 @@ async def test_the_example_runs_in_three_processes(
 
 async def test_an_engine_stops_in_good_order(launch: Callable[..., Any], tmp_path: Path, socket_dir: Path) -> None:
     [example] = [example for example in EXAMPLES if "ring.drain" in example]
-    (tmp_path / "stopping.py").write_text(SLOW_ANSWER + example + "\nasyncio.run(main())\n")
-    engine = launch(str(tmp_path / "stopping"), XDG_RUNTIME_DIR=str(socket_dir))
+    (tmp_path / "stopping.py").write_text(WATCHED + example + "\nasyncio.run(main())\n")
+    go_on = tmp_path / "go on"
+    engine = launch(str(tmp_path / "stopping"), str(go_on), XDG_RUNTIME_DIR=str(socket_dir))
     directory = str(socket_dir / "shmring")
     async with shmring.connect("vision-0", socket_dir=directory, connect_timeout_s=30) as client:
         submitted = [await client.submit("first"), await client.submit("second")]
-        await asyncio.sleep(0.3)  # they are claimed
+        assert [await engine.said(), await engine.said()] == [["claimed"]] * 2
         engine.signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        assert await engine.said() == ["draining"]
         late = await client.submit("late")
+        go_on.touch()
         assert [await submission.result() for submission in submitted] == ["answered"] * 2
         with pytest.raises(shmring.EngineDeadError, match="the engine is restarted"):
             await late.result()
     await engine.died()
-    assert engine.output.read_text() == ""
+    assert engine.output.read_text().splitlines() == ["claimed", "claimed", "draining"]

@@ -190,18 +190,23 @@ async def test_a_slot_is_written_and_sent_again_and_again(
     assert ring.statistics().device_fences == 1
 
 
+def check_that_reading_waits(ends: Ends, claim: shmring.Claim) -> None:
+    """What the engine queues sees what the frontend has queued before."""
+    seen: list[int] = []
+    queue_look(ends.cuda, ends.consuming, claim.payload, seen)
+    assert seen == [], "what is queued waits for the fence"
+    ends.cuda.release(ends.producing)
+    assert seen == [7]
+
+
 async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring: Ring, client: RingClient) -> None:
     ends.producing.held = True
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
         ends.write(tensor, 7)
         await ends.submit(client, tensor)
-        seen: list[int] = []
         with await ring.claim() as claim:
-            queue_look(ends.cuda, ends.consuming, claim.payload, seen)
-            assert seen == [], "what is queued waits for the fence"
-            ends.cuda.release(ends.producing)
-            assert seen == [7]
+            check_that_reading_waits(ends, claim)
 
 
 async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring, client: RingClient) -> None:
@@ -495,12 +500,8 @@ async def test_what_a_thread_sends_comes_behind_what_it_has_queued(
             return getattr(blocking, how)(tensor).result()
 
     asking = asyncio.ensure_future(asyncio.to_thread(ask))
-    seen: list[int] = []
     with await ring.claim() as claim:
-        queue_look(ends.cuda, ends.consuming, claim.payload, seen)
-        assert seen == [], "what is queued waits for the fence"
-        ends.cuda.release(ends.producing)
-        assert seen == [7]
+        check_that_reading_waits(ends, claim)
         await claim.reply("done")
     assert await asking == "done"
     await eventually(lambda: used(ring) == used(blocking) == 0)
