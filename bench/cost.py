@@ -94,7 +94,7 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float
                 claimed += 1
                 del tensor  # or the slot would wait for the next message to let go of it
 
-    async def frontend(client: shmring.RingClient, seconds: float) -> None:
+    async def frontend(client: shmring.Client, seconds: float) -> None:
         nonlocal sent
         in_flight: deque[shmring.Submission] = deque()
         until_s = time.perf_counter() + seconds

@@ -54,20 +54,20 @@ SECTIONS = (
         "client_id request_id name nbytes aborted ended released",
     ),
     Section(
-        "`RingClient`: what `connect` returns for one engine (`Client` in `shmring.threads`)",
+        "`Client`: what `connect` returns",
         "client",
-        shmring.RingClient,
+        shmring.Client,
         shmring.threads.Client,
-        "request stream submit submit_nowait abort slot slot_nowait slots find keep call check_capacity wait_connected "
-        "wait_prefaulted statistics close client_id connected closed lost_error epoch kept_nbytes name config",
+        "request stream submit submit_nowait abort slot slot_nowait slots find keep call check_capacity choose loads "
+        "wait_connected wait_prefaulted statistics close engines client_id connected closed lost_error epoch kept_nbytes "
+        "resent names config",
     ),
     Section(
-        "`RoutingClient`: what `connect` returns for several engines",
-        "client",
-        shmring.RoutingClient,
-        shmring.threads.RoutingClient,
-        "request stream submit submit_nowait abort slot slot_nowait slots find keep call choose loads check_capacity "
-        "wait_connected wait_prefaulted statistics close engines connected closed lost_error resent kept_nbytes names config",
+        "`EngineConnection`: what `client.engines` has for each engine",
+        "engine",
+        shmring.EngineConnection,
+        shmring.threads.EngineConnection,
+        "name connected client_id epoch lost_error kept_nbytes statistics",
     ),
     Section(
         "`EngineLoad`: what `client.loads()` says of an engine",

@@ -76,49 +76,50 @@ class MediaMemory:
         name: of the engine.
     """
 
-    def __init__(self, ring: shmring.RingClient) -> None:
-        self.name = ring.name
+    def __init__(self, ring: shmring.Client, name: str) -> None:
+        self.name = name
         self._ring = ring
+        self._connection = ring.engines[name]
 
     @property
     def kept_nbytes(self) -> int:
         """How much of media that engine keeps at most."""
-        return self._ring.kept_nbytes
+        return self._connection.kept_nbytes
 
     @property
     def epoch(self) -> int:
         """Which life of that engine this is; 0: it is not attached."""
-        return self._ring.epoch
+        return self._connection.epoch
 
     async def slots(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[shmring.Slot]:
-        """Waits for memory for media, all at once; see :meth:`shmring.RingClient.slots`.
+        """Waits for memory for media, all at once; see :meth:`shmring.Client.slots`.
 
         Threads copy into it, and go on when their request is cancelled: a slot drains before its memory is used again.
         """
         self._check_attached()
-        return await self._ring.slots(sizes, timeout=timeout, drain=True)
+        return await self._ring.slots(sizes, timeout=timeout, drain=True, engine=self.name)
 
     def check_capacity(self, *sizes: int) -> None:
-        """Checks that there can be slots of these sizes at once; see :meth:`shmring.RingClient.check_capacity`.
+        """Checks that there can be slots of these sizes at once; see :meth:`shmring.Client.check_capacity`.
 
         Raises:
             shmring.CapacityError: it can never fit the slab.
         """
         self._check_attached()
-        self._ring.check_capacity(*sizes)
+        self._ring.check_capacity(*sizes, engine=self.name)
 
-    async def find(self, key: bytes) -> shmring.Kept | None:
-        """Looks for a medium that is kept (a :data:`shmring.engine.protocol.Medium`); see :meth:`shmring.RingClient.find`."""
+    async def find(self, key: bytes) -> shmring.Kept[Medium] | None:
+        """Looks for a medium that is kept (a :data:`shmring.engine.protocol.Medium`); see :meth:`shmring.Client.find`."""
         self._check_attached()
-        return await self._ring.find(key, payload_type=Medium)
+        return await self._ring.find(key, payload_type=Medium, engine=self.name)
 
-    async def keep(self, key: bytes, medium: Medium) -> shmring.Kept:
-        """Gives a medium to be kept, whose slot is not copied; see :meth:`shmring.RingClient.keep`."""
+    async def keep(self, key: bytes, medium: Medium) -> shmring.Kept[Any]:
+        """Gives a medium to be kept, whose slot is not copied; see :meth:`shmring.Client.keep`."""
         self._check_attached()
-        return await self._ring.keep(key, medium)
+        return await self._ring.keep(key, medium, engine=self.name)
 
     def _check_attached(self) -> None:
-        if not self._ring.connected and not self._ring.closed:
+        if not self._connection.connected and not self._ring.closed:
             raise shmring.EngineDeadError(f"the engine {self.name!r} has gone; a new one is attached to as soon as it starts")
 
 
@@ -130,8 +131,8 @@ class EngineClientProtocol(Protocol):
     """
 
     @property
-    def engines(self) -> Mapping[str, shmring.RingClient]:
-        """The clients beneath, by the names of their engines: for their statistics."""
+    def engines(self) -> Mapping[str, shmring.EngineConnection]:
+        """The connections beneath, by the names of their engines: for their statistics."""
 
     @property
     def copies(self) -> int:
@@ -227,17 +228,13 @@ class EngineClient:
 
     Attributes:
         ring: the client beneath.
-        engines: the client of each engine, by name.
+        engines: the connection to each engine, by name.
     """
 
-    def __init__(self, ring: shmring.RingClient | shmring.RoutingClient, retries: int = 0) -> None:
+    def __init__(self, ring: shmring.Client, retries: int = 0) -> None:
         self.ring = ring
-        self.engines: Mapping[str, shmring.RingClient]
-        self._again: dict[str, Any] = {}  # what only a client of several engines takes
-        if isinstance(ring, shmring.RoutingClient):
-            self.engines, self._again = ring.engines, {"retry": retries}
-        else:
-            self.engines = {ring.name: ring}
+        self.engines: Mapping[str, shmring.EngineConnection] = ring.engines
+        self._retries = retries
         self._described: dict[str, tuple[int, ModelDescription]] = {}  # with the life of the engine that said so
 
     @classmethod
@@ -260,16 +257,15 @@ class EngineClient:
         Raises:
             shmring.EngineDeadError: none answers within ``connect_timeout_s``.
         """
-        if isinstance(name, str):
-            return cls(await shmring.connect(name, config, reconnect=True, description=description, **overrides))
-        return cls(await shmring.connect(name, config, description=description, **overrides), retries)
+        ring = await shmring.connect(name, config, reconnect=True, description=description, **overrides)
+        return cls(ring, 0 if isinstance(name, str) else retries)
 
     # -- how it is ----------------------------------------------------------------------------------------------------
 
     @property
     def copies(self) -> int:
         """How many tensors this process has copied for sending."""
-        return sum(client.statistics().copies for client in self.engines.values())
+        return self.ring.statistics().copies
 
     @property
     def is_running(self) -> bool:
@@ -302,7 +298,7 @@ class EngineClient:
         Args:
             timeout: seconds. If one is well, the others have a quarter of a second more.
         """
-        asking = {asyncio.create_task(_state_of(client, timeout)): name for name, client in self.engines.items()}
+        asking = {asyncio.create_task(self._state_of(name, timeout)): name for name in self.engines}
         try:
             pending = set(asking)
             while pending:
@@ -318,26 +314,24 @@ class EngineClient:
     async def describe(self, timeout: float = 2.0) -> ModelDescription:
         """Returns what the engine's executor does. It is asked once in an engine's life; of several, one is."""
         self._check_running()
-        attached = {name: client for name, client in self.engines.items() if client.connected}
-        for name, client in attached.items():
+        attached = [name for name, connection in self.engines.items() if connection.connected]
+        for name in attached:
             epoch, description = self._described.get(name, (0, None))
-            if description is not None and epoch == client.epoch:
+            if description is not None and epoch == self.engines[name].epoch:
                 return description
         name, epoch, answer = await self._first_description(attached, timeout)
         self._described[name] = epoch, msgspec.convert(answer, ModelDescription)
         return self._described[name][1]
 
-    async def _first_description(
-        self, attached: Mapping[str, shmring.RingClient], timeout: float
-    ) -> tuple[str, int, dict[str, Any]]:
+    async def _first_description(self, attached: Sequence[str], timeout: float) -> tuple[str, int, dict[str, Any]]:
         """Asks engines, and returns what the first that answers says, with its name and its life."""
 
-        async def ask(name: str, client: shmring.RingClient) -> tuple[str, int, dict[str, Any]]:
-            return name, client.epoch, await client.call(Calls.DESCRIBE, timeout=timeout)
+        async def ask(name: str) -> tuple[str, int, dict[str, Any]]:
+            return name, self.engines[name].epoch, await self.ring.call(Calls.DESCRIBE, engine=name, timeout=timeout)
 
         if len(attached) == 1:
-            return await ask(*next(iter(attached.items())))
-        asking = [asyncio.create_task(ask(name, client)) for name, client in attached.items()]
+            return await ask(attached[0])
+        asking = [asyncio.create_task(ask(name)) for name in attached]
         try:
             for answering in asyncio.as_completed(asking):
                 try:
@@ -366,10 +360,10 @@ class EngineClient:
         """
         if engine is None and len(self.engines) > 1:
             raise ValueError(f"several engines have statistics: name one of {', '.join(self.engines)}")
-        client = next(iter(self.engines.values())) if engine is None else self.engines[engine]
-        if not client.connected and not client.closed:
+        name = engine or next(iter(self.engines))
+        if not self.engines[name].connected and not self.ring.closed:
             raise self.dead_error
-        return msgspec.convert(await client.call(Calls.STATISTICS, timeout=timeout), dict[str, float])
+        return msgspec.convert(await self.ring.call(Calls.STATISTICS, engine=name, timeout=timeout), dict[str, float])
 
     async def do_log_stats(self, timeout: float = 2.0) -> None:
         """Has the engine log its counts."""
@@ -389,9 +383,7 @@ class EngineClient:
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
-        if isinstance(self.ring, shmring.RoutingClient):
-            return MediaMemory(self.engines[self.ring.choose()])
-        return MediaMemory(self.ring)
+        return MediaMemory(self.ring, self.ring.choose())
 
     async def generate(
         self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
@@ -417,7 +409,7 @@ class EngineClient:
             timeout=timeout,
             reply_type=GenerateReply,
             request_id=request_id,
-            **self._again,
+            retry=self._retries,
         )
         async with aclosing(replies):
             async for reply in replies:
@@ -442,7 +434,7 @@ class EngineClient:
             timeout=timeout,
             reply_type=EncodeReply,
             request_id=request_id,
-            **self._again,
+            retry=self._retries,
         )
         async with aclosing(replies):
             async for reply in replies:
@@ -517,11 +509,10 @@ class EngineClient:
     async def _call(self, method: str, *arguments: object, timeout: float | None) -> list[Any]:
         """Calls a method of all engines that are attached; an engine that dies meanwhile counts as not attached."""
         self._check_running()
-        clients = list(self.engines.values())
-        clients = [client for client in clients if client.connected] or clients  # none is: each says why
-        if len(clients) == 1:
-            return [await clients[0].call(method, *arguments, timeout=timeout)]
-        calls = (client.call(method, *arguments, timeout=timeout) for client in clients)
+        names = [name for name, connection in self.engines.items() if connection.connected] or list(self.engines)
+        if len(names) == 1:
+            return [await self.ring.call(method, *arguments, engine=names[0], timeout=timeout)]
+        calls = (self.ring.call(method, *arguments, engine=name, timeout=timeout) for name in names)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
@@ -534,6 +525,19 @@ class EngineClient:
         if self.errored:
             raise self.dead_error
 
+    async def _state_of(self, name: str, timeout: float) -> EngineState:
+        if not self.engines[name].connected:
+            return "down"
+        try:
+            await self.ring.call(Calls.HEALTH, engine=name, timeout=timeout)
+            return "paused" if await self.ring.call(Calls.IS_PAUSED, engine=name, timeout=timeout) else "running"
+        except TimeoutError:
+            return "unresponsive"
+        except shmring.RemoteError:
+            return "unhealthy"
+        except shmring.ShmringError:
+            return "down"
+
     async def close(self) -> None:
         """Detaches."""
         await self.ring.close()
@@ -545,20 +549,6 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-async def _state_of(client: shmring.RingClient, timeout: float) -> EngineState:
-    if not client.connected:
-        return "down"
-    try:
-        await client.call(Calls.HEALTH, timeout=timeout)
-        return "paused" if await client.call(Calls.IS_PAUSED, timeout=timeout) else "running"
-    except TimeoutError:
-        return "unresponsive"
-    except shmring.RemoteError:
-        return "unhealthy"
-    except shmring.ShmringError:
-        return "down"
 
 
 def _with_deadline(request: _Payload, timeout: float | None) -> _Payload:

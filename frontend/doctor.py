@@ -385,7 +385,7 @@ async def _exchange(socket_dir: str) -> float:
             answering.cancel()
 
 
-async def _ask(client: shmring.RingClient, number: int) -> float:
+async def _ask(client: shmring.Client, number: int) -> float:
     numbers = torch.full((_TEST_NBYTES // 4,), number, dtype=torch.int32)
     started = time.perf_counter()
     total = await client.request(numbers)

@@ -13,11 +13,11 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from shmring import threads
-    from shmring.client.client import RingClient
+    from shmring.client.client import Client
     from shmring.client.connecting import connect
+    from shmring.client.connection import EngineConnection
     from shmring.client.kept import Kept
     from shmring.client.routing import EngineLoad
-    from shmring.client.routing_client import RoutingClient
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
     from shmring.config import ClientConfig, RingConfig, WorkerConfig
@@ -54,8 +54,8 @@ __all__ = [
     "connect",
     "join",
     "Ring",
-    "RingClient",
-    "RoutingClient",
+    "Client",
+    "EngineConnection",
     "Claim",
     "Kept",
     "Slot",
@@ -98,11 +98,11 @@ _MODULES = {
     "ClientStatistics": "shmring.statistics",
     "Kept": "shmring.client.kept",
     "Ring": "shmring.ring.ring",
+    "EngineConnection": "shmring.client.connection",
     "EngineLoad": "shmring.client.routing",
-    "RingClient": "shmring.client.client",
+    "Client": "shmring.client.client",
     "RingConfig": "shmring.config",
     "RingStatistics": "shmring.statistics",
-    "RoutingClient": "shmring.client.routing_client",
     "Slot": "shmring.client.slot",
     "Submission": "shmring.client.submission",
     "Message": "shmring.worker.worker",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics"]
@@ -155,8 +156,8 @@ class ClientStatistics(_Record):
 
     Attributes:
         connected: whether an engine is attached now.
-        epoch: the identity of its life; 0 if none is.
-        client_id: how the engine calls this client; 0 if none is.
+        epoch: the identity of its life; 0 if none is, and of several engines together.
+        client_id: how the engine calls this client; 0 likewise.
         leases, leased_nbytes, free_nbytes: leases held, their bytes, and bytes of them in no slot.
         slots_writing, slots_submitted, slots_cached, slots_draining: slots in each state.
         waiting: callers in line for a slot.
@@ -170,7 +171,7 @@ class ClientStatistics(_Record):
         reply_copies, reply_copied_nbytes: replies that were copied out of the engine's slab, which was short of space for them.
         reply_slots_held: reply slots that living views keep.
         kept_pins: kept contents that this client has pinned.
-        kept_hits, kept_misses: how often :meth:`~shmring.RingClient.find` found something, and how often not. What this
+        kept_hits, kept_misses: how often :meth:`~shmring.Client.find` found something, and how often not. What this
             client has pinned already it finds without asking the engine.
         stale_releases: releases of slots that were not with the engine (late or doubled).
         reconnections: engines attached to after the first.
@@ -217,6 +218,14 @@ class ClientStatistics(_Record):
     device_free_nbytes: int = 0
     device_slots_in_use: int = 0
     device_slots_lost: int = 0
+
+    @classmethod
+    def total(cls, parts: Sequence[ClientStatistics]) -> ClientStatistics:
+        """Returns the sums of what several engines' connections have; one engine's as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        sums = {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(cls)}
+        return cls(**sums | {"connected": any(part.connected for part in parts), "epoch": 0, "client_id": 0})
 
     @property
     def slots_in_use(self) -> int:

@@ -374,14 +374,14 @@ def peak_nbytes() -> Callable[[Callable[[], Any]], int]:
 
 
 @pytest.fixture
-def refuses_everything() -> Callable[[shmring.RingClient, type[Exception]], Awaitable[None]]:
+def refuses_everything() -> Callable[[shmring.Client, type[Exception]], Awaitable[None]]:
     """Checks that whatever a client that has ended is asked for fails, and how."""
 
-    async def slot(client: shmring.RingClient) -> None:
+    async def slot(client: shmring.Client) -> None:
         async with client.slot(1):
             pass
 
-    async def check(client: shmring.RingClient, error: type[Exception]) -> None:
+    async def check(client: shmring.Client, error: type[Exception]) -> None:
         for attempt in (
             client.request(1),
             client.submit(1),
@@ -434,11 +434,11 @@ async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmri
 
 
 @pytest.fixture
-async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.RingClient]]]:
+async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Client]]]:
     """``await connect(name="test", **options)``: a client with small leases; closed before the rings are."""
-    clients: list[shmring.RingClient] = []
+    clients: list[shmring.Client] = []
 
-    async def open_client(name: str = "test", **options: Any) -> shmring.RingClient:
+    async def open_client(name: str = "test", **options: Any) -> shmring.Client:
         settings: dict[str, Any] = {"lease_nbytes": "64KiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
         client = await shmring.connect(name, **(settings | options))
         clients.append(client)

@@ -23,12 +23,6 @@ INTERNAL = {
         request_arrived send_release take_up_device take_up_failed upload upload_nowait""",
     shmring.Claim: """call_on_abort call_on_end check_running content_regions end finish finish_with forget_on_end frontend
         mark_ended release_slots send_reply submit why_not_running""",
-    shmring.RingClient: """acquire_in_turn attach check_process create detached keep_attaching resolve_device session
-        submit_in_time submit_in_turn submit_unless_full use used_device_slots why_no_answer why_not_sent""",
-    shmring.RoutingClient: "create submit_in_time submit_unless_full used_device_slots",
-    shmring.Submission: """drop_replies end error give_back give_up has_reply raise_error take_reply unread_slots waiter
-        was_left""",
-    shmring.Slot: "cursor device_memory end is_on_host memory other_tensor record take",
     shmring.Worker: """check_process connection_lost fail_answer fail_answer_later join peer_gave_up protocol_violated
         send_answer take_record""",
     shmring.Message: "end is_shared mark_answered unmark_answered",

@@ -136,7 +136,7 @@ async def test_who_waits_for_the_end_gets_no_reply_of_it(serve: Any, connect: An
     waiting = asyncio.ensure_future(submission.wait())
     with await ring.claim() as claim:
         await claim.reply("here")
-        while not submission.has_reply:
+        while not submission._has_reply:
             await asyncio.sleep(0)
         assert not waiting.done()
     assert await waiting is None

@@ -27,13 +27,13 @@ async def answer_sum(claim: shmring.Claim) -> None:
     await claim.reply({"n": claim.payload["n"], "sum": int(claim.payload["x"].sum())})
 
 
-async def ask(client: shmring.RingClient, number: int, nbytes: int) -> None:
+async def ask(client: shmring.Client, number: int, nbytes: int) -> None:
     value = number % 251
     answer = await client.request({"n": number, "x": tensor(nbytes, value)}, timeout=30)
     assert answer == {"n": number, "sum": value * nbytes}
 
 
-async def slot(client: shmring.RingClient, nbytes: int, served: list[int] | None = None, number: int = 0) -> None:
+async def slot(client: shmring.Client, nbytes: int, served: list[int] | None = None, number: int = 0) -> None:
     async with client.slot(nbytes, timeout=10):
         if served is not None:
             served.append(number)
@@ -267,9 +267,9 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
             async with shmring.connect("test", **options) as client:
                 async with client.slot(1000) as slot:
                     slot.array((1000,), "u1")[:] = 1
-                    slab = client._session._slab
+                    session = client._attachments["test"].session
                     print("leased", flush=True)
-                    slab.bytes_at(client._session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
+                    session._slab.bytes_at(session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
                     print("beyond")
 
         asyncio.run(main())

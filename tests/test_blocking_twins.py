@@ -13,20 +13,16 @@ import shmring.threads
 from tests.pages import load_maker
 
 TWINS = {
-    shmring.RingClient: shmring.threads.Client,
-    shmring.RoutingClient: shmring.threads.RoutingClient,
+    shmring.Client: shmring.threads.Client,
+    shmring.EngineConnection: shmring.threads.EngineConnection,
     shmring.Submission: shmring.threads.Submission,
     shmring.Slot: shmring.threads.Slot,
     shmring.Kept: shmring.threads.Kept,
 }
 
-#: What docs/threads.md says is not there, and why.
-MISSING = {shmring.RoutingClient: {"engines"}}
-
 #: What an asyncio program bounds with ``asyncio.timeout``.
 WITH_A_TIMEOUT = {
-    shmring.RingClient: {"submit"},
-    shmring.RoutingClient: {"submit"},
+    shmring.Client: {"submit"},
     shmring.Submission: {"next", "result", "wait"},
 }
 
@@ -47,11 +43,9 @@ def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_api: M
     twin = TWINS[own]
     [section] = [section for section in make_api.SECTIONS if section.asyncio_class is own]
     names = set(section.members.split())
-    assert {name for name in names if not hasattr(twin, name) and name not in make_api._attributes(twin)} == MISSING.get(
-        own, set()
-    )
+    assert {name for name in names if not hasattr(twin, name) and name not in make_api._attributes(twin)} == set()
     bounded = set()
-    for name in names - MISSING.get(own, set()):
+    for name in names:
         if not inspect.isroutine(getattr(own, name, None)):
             assert not inspect.isroutine(getattr(twin, name, None)), name
             continue

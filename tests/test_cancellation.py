@@ -13,6 +13,7 @@ import torch
 
 import shmring
 from shmring.cancellation import uninterrupted
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -47,56 +48,56 @@ async def ring(serve: Any) -> shmring.Ring:
 
 
 @pytest.fixture
-async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.RingClient]:
+async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.Client]:
     client = await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)
     yield client
     await client.close()
     await settled(ring)
 
 
-def holds_nothing(client: shmring.RingClient) -> bool:
+def holds_nothing(client: shmring.Client) -> bool:
     now = client.statistics()
     return (now.slots_in_use, now.waiting, now.in_flight, now.reply_slots_held) == (0, 0, 0, 0)
 
 
-async def request_inline(client: shmring.RingClient) -> None:
+async def request_inline(client: shmring.Client) -> None:
     assert (await client.request({"x": tensor(10)}))["x"].numel() == 10
 
 
-async def request_copied(client: shmring.RingClient) -> None:
+async def request_copied(client: shmring.Client) -> None:
     assert (await client.request({"x": tensor(5000)}))["x"].numel() == 5000
 
 
-async def request_copied_on_a_thread(client: shmring.RingClient) -> None:
+async def request_copied_on_a_thread(client: shmring.Client) -> None:
     assert (await client.request({"x": tensor(50_000)}, request_id="mine"))["x"].numel() == 50_000
 
 
-async def request_in_place(client: shmring.RingClient) -> None:
+async def request_in_place(client: shmring.Client) -> None:
     async with client.slot(5000) as slot:
         view = slot.tensor((5000,), torch.uint8).fill_(1)
         assert (await client.request({"x": view, "y": tensor(2000)}, timeout=5))["x"].numel() == 5000
 
 
-async def request_that_needs_a_lease(client: shmring.RingClient) -> None:
+async def request_that_needs_a_lease(client: shmring.Client) -> None:
     assert (await client.request({"x": tensor(20_000), "y": tensor(300_000)[:0], "z": tensor(40_000)}))["z"].numel() == 40_000
 
 
-async def stream(client: shmring.RingClient) -> None:
+async def stream(client: shmring.Client) -> None:
     async for part in client.stream({"x": tensor(5000), "twice": True}):
         assert part["x"].numel() == 5000
 
 
-async def slot_in_a_further_lease(client: shmring.RingClient) -> None:
+async def slot_in_a_further_lease(client: shmring.Client) -> None:
     async with client.slot(200_000) as slot:
         slot.tensor((200_000,), torch.uint8)[-1] = 1
         await asyncio.sleep(0)
 
 
-async def call(client: shmring.RingClient) -> None:
+async def call(client: shmring.Client) -> None:
     assert await client.call("slow") == "slow"
 
 
-OPERATIONS: list[Callable[[shmring.RingClient], Awaitable[None]]] = [
+OPERATIONS: list[Callable[[shmring.Client], Awaitable[None]]] = [
     request_inline,
     request_copied,
     request_copied_on_a_thread,
@@ -109,7 +110,7 @@ OPERATIONS: list[Callable[[shmring.RingClient], Awaitable[None]]] = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-async def test_cancelled_one_step_later_each_time(client: shmring.RingClient, eventually: Any, operation: Any) -> None:
+async def test_cancelled_one_step_later_each_time(client: shmring.Client, eventually: Any, operation: Any) -> None:
     for steps in range(300):
         task = asyncio.create_task(operation(client))
         await turns(steps)
@@ -127,7 +128,7 @@ async def test_cancelled_one_step_later_each_time(client: shmring.RingClient, ev
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-async def test_timed_out_one_step_later_each_time(client: shmring.RingClient, eventually: Any, operation: Any) -> None:
+async def test_timed_out_one_step_later_each_time(client: shmring.Client, eventually: Any, operation: Any) -> None:
     """A timeout that fires while the result is on its way: it is either, and never half of both."""
     for delay in range(0, 3000, 150):
         with contextlib.suppress(TimeoutError):
@@ -138,7 +139,7 @@ async def test_timed_out_one_step_later_each_time(client: shmring.RingClient, ev
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: Any, eventually: Any, seed: int) -> None:
+async def test_a_storm(client: shmring.Client, ring: shmring.Ring, connect: Any, eventually: Any, seed: int) -> None:
     """Hundreds of tasks on two clients, a random half cancelled or aborted at random moments; the rest are right."""
     random_ = random.Random(seed)
     clients = [client, await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)]
@@ -197,7 +198,7 @@ async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: 
     await clients[1].close()
 
 
-async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.RingClient, eventually: Any) -> None:
+async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.Client, eventually: Any) -> None:
     blocker = await client.slot(400_000)
     first = asyncio.create_task(_slot(client, 400_000))
     rest = [asyncio.create_task(_slot(client, 10_000)) for _ in range(5)]
@@ -209,7 +210,7 @@ async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.Ri
     blocker.close()
 
 
-async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client: shmring.RingClient, eventually: Any) -> None:
+async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client: shmring.Client, eventually: Any) -> None:
     for steps in range(8):
         blocker = await client.slot(400_000)
         first, second = (asyncio.create_task(_slot(client, 400_000)) for _ in range(2))
@@ -223,7 +224,7 @@ async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client:
 
 
 async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_before(
-    client: shmring.RingClient, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    client: shmring.Client, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked for what the second needs, and then, as that needs nothing any more, for what the third needs."""
     blockers = [await client.slot(50_000), await client.slot(50_000)]
@@ -231,7 +232,7 @@ async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_bef
     large, small = await other.slot(280_000), await other.slot(40_000)
     first, second, third = (asyncio.create_task(_slot(client, nbytes)) for nbytes in (50_000, 40_000, 200_000))
     await eventually(lambda: client.statistics().waiting == 3)
-    session = client._session
+    session = session_of(client)
     assert session is not None
     granted = session.host_slots.granted
 
@@ -276,7 +277,7 @@ async def test_the_error_of_a_request_does_not_keep_the_reply_that_had_come(
     del error
 
 
-async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+async def _slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes) as slot:
         slot.tensor((1,), torch.uint8)
 
@@ -294,7 +295,7 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
     frontend = next(iter(ring._frontends.values()))
     read_on = hold(frontend.link)
     requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
-    await eventually(lambda: not client._session.link.can_write)  # type: ignore[union-attr]
+    await eventually(lambda: not session_of(client).link.can_write)  # type: ignore[union-attr]
     await turns()
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         client.submit_nowait({"x": 1})

@@ -16,6 +16,7 @@ import torch
 import shmring
 from shmring.core.messages import Abort
 from shmring.transport.polling import RECORDS_IN_TURN
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -27,7 +28,7 @@ def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
 class Ends:
     """A ring without a handler, a client, and a way from one to the other."""
 
-    def __init__(self, ring: shmring.Ring, client: shmring.RingClient) -> None:
+    def __init__(self, ring: shmring.Ring, client: shmring.Client) -> None:
         self.ring = ring
         self.client = client
 
@@ -277,7 +278,7 @@ async def test_replies_carry_tensors_inline_and_in_slots(ends: Ends, eventually:
     assert first["small"].tolist() == second["small"].tolist() == list(range(10))
     assert second["large"].tolist() == list(range(4000))
     assert second["bf"].dtype == torch.bfloat16
-    slab = ends.client._session._slab  # type: ignore[union-attr]
+    slab = session_of(ends.client)._slab  # type: ignore[union-attr]
     assert slab.find(second["large"].data_ptr()) is not None, "in place"
     assert slab.find(first["small"].data_ptr()) is None
     assert ends.client.statistics().reply_slots_held == 1
@@ -382,7 +383,7 @@ async def test_a_frontend_that_reads_slowly_is_waited_for(
     client = await connect()
     submission = await client.submit("x")
     claim = await ring.claim()
-    read_on = hold(client._session.link)  # type: ignore[union-attr]
+    read_on = hold(session_of(client).link)  # type: ignore[union-attr]
     sent = 0
 
     async def reply_for_ever() -> None:
@@ -609,7 +610,7 @@ async def test_each_slot_of_a_claim_drains_for_its_own_views(ends: Ends, eventua
 
 async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes(ends: Ends, hold: Any, turns: Any) -> None:
     submission, claim = await ends.claim("x")
-    link = ends.client._session.link  # type: ignore[union-attr]
+    link = session_of(ends.client).link  # type: ignore[union-attr]
     go_on = hold(link)
     replying = [asyncio.create_task(claim.reply(bytes(10_000))) for _ in range(100)]
     await turns()
@@ -659,7 +660,7 @@ async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends:
 
 
 async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ends: Ends, turns: Any) -> None:
-    session = ends.client._session
+    session = session_of(ends.client)
     assert session is not None
     while session.link.can_write:
         session.link.send(Abort(1))  # a request that there is not

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import shmring
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -51,7 +52,7 @@ async def ring(serve: Any, settled: Any) -> shmring.Ring:
 
 
 @pytest.fixture
-async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.RingClient]:
+async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.Client]:
     """Every test must leave the slab whole when its client has gone."""
     client = await connect()
     yield client
@@ -63,7 +64,7 @@ async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterato
 # -- requests -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_payload_goes_there_and_back(client: shmring.RingClient) -> None:
+async def test_a_payload_goes_there_and_back(client: shmring.Client) -> None:
     payload = {
         "do": "echo", "text": "ä", "n": [1, None, 2.5, b"x"], "t": torch.arange(5000), "a": np.arange(6, dtype=">i2"),
         "h": torch.ones(3000).bfloat16(), "e": torch.empty(0, 3), "s": torch.tensor(7.5),
@@ -79,7 +80,7 @@ async def test_a_payload_goes_there_and_back(client: shmring.RingClient) -> None
     assert answer["a"].tolist() == list(range(6))
 
 
-async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(client: shmring.RingClient) -> None:
+async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(client: shmring.Client) -> None:
     await client.request({"do": "echo", "x": tensor(1000)}, timeout=5)
     now = client.statistics()
     assert (now.inline_payloads, now.slot_nbytes_submitted, now.copies, now.copied_nbytes) == (1, 0, 1, 1000)
@@ -88,13 +89,13 @@ async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(c
     assert (now.inline_payloads, now.slot_nbytes_submitted, now.copies, now.copied_nbytes) == (1, 2024, 3, 3000)
 
 
-async def test_a_view_of_a_large_tensor_costs_what_it_shows(client: shmring.RingClient) -> None:
+async def test_a_view_of_a_large_tensor_costs_what_it_shows(client: shmring.Client) -> None:
     base = torch.zeros(100 << 20, dtype=torch.uint8)
     await client.request({"do": "echo", "x": base[1 << 20 : (1 << 20) + 2048]}, timeout=5)
     assert client.statistics().slot_nbytes_submitted == 2048
 
 
-async def test_what_cannot_be_sent_names_its_path_and_holds_nothing(client: shmring.RingClient) -> None:
+async def test_what_cannot_be_sent_names_its_path_and_holds_nothing(client: shmring.Client) -> None:
     bad = {"do": "echo", "items": [1, 2, tensor(50_000), {"mask": object()}]}
     for attempt in (client.request(bad), client.submit(bad), _first(client.stream(bad))):
         with pytest.raises(TypeError, match=r"^payload\.items\[3\]\.mask can't be sent"):
@@ -109,7 +110,7 @@ async def _first(stream: Any) -> Any:
     return await anext(stream)
 
 
-async def test_what_can_never_fit_is_an_error_at_once(client: shmring.RingClient, ring: shmring.Ring) -> None:
+async def test_what_can_never_fit_is_an_error_at_once(client: shmring.Client, ring: shmring.Ring) -> None:
     for payload, capacity in [
         ({"do": "echo", "x": tensor(1 << 20)}, ring.statistics().leasable_nbytes),
         ({"do": "echo", "x": "x" * (17 << 20)}, 16 << 20),
@@ -125,7 +126,7 @@ async def test_what_can_never_fit_is_an_error_at_once(client: shmring.RingClient
 
 
 async def test_capacity_is_what_a_slot_can_have_and_checking_it_takes_nothing(
-    client: shmring.RingClient, ring: shmring.Ring
+    client: shmring.Client, ring: shmring.Ring
 ) -> None:
     with pytest.raises(shmring.CapacityError) as caught:
         client.check_capacity(1 << 30)
@@ -156,7 +157,7 @@ async def test_a_message_just_within_the_limit_is_sent_whatever_its_name(serve: 
     assert client.statistics().slots_in_use == client.statistics().in_flight == 0
 
 
-async def test_names_are_checked_before_anything_is_sent(client: shmring.RingClient) -> None:
+async def test_names_are_checked_before_anything_is_sent(client: shmring.Client) -> None:
     for name, text in [("x" * 257, "256 characters"), ("\ud800", "surrogates")]:
         for attempt in (client.request(1, request_id=name), client.submit(1, request_id=name)):
             with pytest.raises(ValueError, match=text):
@@ -166,7 +167,7 @@ async def test_names_are_checked_before_anything_is_sent(client: shmring.RingCli
     assert client.statistics().submitted == 0
 
 
-async def test_an_error_of_the_engine_arrives_with_its_type_and_text(client: shmring.RingClient) -> None:
+async def test_an_error_of_the_engine_arrives_with_its_type_and_text(client: shmring.Client) -> None:
     with pytest.raises(shmring.RemoteError) as caught:
         await client.request({"do": "fail"}, timeout=5)
     assert (caught.value.type_name, caught.value.message) == ("ValueError", "as told")
@@ -174,12 +175,12 @@ async def test_an_error_of_the_engine_arrives_with_its_type_and_text(client: shm
         await client.request({"do": "fail after one"}, timeout=5)
 
 
-async def test_a_request_with_several_replies_needs_stream(client: shmring.RingClient) -> None:
+async def test_a_request_with_several_replies_needs_stream(client: shmring.Client) -> None:
     with pytest.raises(shmring.LocalProtocolError, match="use stream"):
         await client.request({"do": "count", "to": 2}, timeout=5)
 
 
-async def test_many_requests_are_in_flight_at_once(client: shmring.RingClient) -> None:
+async def test_many_requests_are_in_flight_at_once(client: shmring.Client) -> None:
     async def echo(number: int) -> None:
         nbytes = (0, 100, 3000, 20_000)[number % 4]
         answer = await client.request({"do": "echo", "n": number, "x": tensor(nbytes, number % 251)}, timeout=20)
@@ -262,7 +263,7 @@ class Answer(msgspec.Struct):
     x: torch.Tensor
 
 
-async def test_replies_are_decoded_into_a_type(client: shmring.RingClient, eventually: Any) -> None:
+async def test_replies_are_decoded_into_a_type(client: shmring.Client, eventually: Any) -> None:
     answer = await client.request({"do": "count", "to": 1, "nbytes": 5000}, reply_type=Answer, timeout=5)
     assert isinstance(answer, Answer)
     assert answer.x.numel() == 5000
@@ -305,7 +306,7 @@ async def test_replies_of_the_wrong_type_give_their_space_back(serve: Any, conne
 # -- streams ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_yields_every_reply_in_order(client: shmring.RingClient) -> None:
+async def test_a_stream_yields_every_reply_in_order(client: shmring.Client) -> None:
     numbers = [part["n"] async for part in client.stream({"do": "count", "to": 100, "nbytes": 2000}, timeout=10)]
     assert numbers == list(range(100))
 
@@ -313,25 +314,25 @@ async def test_a_stream_yields_every_reply_in_order(client: shmring.RingClient) 
 ENDLESS = {"do": "count", "to": 10**9, "nbytes": 2000}
 
 
-async def leave_by_break(client: shmring.RingClient) -> None:
+async def leave_by_break(client: shmring.Client) -> None:
     async for part in client.stream(ENDLESS):
         if part["n"] == 5:
             break
 
 
-async def leave_by_error(client: shmring.RingClient) -> None:
+async def leave_by_error(client: shmring.Client) -> None:
     async for part in client.stream(ENDLESS):
         if part["n"] == 5:
             raise ValueError("enough")
 
 
-async def leave_by_cancellation(client: shmring.RingClient) -> None:
+async def leave_by_cancellation(client: shmring.Client) -> None:
     async for part in client.stream(ENDLESS):
         if part["n"] == 5:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
 
 
-async def leave_by_aclose(client: shmring.RingClient) -> None:
+async def leave_by_aclose(client: shmring.Client) -> None:
     stream = client.stream(ENDLESS)
     await anext(stream)
     await stream.aclose()
@@ -340,7 +341,7 @@ async def leave_by_aclose(client: shmring.RingClient) -> None:
 
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_by_cancellation, leave_by_aclose])
 async def test_leaving_a_stream_early_aborts_it(
-    client: shmring.RingClient, ring: shmring.Ring, eventually: Any, leave: Any
+    client: shmring.Client, ring: shmring.Ring, eventually: Any, leave: Any
 ) -> None:
     leaving = asyncio.create_task(leave(client))
     await eventually(lambda: ring.statistics().aborted == 1)
@@ -351,7 +352,7 @@ async def test_leaving_a_stream_early_aborts_it(
 
 
 async def test_a_part_that_the_caller_drops_goes_back_before_the_next_is_asked_for(
-    client: shmring.RingClient, eventually: Any
+    client: shmring.Client, eventually: Any
 ) -> None:
     async for part in client.stream({"do": "count", "to": 1, "nbytes": 5000}, timeout=5):
         assert client.statistics().reply_slots_held == 1
@@ -359,16 +360,14 @@ async def test_a_part_that_the_caller_drops_goes_back_before_the_next_is_asked_f
         await eventually(lambda: client.statistics().reply_slots_held == 0)
 
 
-async def test_a_streams_timeout_bounds_the_waiting(client: shmring.RingClient, ring: shmring.Ring, eventually: Any) -> None:
+async def test_a_streams_timeout_bounds_the_waiting(client: shmring.Client, ring: shmring.Ring, eventually: Any) -> None:
     with pytest.raises(TimeoutError):
         async for _ in client.stream({"do": "hang"}, timeout=0.05):
             pass
     await eventually(lambda: ring.statistics().aborted == 1)
 
 
-async def test_unread_replies_are_bounded(
-    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring
-) -> None:
+async def test_unread_replies_are_bounded(client: shmring.Client, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring) -> None:
     monkeypatch.setattr("shmring.core.compiled.MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": 100})
     async with asyncio.timeout(5):
@@ -380,12 +379,12 @@ async def test_unread_replies_are_bounded(
 
 @pytest.mark.parametrize(("count", "is_bounded"), [(10, False), (11, True)])
 async def test_as_many_replies_as_may_be_are_kept(
-    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, eventually: Any, count: int, is_bounded: bool
+    client: shmring.Client, monkeypatch: pytest.MonkeyPatch, eventually: Any, count: int, is_bounded: bool
 ) -> None:
     monkeypatch.setattr("shmring.core.compiled.MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": count})
     await eventually(lambda: submission.ended)
-    assert isinstance(submission.error, shmring.CapacityError) == is_bounded
+    assert isinstance(submission._error, shmring.CapacityError) == is_bounded
 
 
 # -- the slab's pages ----------------------------------------------------------------------------------------------------
@@ -402,9 +401,9 @@ async def test_wait_prefaulted_ends_when_every_page_is_mapped(serve: Any, connec
     client, without = await connect("pages"), await connect("pages", prefault=False)
     await client.wait_prefaulted(timeout=30)
     await without.wait_prefaulted(timeout=30)
-    resident = [resident_kib(client._session._slab.address + start) for start, _ in client._session._slab.parts]
+    resident = [resident_kib(session_of(client)._slab.address + start) for start, _ in session_of(client)._slab.parts]
     assert resident == [90 << 10, 6 << 10]
-    assert resident_kib(without._session._slab.address) < 1024
+    assert resident_kib(session_of(without)._slab.address) < 1024
 
 
 async def test_wait_prefaulted_says_when_the_engine_has_gone_meanwhile(
@@ -428,7 +427,7 @@ async def test_wait_prefaulted_says_when_the_engine_has_gone_meanwhile(
 # -- submissions --------------------------------------------------------------------------------------------------------
 
 
-async def test_submit_hands_over_and_returns(client: shmring.RingClient) -> None:
+async def test_submit_hands_over_and_returns(client: shmring.Client) -> None:
     submission = await client.submit({"do": "echo", "x": tensor(5000)}, request_id="mine")
     assert (submission.name, submission.ended) == ("mine", False)
     assert submission.request_id >= 1
@@ -511,7 +510,7 @@ class WatchedArray(np.ndarray[Any, Any]):
         return array
 
 
-async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient) -> None:
+async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.Client) -> None:
     def fail() -> None:
         raise RuntimeError("the device is gone")
 
@@ -525,7 +524,7 @@ async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient)
     await client.request({"do": "echo", "x": tensor(5000)}, timeout=5)
 
 
-async def test_two_tasks_cannot_wait_for_one_submission(client: shmring.RingClient) -> None:
+async def test_two_tasks_cannot_wait_for_one_submission(client: shmring.Client) -> None:
     submission = await client.submit({"do": "hang"})
     first = asyncio.create_task(submission.next())
     await asyncio.sleep(0)
@@ -536,7 +535,7 @@ async def test_two_tasks_cannot_wait_for_one_submission(client: shmring.RingClie
         await first
 
 
-async def test_an_error_is_a_new_one_each_time(client: shmring.RingClient) -> None:
+async def test_an_error_is_a_new_one_each_time(client: shmring.Client) -> None:
     submission = await client.submit({"do": "fail"})
     errors = []
     for _ in range(2):
@@ -551,7 +550,7 @@ async def test_an_error_is_a_new_one_each_time(client: shmring.RingClient) -> No
 # -- aborts and timeouts ------------------------------------------------------------------------------------------------
 
 
-async def test_abort_by_name(client: shmring.RingClient, ring: shmring.Ring, eventually: Any) -> None:
+async def test_abort_by_name(client: shmring.Client, ring: shmring.Ring, eventually: Any) -> None:
     requests = {name: asyncio.create_task(client.request({"do": "hang", "x": tensor(5000)}, request_id=name)) for name in "abc"}
     await eventually(lambda: ring.statistics().running == 3)
     assert client.abort("unknown") == 0
@@ -568,9 +567,7 @@ async def test_abort_by_name(client: shmring.RingClient, ring: shmring.Ring, eve
         await requests["c"]
 
 
-async def test_an_abort_by_name_reaches_a_request_that_still_waits_for_space(
-    client: shmring.RingClient, eventually: Any
-) -> None:
+async def test_an_abort_by_name_reaches_a_request_that_still_waits_for_space(client: shmring.Client, eventually: Any) -> None:
     async with client.slot(900_000):
         waiting = asyncio.create_task(client.request({"do": "echo", "x": tensor(500_000)}, request_id="early"))
         await eventually(lambda: client.statistics().waiting == 1)
@@ -598,7 +595,7 @@ async def test_a_request_that_takes_too_long_is_aborted(
     await settled(ring)
 
 
-async def test_a_slot_that_takes_too_long_is_not_waited_for(client: shmring.RingClient) -> None:
+async def test_a_slot_that_takes_too_long_is_not_waited_for(client: shmring.Client) -> None:
     async with client.slot(900_000):
         with pytest.raises(TimeoutError, match=r"0\.02 s"):
             await client.slot(500_000, timeout=0.02)
@@ -610,9 +607,7 @@ async def test_a_slot_that_takes_too_long_is_not_waited_for(client: shmring.Ring
 # -- replies in place ---------------------------------------------------------------------------------------------------
 
 
-async def test_reply_slots_go_back_with_their_last_view(
-    client: shmring.RingClient, ring: shmring.Ring, eventually: Any
-) -> None:
+async def test_reply_slots_go_back_with_their_last_view(client: shmring.Client, ring: shmring.Ring, eventually: Any) -> None:
     gc.disable()
     try:
         answer = await client.request({"do": "echo", "x": tensor(5000), "y": tensor(3000)}, timeout=5)
@@ -628,7 +623,7 @@ async def test_reply_slots_go_back_with_their_last_view(
 
 
 async def test_a_reply_that_nobody_takes_gives_its_space_back(
-    client: shmring.RingClient, ring: shmring.Ring, eventually: Any
+    client: shmring.Client, ring: shmring.Ring, eventually: Any
 ) -> None:
     submission = await client.submit({"do": "count", "to": 5, "nbytes": 5000})
     await eventually(lambda: submission.ended)
@@ -679,7 +674,7 @@ async def test_a_closed_client_says_so(serve: Any, connect: Any, eventually: Any
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+async def _slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes):
         await asyncio.Event().wait()
 
@@ -768,7 +763,7 @@ async def test_what_was_copied_when_a_client_closes_goes_back_though_the_engine_
     client = await connect()
     read_on = hold(next(iter(ring._frontends.values())).link)
     requests = [asyncio.create_task(client.request({"do": "hang", "t": "x" * 30_000})) for _ in range(40)]
-    await eventually(lambda: not client._session.link.can_write)
+    await eventually(lambda: not session_of(client).link.can_write)
     requests.append(asyncio.create_task(client.request({"do": "hang", "x": tensor(50_000)})))
     await eventually(lambda: client.statistics().slots_writing == 1)
     closing = asyncio.create_task(client.close())
@@ -788,7 +783,7 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     blocker = await client.slot(900_000)
     waiting = asyncio.create_task(_slot(client, 100_000))
     await eventually(lambda: client.statistics().waiting == 1)
-    session = client._session
+    session = session_of(client)
     granted = session.host_slots.granted
     closing: list[asyncio.Task[None]] = []
 
@@ -804,7 +799,7 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     await settled(ring)
 
 
-async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot(client: shmring.RingClient) -> None:
+async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot(client: shmring.Client) -> None:
     async with client.slot(64 << 10) as slot:
         made = slot.tensor((128,), torch.float32)
         made.copy_(torch.arange(128))
@@ -818,7 +813,7 @@ async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_
         assert client.statistics().in_place == 1
 
 
-async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(client: shmring.RingClient) -> None:
+async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(client: shmring.Client) -> None:
     def fail() -> None:
         raise RuntimeError("it can't be read")
 
@@ -838,7 +833,7 @@ async def test_a_lease_size_that_is_no_whole_number_of_blocks(ring: shmring.Ring
     await client.close()
 
 
-async def _use_slot(client: shmring.RingClient, nbytes: int) -> None:
+async def _use_slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes) as slot:
         slot.tensor((nbytes,), torch.uint8)
 
@@ -885,7 +880,7 @@ async def test_a_connect_that_is_cancelled_at_any_moment_keeps_nothing(
         arrived = connecting.done()
         connecting.cancel()
         result = (await asyncio.gather(connecting, return_exceptions=True))[0]
-        if isinstance(result, shmring.RingClient):
+        if isinstance(result, shmring.Client):
             await result.close()
         await eventually(lambda: not ring._handshakes._running)
         await settled(ring)

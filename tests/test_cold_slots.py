@@ -43,7 +43,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     return made
 
 
-async def turn_over(ring: shmring.Ring, slow: shmring.RingClient, others: list[shmring.RingClient], nbytes: int) -> None:
+async def turn_over(ring: shmring.Ring, slow: shmring.Client, others: list[shmring.Client], nbytes: int) -> None:
     """A slot of a client is away while so much comes from others."""
     submission = await slow.submit(torch.zeros(5000))
     with await ring.claim():
@@ -55,7 +55,7 @@ async def turn_over(ring: shmring.Ring, slow: shmring.RingClient, others: list[s
     await submission.wait()
 
 
-async def send(ring: shmring.Ring, client: shmring.RingClient, nbytes: int) -> None:
+async def send(ring: shmring.Ring, client: shmring.Client, nbytes: int) -> None:
     """Sends a tensor, and looks at what arrives."""
     tensor = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     submission = await client.submit({"x": tensor})

@@ -18,6 +18,7 @@ import torch
 import shmring
 from shmring.client.session import Session
 from shmring.core.dropped import give_back_soon
+from tests.sessions import session_of
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ async def test_a_request_that_is_read_late_is_not_taken_for_dropped(
         looked.clear()
         await asyncio.wait_for(looked.wait(), 10)
     assert (await late.next()).sum() == 30_000
-    assert "and 1 replies were not read, which keep their space" in client.session.why_no_reply()
+    assert "and 1 replies were not read, which keep their space" in session_of(client).why_no_reply()
     unread.abort()
     released.set()
     with pytest.raises(StopAsyncIteration):

@@ -54,11 +54,11 @@ _REQUESTS: dict[str, Call] = {
     "check_capacity": lambda client: client.check_capacity(1),
     "wait_connected": lambda client: client.wait_connected(),
     "wait_prefaulted": lambda client: client.wait_prefaulted(),
+    "call": lambda client: client.call("method", engine=client.names[0]),
+    "choose": lambda client: client.choose(),
+    "choose (by key)": lambda client: client.choose(key="session"),
+    "loads": lambda client: client.loads(),
     "statistics": lambda client: client.statistics(),
-}
-_IN_LOOP: dict[str, Call] = {
-    "submit_in_time": lambda client: client.submit_in_time(1),
-    "submit_unless_full": lambda client: client.submit_unless_full(1),
 }
 _REPLIES: dict[str, Call] = {
     "next": lambda submission: submission.next(),
@@ -115,21 +115,9 @@ REFUSED: dict[type, dict[str, Call]] = {
         "check_process": lambda worker: worker.check_process(),
     },
     shmring.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
-    shmring.RingClient: {
-        **_REQUESTS,
-        **_IN_LOOP,
-        "call": lambda client: client.call("method"),
-        "check_process": lambda client: client.check_process(),
-    },
-    shmring.RoutingClient: {
-        **_REQUESTS,
-        **_IN_LOOP,
-        "call": lambda client: client.call("method", engine=client.names[0]),
-        "choose": lambda client: client.choose(),
-        "choose (by key)": lambda client: client.choose(key="session"),
-        "loads": lambda client: client.loads(),
-    },
-    shmring.Submission: {**_REPLIES, "take_reply": lambda submission: submission.take_reply(submission.end.decoder_of(Any))},
+    shmring.Client: _REQUESTS,
+    shmring.EngineConnection: {"statistics": lambda engine: engine.statistics()},
+    shmring.Submission: _REPLIES,
     shmring.Slot: _TENSORS,
     shmring.Kept: {"payload": lambda kept: kept.payload},
     threads.Ring: {
@@ -150,13 +138,8 @@ REFUSED: dict[type, dict[str, Call]] = {
         "check_process": lambda worker: worker.check_process(),
     },
     threads.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
-    threads.Client: {**_REQUESTS, "call": lambda client: client.call("method")},
-    threads.RoutingClient: {
-        **_REQUESTS,
-        "call": lambda client: client.call("method", engine=client.names[0]),
-        "choose": lambda client: client.choose(),
-        "loads": lambda client: client.loads(),
-    },
+    threads.Client: _REQUESTS,
+    threads.EngineConnection: {"statistics": lambda engine: engine.statistics()},
     threads.Submission: _REPLIES,
     threads.Slot: _TENSORS,
     threads.Kept: {"payload": lambda kept: kept.payload},
@@ -193,8 +176,8 @@ HARMLESS: dict[type, dict[str, Call]] = {
     },
     shmring.Worker: {**_CLOSED, "__aexit__": _left_in_loop},
     shmring.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
-    shmring.RingClient: {**_CLOSED, "__aexit__": _left_in_loop},
-    shmring.RoutingClient: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.Client: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.EngineConnection: {},
     shmring.Submission: {"abort": lambda submission: submission.abort()},
     shmring.Slot: {**_CLOSED, "__exit__": _left, "__aexit__": _left_in_loop},
     shmring.Kept: {**_CLOSED, "__exit__": _left},
@@ -203,7 +186,7 @@ HARMLESS: dict[type, dict[str, Call]] = {
     threads.Worker: {**_CLOSED, "__exit__": _left},
     threads.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
     threads.Client: {**_CLOSED, "__exit__": _left},
-    threads.RoutingClient: {**_CLOSED, "__exit__": _left},
+    threads.EngineConnection: {},
     threads.Submission: {"abort": lambda submission: submission.abort()},
     threads.Slot: {**_CLOSED, "__exit__": _left},
     threads.Kept: {**_CLOSED, "__exit__": _left},
@@ -218,11 +201,6 @@ OF_PARTS: dict[type, str] = {
     shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
         join""",
     shmring.Message: "mark_answered unmark_answered",
-    shmring.RingClient: """acquire_in_turn attach keep_attaching resolve_device submit_in_turn use why_no_answer
-        why_not_sent create detached""",
-    shmring.RoutingClient: "create",
-    shmring.Submission: "drop_replies give_back give_up raise_error",
-    shmring.Slot: "memory other_tensor take",
     threads.Worker: "fail_answer fail_answer_later send_answer",
     threads.Message: "mark_answered unmark_answered",
 }
@@ -319,13 +297,23 @@ def outcomes_of(*ends: Any) -> dict[tuple[type, str], str]:
     return outcomes
 
 
+def outcomes_of_several(client: Any) -> dict[tuple[type, str], str]:
+    """As above, of a client of several engines, which has no ``client_id`` and no ``epoch``."""
+    outcomes = outcomes_of(client)
+    return {
+        (kind, f"{name} (of several engines)"): outcome
+        for (kind, name), outcome in outcomes.items()
+        if name not in ("client_id", "epoch")
+    }
+
+
 async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         ring = await enter(shmring.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", **options))
         worker = await enter(shmring.join("forking", 0, **options))
         client = await enter(shmring.connect("forking", **options))
-        routing = await enter(shmring.connect(["forking"], **options))
+        routing = await enter(shmring.connect(["forking", "absent"], **options))
         submission = await client.submit({"x": torch.ones(5000)}, request_id="named")
         claim = await ring.claim()
         await claim.reply(torch.ones(5000))
@@ -340,7 +328,8 @@ async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         held = await worker.receive()
         message = await worker.receive()
         await ring.broadcast("not received")
-        outcomes = outcomes_of(ring, claim, worker, message, client, routing, submission, slot, kept)
+        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept)
+        outcomes |= outcomes_of_several(routing)
         waits = REFUSED[shmring.Submission] | {"abort": HARMLESS[shmring.Submission]["abort"]}
         for name in ("next", "result", "wait", "abort"):
             outcomes[shmring.Submission, f"{name} (no reply has come)"] = outcome_of(
@@ -377,7 +366,7 @@ def with_threads(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         ring = enter(threads.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", **options))
         worker = enter(threads.join("forking", 0, **options))
         client = enter(threads.connect("forking", **options))
-        routing = enter(threads.connect(["forking"], **options))
+        routing = enter(threads.connect(["forking", "absent"], **options))
         submission = client.submit({"x": torch.ones(5000)}, request_id="named")
         claim = ring.claim(30)
         claim.reply(torch.ones(5000))
@@ -391,7 +380,8 @@ def with_threads(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         held = worker.receive(30)
         message = worker.receive(30)
         ring.broadcast("not received")
-        outcomes = outcomes_of(ring, claim, worker, message, client, routing, submission, slot, kept)
+        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept)
+        outcomes |= outcomes_of_several(routing)
 
         assert ring.statistics().clients == 2
         assert ring.statistics().broadcasts_outstanding == 3

@@ -14,6 +14,7 @@ import torch
 
 import shmring
 import shmring.client.session
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -193,7 +194,7 @@ async def test_a_goodbye_that_finds_no_room_ends_the_connection(serve: Any, conn
     (await ring.claim()).done()
     await submission.wait()
     go_on = hold(next(iter(ring._frontends.values())).link)
-    link, request_id = client._session.link, submission.request_id
+    link, request_id = session_of(client).link, submission.request_id
     while link.can_write:
         link.send(shmring.core.messages.Abort(request_id))  # of one that has ended
     await client.close()

@@ -18,6 +18,7 @@ import torch
 
 import shmring
 from shmring.core.messages import Refused, encode_message
+from tests.sessions import session_of
 
 pytestmark = pytest.mark.both_loops
 
@@ -107,8 +108,8 @@ async def test_code_that_runs_while_a_payload_is_encoded_may_end_the_session(
 
     def end() -> None:
         refuse(ring)
-        client._session.link.poll()
-        assert client._session is None
+        session_of(client).link.poll()
+        assert not client.connected
 
     async def make() -> None:
         payload = calling(end, first=bytes_of(nbytes), last=bytes_of(50))
@@ -186,9 +187,9 @@ async def test_a_shape_may_leave_its_slot_or_end_the_session(
     slot = client.slot_nowait(4096)
 
     def end() -> None:
-        if client._session is not None:
+        if client.connected:
             refuse(ring)
-            client._session.link.poll()
+            session_of(client).link.poll()
 
     with pytest.raises((shmring.ClosedError, shmring.EngineDeadError)):
         getattr(slot, make)(shape(slot.close if what == "leaves" else end), torch.uint8 if make == "tensor" else "u1")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -313,8 +314,8 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
         await eventually(lambda: kept_pinned(ring) == 0)
         await eventually(lambda: client.statistics().slots_in_use == 0)
     ring._book.check()
-    assert client._session is not None
-    client._session.host_slots.book.check()
+    assert client.connected
+    session_of(client).host_slots.book.check()
 
 
 # -- who wants the memory ----------------------------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ async def test_what_is_kept_gives_way_by_least_recent_use_and_nobody_waits(
     assert not await has(client, 0)
 
 
-async def has(client: shmring.RingClient, number: int) -> bool:
+async def has(client: shmring.Client, number: int) -> bool:
     kept = await client.find(key(number))
     if kept is not None:
         kept.close()
@@ -443,7 +444,7 @@ async def test_a_slot_that_is_given_while_its_client_closes_stays_pinned(
     client = await connect()
     slot = await client.slot(SIZE)
     view = slot.tensor((SIZE,), torch.uint8).fill_(1)
-    hold(client._session.link)
+    hold(session_of(client).link)
     keeping = asyncio.create_task(client.keep(key(1), {"x": view}))
     await eventually(lambda: ring.statistics().kept == 1)
     await client.close()

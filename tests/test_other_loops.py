@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shmring
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -24,9 +25,7 @@ OURS = r"was made in another event loop.*make one in each loop, or use shmring\.
 class Ends:
     """A ring whose workers are one, a client of it, and one of several engines; nobody answers until told to."""
 
-    def __init__(
-        self, ring: shmring.Ring, client: shmring.RingClient, several: shmring.RoutingClient, worker: shmring.Worker
-    ) -> None:
+    def __init__(self, ring: shmring.Ring, client: shmring.Client, several: shmring.Client, worker: shmring.Worker) -> None:
         self.ring, self.client, self.several, self.worker = ring, client, several, worker
 
     async def stream(self) -> None:
@@ -141,15 +140,15 @@ def test_a_client_of_a_loop_that_has_ended_says_so(socket_dir: Path, has_news: b
     """What people meet: each ``asyncio.run`` has a loop of its own. The engine has confirmed an abort meanwhile, or not."""
     with shmring.threads.serve("test", socket_dir=str(socket_dir), slab_nbytes="8MiB"):
 
-        async def connect() -> shmring.RingClient:
+        async def connect() -> shmring.Client:
             return await shmring.connect("test", socket_dir=str(socket_dir), connect_timeout_s=50)
 
         client = asyncio.run(connect())
-        assert client._session is not None
+        assert client.connected
         for payload in (SMALL, LARGE):
             with pytest.raises(shmring.LocalProtocolError, match=OURS):
                 asyncio.run(client.request(payload, timeout=10))
-            while has_news and payload is SMALL and not client._session.link.reader.has_more():
+            while has_news and payload is SMALL and not session_of(client).link.reader.has_more():
                 time.sleep(0.01)
         with pytest.raises(shmring.LocalProtocolError, match=OURS):
             asyncio.run(client.close())

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shmring
+from tests.sessions import attachment_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -36,12 +37,12 @@ def slab_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
 
 
-async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+async def _slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes):
         await asyncio.Event().wait()
 
 
-async def _stream(client: shmring.RingClient) -> None:
+async def _stream(client: shmring.Client) -> None:
     async for _ in client.stream({"x": tensor(5000)}):
         pass
 
@@ -295,7 +296,8 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
 ) -> None:
     ring = await serve(echo)
     client = await connect(reconnect=True, reconnect_initial_s=0.001)
-    attach = client.attach
+    attachment = attachment_of(client)
+    attach = attachment.attach
     failures = [RuntimeError("a bug"), MemoryError(), ValueError("no such thing")]
 
     async def attach_or_fail() -> None:
@@ -303,7 +305,7 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
             raise failures.pop()
         await attach()
 
-    monkeypatch.setattr(client, "attach", attach_or_fail)
+    monkeypatch.setattr(attachment, "attach", attach_or_fail)
     await ring.close()
     await eventually(lambda: not failures)
     await serve(echo)

@@ -23,6 +23,7 @@ import shmring
 from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
 from shmring.transport.endpoint import handshake_frame
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -705,7 +706,7 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
             frontend.take_record(encode_message(Call(message.call_id + 1, "one", b"\x90")))  # as an impatient frontend would
 
     monkeypatch.setattr(frontend.link, "send", send_and_call_again)
-    session = client._session
+    session = session_of(client)
     assert session is not None
     for call_id in (2, 3):
         session.calls._results[call_id] = asyncio.get_running_loop().create_future()
@@ -994,7 +995,7 @@ async def test_closing_while_a_reply_gets_its_space_is_an_abort(
     waiting = asyncio.create_task(claims[1].reply({"x": torch.ones(8000, dtype=torch.uint8)}))
     await eventually(lambda: ring.statistics().replies_waiting)
     closing = asyncio.create_task(ring.close())
-    first.drop_replies()  # its caller reads none of them
+    first._drop_replies()  # its caller reads none of them
     await turns(steps)
     await client.close()
     await closing

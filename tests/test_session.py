@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shmring
-from shmring.client.session import Session
 from shmring.core.messages import (
     CallResult,
     EngineMessage,
@@ -28,6 +27,7 @@ from shmring.core.messages import (
     encode_message,
 )
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
+from tests.sessions import session_of
 
 
 async def test_frontends_pass_a_slab_that_holds_one_request_back_and_forth(socket_dir: Path) -> None:
@@ -81,7 +81,7 @@ def records(*messages: EngineMessage) -> list[bytes]:
     return [encode_message(message) for message in messages]
 
 
-def tell(ring: shmring.Ring, client: shmring.RingClient, said: list[bytes]) -> None:
+def tell(ring: shmring.Ring, client: shmring.Client, said: list[bytes]) -> None:
     """Has the engine say so to its only client, and that hear it at once."""
     [frontend] = ring._frontends.values()
     for record in said:
@@ -89,18 +89,13 @@ def tell(ring: shmring.Ring, client: shmring.RingClient, said: list[bytes]) -> N
     session_of(client).link.poll()
 
 
-def session_of(client: shmring.RingClient) -> Session:
-    assert client._session is not None
-    return client._session
-
-
-async def take_slot(client: shmring.RingClient, nbytes: int) -> None:
+async def take_slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes):
         await asyncio.Event().wait()
 
 
 @pytest.fixture
-async def narrow(serve: Any, connect: Any) -> tuple[shmring.Ring, shmring.RingClient]:
+async def narrow(serve: Any, connect: Any) -> tuple[shmring.Ring, shmring.Client]:
     """A client with one lease for ever: what becomes free in it goes to the next waiter at once."""
     ring = await serve(max_leases=1, max_lease_nbytes="512KiB")
     return ring, await connect(lease_nbytes="256KiB")
@@ -215,15 +210,15 @@ def found(token: int = 1, generation: int = 77, offset: int = ELSEWHERE, nbytes:
     return Found(token, generation, offset, nbytes, True, PAYLOAD)
 
 
-async def find(client: shmring.RingClient, number: int = 1) -> None:
+async def find(client: shmring.Client, number: int = 1) -> None:
     await client.find(bytes([number]) * 32)
 
 
-async def keep(client: shmring.RingClient) -> None:
+async def keep(client: shmring.Client) -> None:
     await client.keep(bytes(32), {"x": torch.ones(100, dtype=torch.uint8)})
 
 
-async def call(client: shmring.RingClient) -> None:
+async def call(client: shmring.Client) -> None:
     await client.call("method")
 
 

@@ -14,6 +14,7 @@ import torch
 
 import shmring
 from shmring.core.messages import TORCH_ITEM_NBYTES
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -24,7 +25,7 @@ async def total(claim: shmring.Claim) -> None:
 
 
 @pytest.fixture
-async def client(serve: Any, connect: Any, settled: Any) -> AsyncIterator[shmring.RingClient]:
+async def client(serve: Any, connect: Any, settled: Any) -> AsyncIterator[shmring.Client]:
     ring = await serve(total)
     client = await connect()
     yield client
@@ -35,7 +36,7 @@ async def client(serve: Any, connect: Any, settled: Any) -> AsyncIterator[shmrin
 # -- views --------------------------------------------------------------------------------------------------------------
 
 
-async def test_tensors_lie_one_behind_the_other_on_cache_lines(client: shmring.RingClient) -> None:
+async def test_tensors_lie_one_behind_the_other_on_cache_lines(client: shmring.Client) -> None:
     shapes = [
         ((3, 5), torch.bfloat16),
         ((), torch.float64),
@@ -54,7 +55,7 @@ async def test_tensors_lie_one_behind_the_other_on_cache_lines(client: shmring.R
         del views
 
 
-async def test_every_dtype_has_a_place(client: shmring.RingClient) -> None:
+async def test_every_dtype_has_a_place(client: shmring.Client) -> None:
     async with client.slot(64 * 64) as slot:
         for name in TORCH_ITEM_NBYTES:
             if hasattr(torch, name):
@@ -64,7 +65,7 @@ async def test_every_dtype_has_a_place(client: shmring.RingClient) -> None:
             assert (array.dtype, array.flags.writeable) == (np.dtype(dtype), True)
 
 
-async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmring.RingClient) -> None:
+async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmring.Client) -> None:
     async with client.slot(128) as slot:
         with pytest.raises(TypeError, match="can't be sent"):
             slot.tensor((1,), torch.quint8)
@@ -80,14 +81,14 @@ async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmrin
         assert "128 used" in repr(slot)
 
 
-async def test_a_slot_may_be_empty(client: shmring.RingClient) -> None:
+async def test_a_slot_may_be_empty(client: shmring.Client) -> None:
     async with client.slot(0) as slot:
         assert slot.tensor((0,), torch.uint8).numel() == 0
         with pytest.raises(shmring.CapacityError):
             slot.tensor((1,), torch.uint8)
 
 
-async def test_sizes_may_be_text_as_in_configurations(client: shmring.RingClient) -> None:
+async def test_sizes_may_be_text_as_in_configurations(client: shmring.Client) -> None:
     async with client.slot("1KiB") as slot:
         assert slot.nbytes == 1024
     with client.slot_nowait("1KB") as slot:
@@ -101,7 +102,7 @@ async def test_sizes_may_be_text_as_in_configurations(client: shmring.RingClient
         client.check_capacity("1GiB")
 
 
-async def test_sizes_are_checked_before_anything_is_asked_for(client: shmring.RingClient) -> None:
+async def test_sizes_are_checked_before_anything_is_asked_for(client: shmring.Client) -> None:
     for nbytes, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1 MiBi", ValueError)]:
         with pytest.raises(error):
             client.slot(nbytes)  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ async def test_sizes_are_checked_before_anything_is_asked_for(client: shmring.Ri
 # -- leaving ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_slot_is_free_when_it_is_left(client: shmring.RingClient) -> None:
+async def test_a_slot_is_free_when_it_is_left(client: shmring.Client) -> None:
     async with client.slot(5000) as slot:
         assert client.statistics().slots_writing == 1
         assert "WRITING" in repr(slot)
@@ -138,14 +139,14 @@ async def test_a_slot_is_free_when_it_is_left(client: shmring.RingClient) -> Non
     assert client.statistics().slots_in_use == 0
 
 
-async def test_an_exception_in_the_block_frees_it_too(client: shmring.RingClient) -> None:
+async def test_an_exception_in_the_block_frees_it_too(client: shmring.Client) -> None:
     with pytest.raises(ValueError, match="broken"):
         async with client.slot(5000):
             raise ValueError("broken")
     assert client.statistics().slots_in_use == 0
 
 
-async def test_a_slot_ends_with_its_block_whatever_still_holds_a_view(client: shmring.RingClient) -> None:
+async def test_a_slot_ends_with_its_block_whatever_still_holds_a_view(client: shmring.Client) -> None:
     """The frames of an exception that somebody keeps hold views, too: waiting for them could stand still for ever."""
     async with client.slot(900_000) as slot:
         kept = slot.tensor((900_000,), torch.uint8)
@@ -154,7 +155,7 @@ async def test_a_slot_ends_with_its_block_whatever_still_holds_a_view(client: sh
         assert kept.numel() == 900_000
 
 
-async def test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again(client: shmring.RingClient, eventually: Any) -> None:
+async def test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again(client: shmring.Client, eventually: Any) -> None:
     """A decoder's thread that was cancelled may go on writing: what it writes must never show up in another's slot."""
     async with client.slot(5000, drain=True) as slot:
         late = slot.tensor((5000,), torch.uint8).reshape(50, 100)[3:]
@@ -190,7 +191,7 @@ async def test_waiting_for_space_that_views_keep_is_logged(
     await waiting
 
 
-async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+async def _slot(client: shmring.Client, nbytes: int) -> None:
     async with client.slot(nbytes, timeout=5):
         pass
 
@@ -198,7 +199,7 @@ async def _slot(client: shmring.RingClient, nbytes: int) -> None:
 # -- submitting in place ------------------------------------------------------------------------------------------------
 
 
-async def test_tensors_of_a_slot_are_sent_without_a_copy(client: shmring.RingClient) -> None:
+async def test_tensors_of_a_slot_are_sent_without_a_copy(client: shmring.Client) -> None:
     async with client.slot(40_000) as slot:
         first, second = slot.tensor((10_000,), torch.uint8), slot.array((5000,), np.float32)
         first.fill_(2)
@@ -213,7 +214,7 @@ async def test_tensors_of_a_slot_are_sent_without_a_copy(client: shmring.RingCli
         del first, second, tail
 
 
-async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: shmring.RingClient) -> None:
+async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: shmring.Client) -> None:
     async with client.slot(20_000) as slot:
         view = slot.tensor((100, 200), torch.uint8)
         view.copy_(torch.arange(200, dtype=torch.uint8).expand(100, 200))
@@ -223,7 +224,7 @@ async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: sh
         del view
 
 
-async def test_a_payload_may_lie_in_several_slots_and_beside_them(client: shmring.RingClient) -> None:
+async def test_a_payload_may_lie_in_several_slots_and_beside_them(client: shmring.Client) -> None:
     async with client.slot(5000) as first, client.slot(6000) as second:
         a, b = first.tensor((5000,), torch.uint8), second.tensor((6000,), torch.uint8)
         a.fill_(1)
@@ -235,7 +236,7 @@ async def test_a_payload_may_lie_in_several_slots_and_beside_them(client: shmrin
         del a, b
 
 
-async def test_a_slot_can_be_submitted_again_and_again(client: shmring.RingClient, eventually: Any) -> None:
+async def test_a_slot_can_be_submitted_again_and_again(client: shmring.Client, eventually: Any) -> None:
     """Once the engine has released it, it is CACHED: its content is intact, and it goes again without a copy."""
     async with client.slot(10_000) as slot:
         view = slot.tensor((10_000,), torch.uint8)
@@ -267,7 +268,7 @@ async def test_a_slot_that_the_engine_has_is_copied_for_a_second_request(serve: 
     await settled(ring)
 
 
-async def test_two_requests_with_one_slot_at_the_same_moment_are_both_answered(client: shmring.RingClient) -> None:
+async def test_two_requests_with_one_slot_at_the_same_moment_are_both_answered(client: shmring.Client) -> None:
     async with client.slot(10_000) as slot:
         view = slot.tensor((10_000,), torch.uint8).fill_(1)
         answers = await asyncio.gather(*(client.request({"x": view, "y": torch.ones(2000)}, timeout=5) for _ in range(20)))
@@ -291,7 +292,7 @@ async def test_a_slot_that_is_left_before_its_request_has_space_is_copied(serve:
     assert client.statistics().in_place == 0
 
 
-async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.RingClient) -> None:
+async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.Client) -> None:
     async with client.slot(5000) as slot:
         view = slot.tensor((5000,), torch.uint8).fill_(3)
     assert await client.request({"x": view}, timeout=5) == {"x": 15_000}
@@ -299,12 +300,12 @@ async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.RingClie
     del view
 
 
-async def test_bytes_that_reach_beyond_a_slot_are_copied(client: shmring.RingClient) -> None:
+async def test_bytes_that_reach_beyond_a_slot_are_copied(client: shmring.Client) -> None:
     """A view made by other means over the slab may span two slots: it must not be described as lying in one."""
     async with client.slot(5000) as first, client.slot(5000) as second:
         a, b = first.tensor((5000,), torch.uint8).fill_(1), second.tensor((5000,), torch.uint8).fill_(2)
         low, high = sorted((a, b), key=lambda view: view.data_ptr())
-        session = client._session
+        session = session_of(client)
         assert session is not None
         offset = session._slab.find(low.data_ptr())
         assert offset is not None
@@ -364,7 +365,7 @@ async def test_a_payload_that_waits_keeps_its_own_list_of_slots(serve: Any, conn
     """What was packed may wait for its turn while others pack."""
     await serve()
     client = await connect()
-    end = client._session.end
+    end = session_of(client).end
     first = end.pack("in no slot")
     async with client.slot(30_000) as slot:
         second = end.pack(slot.tensor((30_000,), torch.uint8))
@@ -377,7 +378,7 @@ async def test_a_slot_that_changed_hands_since_its_payload_was_packed_is_not_sen
 ) -> None:
     """What was packed waits for its turn, for space or for a copy; who sends it then looks at its slots again."""
     ring, client = await serve(), await connect()
-    end = client._session.end
+    end = session_of(client).end
     async with client.slot(30_000) as slot:
         view = slot.tensor((30_000,), torch.uint8).fill_(1)
         packed = end.pack({"x": view})
@@ -398,7 +399,7 @@ async def test_an_end_whose_session_has_ended_holds_no_slot(serve: Any, connect:
     """Its leases are the engine's again, and the slab is not mapped any more."""
     await serve()
     client = await connect()
-    end = client._session.end
+    end = session_of(client).end
     client_slot = end.hold_now(1000, False)
     assert client_slot is not None
     client_slot.close()

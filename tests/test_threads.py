@@ -195,7 +195,7 @@ def test_attributes_say_what_those_of_the_asyncio_client_say(serve: Any, connect
     client = connect()
     assert client.epoch == client.statistics().epoch > 0
     assert client.kept_nbytes == 128 << 10
-    assert (client.name, client.lost_error, client.closed) == ("test", None, False)
+    assert (client.names, client.lost_error, client.closed) == (("test",), None, False)
     ring.close()
     eventually(lambda: not client.connected)
     assert (client.epoch, client.client_id, client.kept_nbytes) == (0, 0, 0)
@@ -302,8 +302,8 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
         ("space: .* callers hold 1 slots", lambda: client.slot(800_000, timeout=0.01)),
         ("space: .* callers hold 1 slots", lambda: client.slots([400_000, 400_000], timeout=0.01)),
         ("space: ", lambda: client.submit(torch.ones(800_000, dtype=torch.uint8), timeout=0.01)),
-        ("the engine's reply; 1 requests", lambda: client.request("nobody answers", timeout=0.01)),
-        ("the engine's reply; 1 requests", lambda: next(client.stream("nobody answers", timeout=0.01))),
+        ("at 'test': the engine's reply; 1 requests", lambda: client.request("nobody answers", timeout=0.01)),
+        ("at 'test': the engine's reply; 1 requests", lambda: next(client.stream("nobody answers", timeout=0.01))),
     ]
     for what, wait in waits:
         with pytest.raises(TimeoutError, match=f"longer than the 0.01 s it was given: {what}"):
@@ -700,7 +700,7 @@ def test_an_interrupted_request_is_aborted(ring: threads.Ring, client: threads.C
     eventually(lambda: claims[0].aborted)
     claims.pop().done()
     submission = client.submit("x")
-    with interrupted(lambda: submission._in_loop.waiter is not None):
+    with interrupted(lambda: submission._in_loop._waiter is not None):
         submission.result()
     eventually(lambda: submission.ended and ring.untaken == 0)
     eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
@@ -865,7 +865,7 @@ def test_closing_wakes_whoever_waits(ring: threads.Ring, connect: Any) -> None:
         Thread(submission.next),
     ]
     eventually(lambda: ring.untaken == 1 and client.statistics().waiting == 2)
-    eventually(lambda: submission._in_loop.waiter is not None)
+    eventually(lambda: submission._in_loop._waiter is not None)
     client.close()
     for thread in at_client:
         with pytest.raises(shmring.ClosedError, match="this client of 'test' is closed"):

@@ -24,6 +24,7 @@ import shmring
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -353,7 +354,7 @@ async def test_a_frontend_that_dies_while_workers_read_takes_nothing_from_them(
     await client.submit(torch.full((40_000,), 5, dtype=torch.uint8))
     claim = await ring.claim()
     await claim.share()
-    client._session.link.abort()
+    session_of(client).link.abort()
     await eventually(lambda: claim.aborted)
     claim.release()
     with await worker.receive() as message:

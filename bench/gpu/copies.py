@@ -85,7 +85,7 @@ async def _open_slots(pin: str, gpu: Gpu, directory: str, footprint_nbytes: int)
 
 
 @contextlib.asynccontextmanager
-async def _in_slots(ring: shmring.Ring, client: shmring.RingClient, nbytes: int, requests: int) -> AsyncIterator[list[Request]]:
+async def _in_slots(ring: shmring.Ring, client: shmring.Client, nbytes: int, requests: int) -> AsyncIterator[list[Request]]:
     async def bring(claim: shmring.Claim) -> torch.Tensor:
         tensor: torch.Tensor = (await claim.to("cuda"))["x"]
         return tensor

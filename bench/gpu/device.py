@@ -78,7 +78,7 @@ class Gpu:
         """Opens a ring whose claims go to this GPU."""
         return shmring.serve(name, **options)
 
-    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.RingClient]:
+    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Client]:
         """Attaches to a ring, with slots on this GPU if it has a device slab."""
         return shmring.connect(name, **options)
 

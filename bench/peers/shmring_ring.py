@@ -67,7 +67,7 @@ class ShmringCopy(Peer):
         """Returns for how long both ends stay connected after the last message, to see what that costs."""
         return 0.0
 
-    def submit(self, client: shmring.RingClient, cell: Cell, source: Source) -> Awaitable[shmring.Submission]:
+    def submit(self, client: shmring.Client, cell: Cell, source: Source) -> Awaitable[shmring.Submission]:
         """Stamps the next message and sends it."""
         header = source.stamp()
         return client.submit({"header": header, "tensor": source.tensor})
@@ -110,7 +110,7 @@ class ShmringInPlace(ShmringCopy):
     title = "shmring, in place"
     in_place = True
 
-    async def submit(self, client: shmring.RingClient, cell: Cell, source: Source) -> shmring.Submission:
+    async def submit(self, client: shmring.Client, cell: Cell, source: Source) -> shmring.Submission:
         async with client.slot(cell.nbytes) as slot:
             tensor = slot.tensor(cell.shape, cell.torch_dtype)
             header = source.stamp(tensor)
@@ -167,7 +167,7 @@ def answer(payload: Any, desk: Desk) -> dict[str, Any]:
     return {"header": header, "tensor": desk.answer(Header(*header), payload["tensor"])}
 
 
-async def request(client: shmring.RingClient, header: Header, tensor: torch.Tensor) -> Answer:
+async def request(client: shmring.Client, header: Header, tensor: torch.Tensor) -> Answer:
     """Asks one question."""
     reply = await client.request({"header": header, "tensor": tensor})
     return Answer(Header(*reply["header"]), reply["tensor"])

@@ -109,7 +109,7 @@ class SlotsInUse(_Variant):
             for submission in submissions:
                 submission.abort()
 
-    async def _submit(self, client: shmring.RingClient, nbytes: int) -> list[shmring.Submission]:
+    async def _submit(self, client: shmring.Client, nbytes: int) -> list[shmring.Submission]:
         taken = [await client.slot(nbytes) for _ in range(2 * self._slots)]
         for slot in taken[1::2]:
             slot.close()
@@ -124,7 +124,7 @@ class SlotsInUse(_Variant):
         return submissions
 
 
-def _connect(cell: Cell) -> Connecting[shmring.RingClient]:
+def _connect(cell: Cell) -> Connecting:
     return shmring.connect(RING, socket_dir=cell.directory, lease_nbytes=_LEASE_NBYTES)
 
 

@@ -54,12 +54,12 @@ class CallsInFlight:
         try:
             await session.sending.writable()
             session.check_alive()
+            call_id = next(self._ids)
+            session.link.send(Call(call_id, method, encoded))
         except BaseException:
             self._free.release()
             raise
-        call_id = next(self._ids)
         future = self._results[call_id] = session.loop.create_future()
-        session.link.send(Call(call_id, method, encoded))
         try:
             return await future
         finally:

@@ -1,137 +1,210 @@
-"""A frontend's end of the transport.
+"""A frontend's end of the transport: one client of one or more engines.
 
-Theory of operation: :class:`RingClient` is what callers hold; the work is done by its current
-:class:`~shmring.client.session.Session`, one for each life of the engine. Without ``reconnect``, the client ends with its
-session; with it, pending calls fail with :class:`EngineDeadError` and later ones wait for the next engine of that name.
+Theory of operation: :class:`Client` is what callers hold. It has an :class:`~shmring.client.attachment.Attachment` to each of
+its engines, which attaches to it, learns of its death, and attaches to the next one of that name. A request goes to one of
+them, whole: its engine is chosen when it is sent (:mod:`shmring.client.routing`). So an engine that dies takes its own requests
+with it and no others. With one engine there is nothing to choose, and what can be done at once is done by the compiled
+:class:`~shmring.core.compiled.ClientCalls`.
+
+What decides where a request goes, in this order: a slot in which tensors of its payload lie, since nobody but that slot's
+engine can read them there; the ``engine`` that its caller names; its ``key``; the route.
+
+What was not sent to an engine that died goes to another one, if there are others. What was sent fails, since nobody knows how
+far it came, unless its caller allows another try. Tensors in slots of the dead engine are still there, as long as their caller
+holds the slots: a slab in host memory is mapped here until the last view of it has died, and nobody lends its memory out any
+more. They are copied to the next engine. Of memory on a GPU nobody knows that, so nothing is sent from there a second time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+import functools
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
-from shmring.client.counters import ClientCounters
+from shmring.cancellation import uninterrupted
+from shmring.client.attachment import Attachment
+from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
 from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
+from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.compiled import ClientCalls, Origin
+from shmring.core.compiled import ClientCalls, ClientEnd, Origin, Packed
 from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
-from shmring.errors import (
-    ClosedError,
-    EngineDeadError,
-    ShmringError,
-    WouldBlock,
-    fresh,
-)
+from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
-from shmring.gpu.device_slots import DeviceSlots
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
-from shmring.transport.endpoint import socket_path
 from shmring.transport.loops import check_loop
 
-__all__ = ["RingClient", "Submission"]
+__all__ = ["Client", "check_name"]
 
-logger = logging.getLogger("shmring.client")
+_Result = TypeVar("_Result")
+_Reply = TypeVar("_Reply")
+_Payload = TypeVar("_Payload")
 
 _MAX_NAME_CHARACTERS = 256
-_FIRST_ATTEMPT_PAUSE_S = 0.02
+_MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
+#: For those that are not the first: an engine that listens and does not answer must not hold up those that do.
+_OTHERS_S = 1.0
 
 
-class RingClient(ClientCalls):
-    """A frontend's end. Made by :func:`shmring.connect`.
+class _RequestOptions(TypedDict, total=False):
+    """For type checkers: what :meth:`Client.request` takes besides ``reply_type``."""
+
+    timeout: float | None
+    request_id: str
+    key: str | bytes | None
+    engine: str | None
+    retry: int
+
+
+class Client(ClientCalls):
+    """A frontend's end of one engine, or of several. Made by :func:`shmring.connect`.
+
+    Several engines are taken to be alike: each may get any request. A client has as much memory and as many requests in flight
+    at each of them as it would have at that one alone.
 
     Attributes:
-        name: the engine's name.
-        config: as configured.
+        names: the names of its engines, in the order in which they were given.
+        config: as configured, for each engine.
+        engines: the connection to each engine, by its name.
+        resent: requests that were sent again because their engine had died (``retry``).
     """
 
     def __init__(
         self,
-        name: str,
-        path: Path,
-        config: ClientConfig,
-        reconnect: bool,
-        description: str,
-        cuda: Cuda,
-        device_memory: DeviceMemory,
-    ) -> None:
-        self.name = name
-        self.config = config
-        self._path = path
-        self._reconnect = reconnect
-        self._description = description
-        self._cuda = cuda
-        self._device_memory = device_memory
-        self._counters = ClientCounters()
-        self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
-        super().__init__(self._copier)
-        self._deadlines = Deadlines()
-        self._preparations = Preparations()
-        self._session: Session | None = None
-        self._attached = asyncio.Event()
-        self._reattaching: asyncio.Task[None] | None = None
-        self._lost_error: ShmringError | None = None
-        self._closed = False
-        self._origin = Origin()
-        self._loop = asyncio.get_running_loop()
-
-    @classmethod
-    async def create(
-        cls,
-        name: str,
+        names: Sequence[str],
         config: ClientConfig,
         *,
+        route: Route = "least_loaded",
         reconnect: bool = False,
         description: str = "",
         cuda: Cuda | None = None,
         device_memory: DeviceMemory | None = None,
-    ) -> RingClient:
-        """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`shmring.connect`."""
-        client = cls.detached(
-            name, config, reconnect=reconnect, description=description, cuda=cuda, device_memory=device_memory
+    ) -> None:
+        """Makes a client that is not attached yet; see :func:`shmring.client.connecting.open_client`."""
+        _check_names(names)
+        check_name(description)
+        if route not in ROUTES:
+            raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {route!r}")
+        self.names = tuple(names)
+        self.config = config
+        self.resent = 0
+        self._reconnect = reconnect
+        self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
+        super().__init__(self._copier)
+        self._deadlines = Deadlines()
+        self._preparations = Preparations()
+        self._router = Router(self.names, route, random.randrange(len(names)))
+        self._estimates = {name: LoadEstimate() for name in names}
+        self._sessions: dict[str, Session] = {}  # that the estimates are of
+        self._some_attached = asyncio.Event()
+        self._closed = False
+        self._origin = Origin()
+        self._loop = asyncio.get_running_loop()
+        self._attachments = {
+            name: Attachment(
+                name,
+                config,
+                reconnect=reconnect,
+                description=description,
+                origin=self._origin,
+                copier=self._copier,
+                cuda=cuda or TorchCuda(),
+                device_memory=device_memory or Driver(),
+                on_change=self._changed,
+            )
+            for name in names
+        }
+        self._only = self._attachments[self.names[0]] if len(names) == 1 else None
+        self.engines: Mapping[str, EngineConnection] = MappingProxyType(
+            {name: EngineConnection(attachment) for name, attachment in self._attachments.items()}
         )
-        try:
-            await client._attach_in_time()
-        except BaseException:
-            client._copier.close()
-            raise
-        return client
 
-    @classmethod
-    def detached(
-        cls,
-        name: str,
-        config: ClientConfig,
-        *,
-        reconnect: bool,
-        description: str,
-        cuda: Cuda | None = None,
-        device_memory: DeviceMemory | None = None,
-    ) -> RingClient:
-        """Makes a client that is not attached yet. See :meth:`attach` and :meth:`keep_attaching`."""
-        path = socket_path(name, config.socket_dir)
-        client = cls(name, path, config, reconnect, description, cuda or TorchCuda(), device_memory or Driver())
-        client._check_name(description)
-        return client
+    def _changed(self, end: ClientEnd | None) -> None:
+        """An engine is attached, or not any more."""
+        if self._only is not None:
+            self._use(end)
+        if self.connected or self._closed:
+            self._some_attached.set()
+        else:
+            self._some_attached.clear()
+
+    async def _attach(self) -> None:
+        """Attaches to the only engine; or to one of several, when the others have been tried.
+
+        Raises:
+            EngineDeadError, RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
+        """
+        if self._only is not None:
+            await self._only.attach_in_time()
+            return
+        deadline = self._loop.time() + self.config.connect_timeout_s
+        refusals = await self._try_each(deadline)
+        if len(refusals) == len(self.names):
+            raise refusals[0]  # whatever starts later would say the same
+        for attachment in self._attachments.values():
+            if attachment.session is None:
+                attachment.keep_attaching()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._some_engine()
+        except TimeoutError:
+            if refusals:
+                raise refusals[0] from None
+            raise EngineDeadError(
+                f"none of the engines {self._listed} answered within {self.config.connect_timeout_s:g} s", engine=None
+            ) from None
+
+    async def _try_each(self, deadline: float) -> list[BaseException]:
+        """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse."""
+        tries = [self._loop.create_task(attachment.attach()) for attachment in self._attachments.values()]
+        try:
+            pending = set(tries)
+            while pending and not self.connected:
+                left_s = max(0.0, deadline - self._loop.time())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+            if pending and self.connected:
+                await asyncio.wait(pending, timeout=_OTHERS_S)
+        finally:
+            for trying in tries:
+                trying.cancel()
+            outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        errors = [error for error in outcomes if isinstance(error, BaseException)]
+        return [error for error in errors if not isinstance(error, EngineDeadError | asyncio.CancelledError)]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    @overload
+    async def request(self, payload: object, *, reply_type: type[_Reply], **options: Unpack[_RequestOptions]) -> _Reply: ...
+
+    @overload
+    async def request(self, payload: object, *, reply_type: Any = ..., **options: Unpack[_RequestOptions]) -> Any: ...
+
     async def request(
-        self, payload: object, *, timeout: float | None = None, reply_type: Any = Any, request_id: str = ""
+        self,
+        payload: object,
+        *,
+        timeout: float | None = None,
+        reply_type: Any = Any,
+        request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
+        retry: int = 0,
     ) -> Any:
         """Sends a payload and waits for its one reply. Cancelling aborts the request.
 
@@ -145,6 +218,10 @@ class RingClient(ClientCalls):
             timeout: seconds for all of it, waiting for space included.
             reply_type: a msgspec type to decode the reply into.
             request_id: the caller's own name for it, for :meth:`abort` and the engine's log.
+            key: of several engines, sends all requests of this key to the same one, as long as that is attached.
+            engine: sends it to this one.
+            retry: how often it may be sent again, to whichever engine is attached, because its engine died before a reply had
+                come. It may then have been carried out twice, or in part.
 
         Raises:
             TimeoutError: it took longer; the request was aborted.
@@ -152,82 +229,148 @@ class RingClient(ClientCalls):
             CapacityError: it can never fit the slab, or a message.
             RemoteError: the engine failed with this request.
             AbortedError: it was aborted by :meth:`abort`.
-            EngineDeadError: the engine went away.
+            EngineDeadError: its engine went away; ``engine`` of the error names it. Or no engine is attached, and none is
+                waited for (``reconnect=False``).
             ClosedError: this client is closed.
+            LocalProtocolError: tensors of the payload lie in slots of two engines, or in a slot of another engine than
+                ``engine``.
+            ValueError: there is no such engine, or ``engine`` and ``retry`` contradict each other.
         """
-        with self._deadlines.within(timeout, self.why_not_sent) as deadline:
-            submission = await self.submit(payload, request_id=request_id)
-            deadline.waits_for = self._why_no_reply
-            try:
-                return await submission.result(reply_type)
-            except BaseException:
-                submission.abort()
-                raise
+        _check_retry(retry, engine)
+        why_not_sent = self._why_not_sent if engine is None else functools.partial(self._why_not_sent, engine)
+        with self._deadlines.within(timeout, why_not_sent) as deadline:
+            while True:
+                submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
+                deadline.waits_for = submission._why_no_reply
+                try:
+                    return await submission.result(reply_type)
+                except EngineDeadError:
+                    if not self._sends_again(submission, retry):
+                        raise
+                    retry -= 1
+                    deadline.waits_for = why_not_sent
+                except BaseException:
+                    submission.abort()
+                    raise
+
+    @overload
+    def stream(
+        self, payload: object, *, reply_type: type[_Reply], **options: Unpack[_RequestOptions]
+    ) -> AsyncGenerator[_Reply, None]: ...
+
+    @overload
+    def stream(
+        self, payload: object, *, reply_type: Any = ..., **options: Unpack[_RequestOptions]
+    ) -> AsyncGenerator[Any, None]: ...
 
     async def stream(
-        self, payload: object, *, timeout: float | None = None, reply_type: Any = Any, request_id: str = ""
+        self,
+        payload: object,
+        *,
+        timeout: float | None = None,
+        reply_type: Any = Any,
+        request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
+        retry: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """Sends a payload and yields its replies as they come. Leaving the loop early aborts the request.
 
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does
         between two replies.
         """
+        _check_retry(retry, engine)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        with self._deadlines.within(timeout, self.why_not_sent):
-            submission = await self.submit(payload, request_id=request_id)
 
-        async def next_reply() -> list[Any]:
-            with self._deadlines.within(timeout, self._why_no_reply, until_s=until_s):
+        async def next_reply(submission: Submission) -> list[Any]:
+            with self._deadlines.within(timeout, submission._why_no_reply, until_s=until_s):
                 return [await submission.next(reply_type)]
 
-        try:
-            while True:
-                try:
-                    reply = await next_reply()
-                except StopAsyncIteration:
-                    return
-                yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
-        finally:
-            submission.abort()
+        while True:
+            with self._deadlines.within(timeout, lambda: self._why_not_sent(engine), until_s=until_s):
+                submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
+            try:
+                while True:
+                    try:
+                        reply = await next_reply(submission)
+                    except StopAsyncIteration:
+                        return
+                    except EngineDeadError:
+                        if not self._sends_again(submission, retry):
+                            raise
+                        retry -= 1
+                        break
+                    yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
+            finally:
+                submission.abort()
 
-    async def submit_in_turn(self, payload: object, request_id: str) -> Submission:
-        """For :meth:`submit`: something has to be waited for."""
+    def _sends_again(self, submission: Submission, retry: int) -> bool:
+        """Whether a request whose engine has died is sent once more."""
+        if not retry or submission.has_replied or submission._on_gpu:
+            return False
+        self.resent += 1
+        return True
+
+    async def _submit_in_turn(
+        self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
+    ) -> Submission:
+        """For :meth:`submit`: something has to be waited for, or an engine to be chosen."""
+        _check_route_key(key)
         if not request_id:
-            return await self._submit_when_attached(payload, request_id)
-        self._check_name(request_id)
-        return await self._preparations.prepare(request_id, self._submit_when_attached(payload, request_id))
+            return await self._submit_when_attached(payload, request_id, key, engine)
+        check_name(request_id)
+        sending = self._submit_when_attached(payload, request_id, key, engine)
+        return await self._preparations.prepare(request_id, sending)
 
-    async def _submit_when_attached(self, payload: object, request_id: str) -> Submission:
-        session = self._attached_here() or await self._ready()
-        return await session.sending.submit(payload, request_id)
+    async def _submit_when_attached(
+        self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
+    ) -> Submission:
+        while True:
+            holder, packed, on_gpu = self._holder(payload, engine)
+            attachment = holder or self._pick(key, engine) or await self._pick_in_time(key)
+            session = attachment.session
+            if self._only is None and session is not None and not request_id:
+                attachment.check_loop()
+                submission = self._submit_now(session.end, payload, packed, request_id)
+                if submission is not None:
+                    return submission
+            del packed
+            try:
+                session = await attachment.ready()
+                return await session.sending.submit(payload, request_id)
+            except EngineDeadError:  # before it was sent
+                if engine is not None or self._only is not None or on_gpu:
+                    raise
 
-    def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
+    def submit_nowait(
+        self,
+        payload: object,
+        *,
+        request_id: str = "",
+        ask: bool = True,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
 
-        In :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
+        Where no slot, key or ``engine`` decides, any engine that can take it will do. In :mod:`shmring.threads`, a long copy is
+        made beside the loop, and waited for.
 
         Args:
-            payload, request_id: as of :meth:`request`.
+            payload, request_id, key, engine: as of :meth:`request`.
             ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
 
         Raises:
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
-        self._check_name(request_id)
-        return self._ready_nowait().sending.submit_nowait(payload, request_id, ask=ask)
-
-    async def submit_in_time(self, payload: object, *, timeout: float | None = None, request_id: str = "") -> Submission:
-        """For :mod:`shmring.threads`: as :meth:`submit`, within so many seconds."""
-        with self._deadlines.within(timeout, self.why_not_sent):
-            return await self.submit(payload, request_id=request_id)
-
-    async def submit_unless_full(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
-        """For :mod:`shmring.threads`: as :meth:`submit_nowait`, with a long copy made beside the loop."""
-        self._check_name(request_id)
-        return await self._ready_nowait().sending.submit_unless_full(payload, request_id, ask=ask)
+        check_name(request_id)
+        return _first_that_can(
+            self._takers(payload, key, engine),
+            lambda session: session.sending.submit_nowait(payload, request_id, ask=ask),
+        )
 
     def abort(self, request_id: str | Iterable[str]) -> int:
-        """Aborts the requests of these names; tasks that wait for them get :class:`AbortedError`.
+        """Aborts the requests of these names, wherever they are; tasks that wait for them get :class:`AbortedError`.
 
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
@@ -235,41 +378,62 @@ class RingClient(ClientCalls):
         Raises:
             ClosedError: this client belongs to the process that forked this one.
         """
-        self.check_process()
+        self._check_process()
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         preparing = self._preparations.abort(names)
-        if self._session is None:
-            return preparing
-        pending = self._session.end.pending.values()
+        sessions = [attachment.session for attachment in self._attachments.values() if attachment.session is not None]
+        pending = [submission for session in sessions for submission in session.end.pending.values()]
         in_flight = [submission for submission in pending if submission.name in names and not submission.ended]
         for submission in in_flight:
             submission.abort()
         return preparing + len(in_flight)
 
-    async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
-        """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.
+    async def call(self, method: str, *arguments: object, engine: str | None = None, timeout: float | None = None) -> Any:
+        """Calls a control method of an engine (see ``calls`` of :func:`shmring.serve`) and returns its result.
+
+        Args:
+            method: its name.
+            arguments: whatever msgpack can hold.
+            engine: which one; None: the only one. What is asked of several is called for each name in :attr:`names`.
+            timeout: seconds.
 
         Raises:
             RemoteError: it failed, or there is none of that name.
+            ValueError: there is no such engine; or there are several, and none is named.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
-        self._check_name(method)
-        with self._deadlines.within(timeout, lambda: f"{self.why_no_answer()}, for the call {method!r}"):
-            session = await self._ready()
+        check_name(method)
+        attachment = self._given(engine) if engine is not None else self._the_only("methods to call: name one with engine=")
+        with self._deadlines.within(timeout, lambda: f"{self._why_no_answer(engine)}, for the call {method!r}"):
+            session = await attachment.ready()
             return await session.calls.call(method, arguments)
 
     # -- kept content --------------------------------------------------------------------------------------------------
 
-    async def find(self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None) -> Kept | None:
+    @overload
+    async def find(
+        self, key: bytes, *, payload_type: type[_Payload], timeout: float | None = ..., engine: str | None = ...
+    ) -> Kept[_Payload] | None: ...
+
+    @overload
+    async def find(
+        self, key: bytes, *, payload_type: Any = ..., timeout: float | None = ..., engine: str | None = ...
+    ) -> Kept[Any] | None: ...
+
+    async def find(
+        self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
+    ) -> Kept[Any] | None:
         """Looks for content that the engine keeps under a key, whoever gave it. It is pinned until what is returned is left.
 
-        One round trip; none if this client has it pinned already. Don't wait for a slot while holding it, without a timeout:
-        two clients that do could wait for each other.
+        One round trip to each engine that is asked; none if this client has it pinned already. A request with tensors of it
+        goes to the engine that keeps it. Don't wait for a slot while holding it, without a timeout: two clients that do could
+        wait for each other.
 
         Args:
             key: 32 bytes.
             payload_type: a msgspec type to decode the payload into.
             timeout: seconds to wait for the engine.
+            engine: where it is looked for; None: at all engines that are attached, the least loaded first.
 
         Returns:
             The content; None if it is not there.
@@ -277,15 +441,34 @@ class RingClient(ClientCalls):
         Raises:
             WouldBlock: it is there, and this client has too much pinned (``RingConfig.max_pins``).
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
-            TypeError, ValueError: this is no key.
+            TypeError, ValueError: this is no key, or there is no such engine.
         """
         check_key(key)
-        with self._deadlines.within(timeout, self.why_no_answer):
-            session = self._attached_here() or await self._ready()
-            return await session.kept.find(key, payload_type)
+        with self._deadlines.within(timeout, lambda: self._why_no_answer(engine)):
+            for attachment in await self._searched(engine):
+                try:
+                    session = await attachment.ready()
+                    kept = await session.kept.find(key, payload_type)
+                except EngineDeadError:
+                    if engine is not None or self._only is not None:
+                        raise
+                else:
+                    if kept is not None:
+                        return kept
+        return None
 
-    async def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> Kept:
-        """Gives content to the engine, to be found under a key by every client until its space is wanted for something else.
+    async def _searched(self, engine: str | None) -> list[Attachment]:
+        """Where kept content is looked for."""
+        if engine is not None:
+            return [self._given(engine)]
+        if self._only is not None:
+            return [self._only]
+        await self._some_engine()
+        loads = self.loads()
+        return [self._attachments[name] for name in sorted(loads, key=lambda name: loads[name].in_flight)]
+
+    async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
+        """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.
 
         If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on,
         as a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, which is waited for.
@@ -295,6 +478,7 @@ class RingClient(ClientCalls):
             key: 32 bytes that stand for this content and for no other, such as a hash of what it was made of.
             payload: any msgspec-encodable object with a torch tensor or numpy array in it; beside them, 4 KiB at most.
             timeout: seconds for all of it, waiting for space included.
+            engine: to this one; None: to that in whose slot it lies, or that a request would go to.
 
         Returns:
             The content, which is pinned until that is left.
@@ -303,28 +487,39 @@ class RingClient(ClientCalls):
             WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A
                 slot that it lies in is the caller's again, to be sent as usual. Nothing is waited for.
             CapacityError: it is larger than all that the engine may keep.
-            TypeError, ValueError: it can't be sent, has no tensor, or this is no key.
-            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
+            TypeError, ValueError: it can't be sent, has no tensor, this is no key, or there is no such engine.
+            TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
         check_key(key)
-        with self._deadlines.within(timeout, self.why_not_sent):
-            session = self._attached_here() or await self._ready()
-            return await session.kept.keep(key, payload)
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            holder = self._holder(payload, engine)[0]
+            if holder is not None:
+                engine = holder.name
+            return await self._at_some_engine(None, engine, lambda session: session.kept.keep(key, payload))
 
-    def why_no_answer(self) -> str:
-        """For whoever has a deadline: says what somebody waits for who looks for kept content."""
-        if self._session is None:
-            return f"an engine {self.name!r} to be attached"
-        return f"the answer of engine {self.name!r}"
+    @property
+    def kept_nbytes(self) -> int:
+        """How much an engine that is attached now may keep (``RingConfig.kept_nbytes``); 0: nothing, or none is attached."""
+        return max(connection.kept_nbytes for connection in self.engines.values())
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    async def slots(self, sizes: Sequence[int | str], *, timeout: float | None = None, drain: bool = False) -> list[Slot]:
-        """Waits in line for several slots at once, in host memory: who acquires them one by one may wait for itself.
+    async def slots(
+        self,
+        sizes: Sequence[int | str],
+        *,
+        timeout: float | None = None,
+        drain: bool = False,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> list[Slot]:
+        """Waits in line for several slots at once, in host memory of one engine's slab.
+
+        Who acquires them one by one may wait for itself.
 
         Args:
             sizes: bytes of tensors of each; at least one.
-            timeout, drain: as of :meth:`slot`.
+            timeout, drain, key, engine: as of :meth:`slot`.
 
         Returns:
             The slots, which the caller leaves one by one.
@@ -333,37 +528,86 @@ class RingClient(ClientCalls):
             CapacityError: together they are more than the engine can lease out.
             TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
         """
-        parts = parse_sizes(sizes)
-        with self._deadlines.within(timeout, self.why_not_sent):
-            session = await self._ready()
+        parts = _parse_sizes(sizes)
+
+        async def acquire(session: Session) -> list[Slot]:
             slots = session.host_slots
             record = await slots.acquire(nbytes_for_slots(parts), held=True)
             return [slots.hold(part, drain=drain) for part in slots.book.split(record, parts)]
 
-    @property
-    def kept_nbytes(self) -> int:
-        """How much the engine that is attached now may keep (``RingConfig.kept_nbytes``); 0: nothing, or none is attached."""
-        session = self._session
-        return 0 if session is None else session.welcome.kept_nbytes
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            return await self._at_some_engine(key, engine, acquire)
 
-    def check_capacity(self, *sizes: int | str) -> None:
+    async def _acquire_in_turn(
+        self,
+        nbytes: int,
+        timeout: float | None,
+        drain: bool,
+        device: torch.device | None,
+        key: str | bytes | None,
+        engine: str | None,
+    ) -> Slot:
+        """For :meth:`slot`: something has to be waited for, or an engine to be chosen."""
+
+        async def acquire(session: Session) -> Slot:
+            slots = session.host_slots if device is None else await session.device_slots.open(device.index)
+            slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
+            return slot
+
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            return await self._at_some_engine(key, engine, acquire)
+
+    def slot_nowait(
+        self,
+        nbytes: int | str,
+        *,
+        drain: bool = False,
+        device: torch.device | str = "cpu",
+        ask: bool = True,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> Slot:
+        """Returns a slot if one is free in this client's leases; where no key or ``engine`` decides, at whichever engine.
+
+        Args:
+            nbytes, drain, device, key, engine: as of :meth:`slot`.
+            ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
+
+        Raises:
+            WouldBlock: none is, or others wait for one; or this process has not mapped the device slab yet, as the waiting twin
+                does.
+            CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
+        """
+        asked_nbytes = parse_nbytes(nbytes)
+        wanted = self._resolve_device(device)
+
+        def take(session: Session) -> Slot:
+            session.check_alive()
+            slots = session.host_slots if wanted is None else session.device_slots.opened(wanted.index)
+            slot: Slot = slots.hold(slots.acquire_nowait(asked_nbytes, held=True, ask=ask), drain=drain)
+            return slot
+
+        return _first_that_can(self._candidates(key, engine), take)
+
+    def check_capacity(self, *sizes: int | str, engine: str | None = None) -> None:
         """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
 
         Args:
             sizes: as for :meth:`slots`; at least one.
+            engine: at this one; None: at each that is attached.
 
         Raises:
-            CapacityError: more than the engine can lease out.
+            CapacityError: more than one of the engines can lease out.
             WouldBlock: no engine is attached now, and the next one is waited for.
             EngineDeadError, ClosedError: as :meth:`request`.
-            ValueError: a size is negative, or there is none.
+            ValueError: a size is negative, there is none, or there is no such engine.
         """
-        total_nbytes = nbytes_for_slots(parse_sizes(sizes))
-        session = self._ready_nowait()
-        session.check_alive()
-        session.host_slots.book.check_capacity(total_nbytes)
+        total_nbytes = nbytes_for_slots(_parse_sizes(sizes))
+        for session in self._candidates(None, engine):
+            session.check_alive()
+            session.host_slots.book.check_capacity(total_nbytes)
 
-    def resolve_device(self, device: torch.device | str) -> torch.device | None:
+    def _resolve_device(self, device: torch.device | str) -> torch.device | None:
         """For :meth:`slot`: the GPU that is meant, or None for the host."""
         wanted = torch.device(device)
         if wanted.type == "cpu":
@@ -372,54 +616,211 @@ class RingClient(ClientCalls):
             raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
         return wanted
 
-    async def acquire_in_turn(self, nbytes: int, timeout: float | None, drain: bool, device: torch.device | None) -> Slot:
-        """For :meth:`slot`: something has to be waited for."""
-        with self._deadlines.within(timeout, self.why_not_sent):
-            session = await self._ready()
-            slots = session.host_slots if device is None else await session.device_slots.open(device.index)
-            slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
-            return slot
+    # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def slot_nowait(
-        self, nbytes: int | str, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True
-    ) -> Slot:
-        """Returns a slot if one is free in this client's leases.
-
-        Args:
-            nbytes, drain, device: as of :meth:`slot`.
-            ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
+    def choose(self, *, key: str | bytes | None = None) -> str:
+        """Returns the engine that a request would go to now, for callers who need several things at one engine.
 
         Raises:
-            WouldBlock: none is, or others wait for one; or this process has not mapped the device slab yet, as the waiting twin
-                does.
-            CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
+            WouldBlock: none is attached now, and one is waited for.
+            EngineDeadError: none is attached, and none is waited for (``reconnect=False``).
         """
-        nbytes = parse_nbytes(nbytes)
-        wanted = self.resolve_device(device)
-        session = self._ready_nowait()
-        session.check_alive()
-        slots = session.host_slots if wanted is None else session.device_slots.opened(wanted.index)
-        slot: Slot = slots.hold(slots.acquire_nowait(nbytes, held=True, ask=ask), drain=drain)
-        return slot
+        return self._candidates(key, None)[0].engine_name
 
-    # -- the connection --------------------------------------------------------------------------------------------------
+    def loads(self) -> dict[str, EngineLoad]:
+        """Returns the loads of the engines that are attached, as requests are routed by them now.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
+        self._check_process()
+        return {name: self._load(name, session) for name, session in self._reached()}
+
+    def _reached(self) -> Iterator[tuple[str, Session]]:
+        """The engines to which something may be sent now."""
+        for name, attachment in self._attachments.items():
+            session = attachment.session
+            if session is not None and not session.link.lost:  # it may have ended, and will say so in the loop's next turn
+                yield name, session
+
+    def _load(self, name: str, session: Session) -> EngineLoad:
+        if self._sessions.get(name) is not session:  # another life: nothing of what was seen of the last one holds
+            self._sessions[name], self._estimates[name] = session, LoadEstimate()
+        writer = session.link.writer
+        return self._estimates[name].look(
+            published=session.load.in_flight,
+            waiting=session.load.waiting,
+            own=session.end.in_flight + session.host_slots.book.count(ClientSlot.WRITING),
+            unread_nbytes=writer.unread_nbytes,
+            taken_nbytes=writer.taken_nbytes,
+            now=session.loop.time(),
+        )
+
+    def _holder(self, payload: object, engine: str | None) -> tuple[Attachment | None, Packed | None, bool]:
+        """Of several engines, finds the one in whose slots tensors of a payload lie.
+
+        Returns:
+            The attachment to it, the payload as it is sent there, and whether some of those tensors are on a GPU.
+
+        Raises:
+            LocalProtocolError: they lie in slots of two engines, or of another one than ``engine``.
+        """
+        holder, packed, on_gpu = None, None, False
+        if self._only is not None:
+            return holder, packed, on_gpu
+        for attachment in self._attachments.values():
+            session = attachment.session
+            found = None if session is None else session.find_held(payload)
+            if found is None:
+                continue
+            if holder is not None:
+                raise LocalProtocolError(
+                    f"tensors of the payload lie in slots of two engines, {holder.name!r} and {attachment.name!r}, and neither "
+                    "can read the other's; send a copy of one of them, or acquire both slots with the same key= or engine="
+                )
+            holder, (packed, on_gpu) = attachment, found
+        if holder is not None and engine is not None and holder is not self._given(engine):
+            raise LocalProtocolError(
+                f"tensors of the payload lie in a slot of engine {holder.name!r}, so the request can't go to {engine!r}; "
+                "leave engine= out, or send a copy"
+            )
+        return holder, packed, on_gpu
+
+    def _given(self, engine: str) -> Attachment:
+        attachment = self._attachments.get(engine)
+        if attachment is None:
+            raise ValueError(f"there is no engine {engine!r} here, there are {self._listed}")
+        return attachment
+
+    def _the_only(self, what: str) -> Attachment:
+        if self._only is None:
+            raise ValueError(f"several engines have {what}, there are {self._listed}")
+        return self._only
+
+    def _pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
+        """Chooses among the engines that are attached; None if none is. One that is named, or the only one, need not be."""
+        self._check_open()
+        if engine is not None:
+            return self._given(engine)
+        if self._only is not None:
+            return self._only
+        if key is not None:
+            attached = [name for name, _ in self._reached()]
+            return self._attachments[self._router.choose_for(key, attached)] if attached else None
+        loads = self.loads()
+        return self._attachments[self._router.choose(loads)] if loads else None
+
+    async def _pick_in_time(self, key: str | bytes | None) -> Attachment:
+        """The same when an engine is attached."""
+        while True:
+            await self._some_engine()
+            if (attachment := self._pick(key, None)) is not None:
+                return attachment
+            await asyncio.sleep(0)  # a connection has ended, and says so in the loop's next turn
+
+    async def _at_some_engine(
+        self, key: str | bytes | None, engine: str | None, attempt: Callable[[Session], Awaitable[_Result]]
+    ) -> _Result:
+        """Does something at an engine that is chosen; at another one if that dies meanwhile, and was not named."""
+        _check_route_key(key)
+        while True:
+            attachment = self._pick(key, engine) or await self._pick_in_time(key)
+            try:
+                return await attempt(await attachment.ready())
+            except EngineDeadError:
+                if engine is not None or self._only is not None:
+                    raise
+
+    def _takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
+        """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`_candidates`."""
+        holder = self._holder(payload, engine)[0]
+        return self._candidates(key, engine if holder is None else holder.name)
+
+    def _candidates(self, key: str | bytes | None, engine: str | None) -> list[Session]:
+        """Returns the engines that may be asked for what can't wait, the best one first.
+
+        Raises:
+            WouldBlock: none is attached, and one is waited for.
+        """
+        _check_route_key(key)
+        best = self._pick(key, engine)
+        if best is None:
+            raise self._none_attached()
+        first = best.ready_nowait()
+        if key is not None or engine is not None:
+            return [first]
+        return [first, *(session for _, session in self._reached() if session is not first)]
+
+    async def _some_engine(self) -> None:
+        """Waits until one of the engines is attached."""
+        while not self.connected:
+            self._check_open()
+            if not self._reconnect and not any(attachment.is_attaching for attachment in self._attachments.values()):
+                raise self._none_attached()
+            check_loop(self._loop, f"this client of {self._listed}")
+            await self._some_attached.wait()
+        self._check_open()
+
+    def _none_attached(self) -> EngineDeadError | WouldBlock:
+        """Says why nothing can be sent now to several engines: others are waited for, or none will come."""
+        if self._reconnect:
+            return WouldBlock(f"none of the engines {self._listed} is attached now")
+        why = f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out"
+        return EngineDeadError(why, engine=None)
+
+    @property
+    def _listed(self) -> str:
+        return ", ".join(map(repr, self.names))
+
+    def _why_not_sent(self, engine: str | None = None) -> str:
+        """Says what a request that was not sent yet, or a slot, is waiting for: at one engine if that is named."""
+        if self._only is not None:
+            return self._only.why_not_sent()
+        return self._why_at(engine) or "; ".join(f"at {each.name!r}: {each.why_not_sent()}" for each in self._attached(engine))
+
+    def _why_no_answer(self, engine: str | None) -> str:
+        """Says what somebody waits for who looks for kept content, or calls an engine."""
+        if self._only is not None:
+            return self._only.why_no_answer()
+        return self._why_at(engine) or ", or ".join(each.why_no_answer() for each in self._attached(engine))
+
+    def _why_at(self, engine: str | None) -> str:
+        """Says which of several engines would have to be attached; nothing if it is."""
+        if self._attached(engine):
+            return ""
+        if engine is None:
+            return f"one of the engines {self._listed} to be attached"
+        attached = ", ".join(repr(each.name) for each in self._attached(None))
+        return f"engine {engine!r} to be attached, which it is not; attached are: {attached or 'none'}"
+
+    def _attached(self, engine: str | None) -> list[Attachment]:
+        """Returns the engines that are attached: this one, or all."""
+        return [each for each in self._attachments.values() if each.session is not None and engine in (None, each.name)]
+
+    # -- the connections -----------------------------------------------------------------------------------------------
 
     @property
     def client_id(self) -> int:
-        """How the engine that is attached now numbers this client (``Claim.client_id`` there); 0: none is."""
-        session = self._session  # once: another thread may ask (shmring.threads)
-        return 0 if session is None else session.welcome.client_id
+        """How the only engine numbers this client now (``Claim.client_id`` there); 0: it is not attached.
+
+        Raises:
+            ValueError: there are several; ask each of :attr:`engines`.
+        """
+        return self.engines[self._the_only("a client_id for this client: ask engines[name]").name].client_id
 
     @property
     def epoch(self) -> int:
-        """Which life of the engine is attached now; 0: none is."""
-        session = self._session
-        return 0 if session is None else session.welcome.epoch
+        """Which life of the only engine is attached now; 0: none is.
+
+        Raises:
+            ValueError: there are several; ask each of :attr:`engines`.
+        """
+        return self.engines[self._the_only("an epoch: ask engines[name]").name].epoch
 
     @property
     def connected(self) -> bool:
         """Whether an engine is attached now."""
-        return self._session is not None
+        return any(attachment.session is not None for attachment in self._attachments.values())
 
     @property
     def closed(self) -> bool:
@@ -428,168 +829,67 @@ class RingClient(ClientCalls):
 
     @property
     def lost_error(self) -> ShmringError | None:
-        """Why the last engine that went away did, as far as it is known; None if none has."""
-        return self._lost_error
+        """Why an engine that went away did, as far as it is known: the only one, or one that is not attached now."""
+        lost = (each.lost_error for each in self._attachments.values() if each is self._only or each.session is None)
+        return next((error for error in lost if error is not None), None)
 
-    async def wait_connected(self, timeout: float | None = None) -> None:
-        """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
-        with self._deadlines.within(timeout, self.why_not_sent):
-            await self._ready()
+    async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
+        """Waits until an engine is attached: the one that is named, or any (at once, unless one is being waited for)."""
+        given = self._given(engine) if engine is not None else self._only
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            await (self._some_engine() if given is None else given.ready())
 
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
-        """Waits until the slab's pages are mapped in this process (at once, without ``prefault``).
+        """Waits until the slabs' pages are mapped in this process (at once, without ``prefault``), of each engine attached.
 
         It takes some 0.2 s per GB, beside whatever else goes on. A server that is to be fast from its first request on awaits
         this before it says that it is ready.
         """
-        with self._deadlines.within(timeout, lambda: "the slab's pages to be mapped in this process"):
+        with self._deadlines.within(timeout, lambda: "the slabs' pages to be mapped in this process"):
             while True:
-                session = await self._ready()
-                await session.prefaulted()
-                if session.error is None:
+                await (self._some_engine() if self._only is None else self._only.ready())
+                sessions = [each.session for each in self._attached(None) if each.session is not None]
+                for session in sessions:
+                    await session.prefaulted()
+                if all(session.error is None for session in sessions):
                     return
 
-    async def _ready(self) -> Session:
-        self._check_loop()
-        while (session := self._attached_now()) is None:
-            await self._attached.wait()
-        return session
+    def statistics(self) -> ClientStatistics:
+        """Returns gauges of the present state, and counters since the start: the sums, of several engines.
 
-    def _attached_here(self) -> Session | None:
-        """As :meth:`_attached_now`, for whoever is about to wait."""
-        self._check_loop()
-        return self._attached_now()
-
-    def _check_loop(self) -> None:
-        self.check_process()  # a forked child has another loop, too
-        check_loop(self._loop, f"this client of {self.name!r}")
-
-    def _ready_nowait(self) -> Session:
-        session = self._attached_now()
-        if session is None:
-            raise WouldBlock(f"no engine {self.name!r} is attached now")
-        return session
-
-    def _attached_now(self) -> Session | None:
-        """The session with an engine; None while the next engine is waited for."""
-        self.check_process()
-        if self._closed:
-            raise ClosedError(f"this client of {self.name!r} is closed")
-        if self._session is not None:
-            return self._session
-        is_attaching = self._reattaching is not None and not self._reattaching.done()
-        if not self._reconnect and not is_attaching:
-            why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
-            raise EngineDeadError(why, engine=self.name)
-        return None
-
-    def check_process(self) -> None:
-        """Raises :class:`ClosedError` in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-
-    @property
-    def session(self) -> Session | None:
-        """The connection to the engine that is attached now; for whoever chooses among several clients."""
-        return self._session
-
-    @property
-    def used_device_slots(self) -> Sequence[DeviceSlots]:
-        """For :mod:`shmring.threads`, in any thread: the slots in device memory, if callers hold some."""
-        session = self._session
-        return (session.device_slots,) if session is not None and session.device_slots.held else ()
-
-    async def attach(self) -> None:
-        """Attaches to the engine, if there is one.
+        Each of :attr:`engines` has its own.
 
         Raises:
-            EngineDeadError: nobody listens there.
-            RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
+            ClosedError: this client belongs to the process that forked this one.
         """
-        session = await Session.open(
-            self._path,
-            self.config,
-            self._description,
-            self._counters,
-            self._copier,
-            self._cuda,
-            self._device_memory,
-            self._session_lost,
-        )
-        session.check_alive()  # it may have been lost while it opened
-        self._session = session
-        self.use(session.end)
-        self._attached.set()
-
-    async def _attach_in_time(self) -> None:
-        """Attaches within ``connect_timeout_s``: the engine may be starting."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.config.connect_timeout_s
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline + self.config.connect_timeout_s):
-                    return await self.attach()
-            except EngineDeadError:
-                if loop.time() >= deadline:
-                    raise
-            except TimeoutError:
-                why = f"the engine at {self._path} listens, and does not answer"
-                raise EngineDeadError(why, engine=self.name) from None
-            await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
-
-    def _session_lost(self, session: Session) -> None:
-        if session is not self._session:
-            return
-        self._session = None
-        self.use(None)
-        self._counters = self._counters.with_those_of(session.end)
-        self._lost_error = None if session.error is None else fresh(session.error)
-        self._attached.clear()
-        if self._reconnect and not self._closed:
-            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
-            self.keep_attaching()
-
-    def keep_attaching(self) -> None:
-        """Attaches as soon as there is an engine of this name, and does not wait for it."""
-        self._reattaching = asyncio.get_running_loop().create_task(self._reattach())
-
-    async def _reattach(self) -> None:
-        """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
-        pause = self.config.reconnect_initial_s
-        while not self._closed:
-            try:
-                await self.attach()
-            except Exception as error:
-                if not isinstance(error, ShmringError | OSError):
-                    logger.error("attaching to the engine %r failed, and is tried again", self.name, exc_info=error)
-                elif not isinstance(error, EngineDeadError):
-                    logger.warning("can't attach to the engine %r yet: %s", self.name, error)
-                await asyncio.sleep(pause)
-                pause = min(max(pause, 0.001) * 2, self.config.reconnect_max_s)
-            else:
-                self._counters.reconnections += self._lost_error is not None
-                logger.info("attached to the engine %r", self.name)
-                return
+        self._check_process()
+        return ClientStatistics.total([connection.statistics() for connection in self.engines.values()])
 
     async def close(self) -> None:
         """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
         if self._closed or self._origin.forked:
             return  # a forked child must not say goodbye for its parent
-        self._check_loop()
+        check_loop(self._loop, f"this client of {self._listed}")
         self._closed = True
-        self._attached.set()  # whoever waits for an engine learns that there will be none
+        self._some_attached.set()  # whoever waits for an engine learns that there will be none
         try:
-            if self._reattaching is not None and not self._reattaching.done():
-                self._reattaching.cancel()
-                await asyncio.wait([self._reattaching])
+            if self._only is not None:
+                await self._only.close()
+            else:
+                await uninterrupted(asyncio.gather(*(attachment.close() for attachment in self._attachments.values())))
         finally:  # also when this is cancelled
-            try:
-                if self._session is not None:
-                    await self._session.close()
-            finally:
-                self._copier.close()
+            self._copier.close()
 
-    async def __aenter__(self) -> RingClient:
+    def _check_process(self) -> None:
+        if self._origin.forked:
+            raise self._origin.stray("this client", "connect again here")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"this client of {self._listed} is closed")
+
+    async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(
@@ -597,69 +897,48 @@ class RingClient(ClientCalls):
     ) -> None:
         await self.close()
 
-    def why_not_sent(self) -> str:
-        """For whoever has a deadline: says what a request that was not sent yet, or a slot, is waiting for."""
-        if self._session is None:
-            return f"an engine {self.name!r} to be attached"
-        return self._session.sending.why_not_sent()
 
-    def _why_no_reply(self) -> str:
-        """Says what a request that was sent is waiting for."""
-        if self._session is None:
-            return "the engine's reply; the engine has gone meanwhile"
-        return self._session.why_no_reply()
-
-    def statistics(self) -> ClientStatistics:
-        """Returns gauges of the present state, and counters since the start.
-
-        Raises:
-            ClosedError: this client belongs to the process that forked this one.
-        """
-        self.check_process()
-        session = self._session
-        counters = self._counters if session is None else self._counters.with_those_of(session.end)
-        memories = session.slots if session is not None else ()
-        books = [slots.book for slots in memories]
-        return ClientStatistics(
-            connected=session is not None,
-            epoch=session.welcome.epoch if session is not None else 0,
-            client_id=session.welcome.client_id if session is not None else 0,
-            slots_writing=sum(book.count(ClientSlot.WRITING) for book in books),
-            slots_submitted=sum(book.count(ClientSlot.SUBMITTED) for book in books),
-            slots_cached=sum(book.count(ClientSlot.CACHED) for book in books),
-            slots_draining=sum(book.count(ClientSlot.DRAINING) for book in books),
-            waiting=sum(book.waiting for book in books),
-            in_flight=len(session.end.pending) if session is not None else 0,
-            reply_slots_held=session.reply_slots_held if session is not None else 0,
-            submitted=counters.submitted,
-            finished=counters.finished,
-            failed=counters.failed,
-            aborted=counters.aborted,
-            copies=counters.copies,
-            copied_nbytes=counters.copied_nbytes,
-            in_place=counters.in_place,
-            in_place_nbytes=counters.in_place_nbytes,
-            inline_payloads=counters.inline_payloads,
-            slot_nbytes_submitted=counters.slot_nbytes_submitted,
-            replies=counters.replies,
-            reply_copies=counters.reply_copies,
-            reply_copied_nbytes=counters.reply_copied_nbytes,
-            stale_releases=counters.stale_releases,
-            reconnections=counters.reconnections,
-            kept_pins=len(session.kept) if session is not None else 0,
-            kept_hits=counters.kept_hits,
-            kept_misses=counters.kept_misses,
-            **{field: count for slots in memories for field, count in slots.statistics().items()},
-        )
-
-    def _check_name(self, name: str) -> None:
-        if len(name) > _MAX_NAME_CHARACTERS:
-            raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
-        name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+def _check_names(names: Sequence[str]) -> None:
+    """Raises ValueError unless these can be the engines of one client."""
+    if not 1 <= len(names) <= _MAX_ENGINES:
+        raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"an engine is named twice in {list(names)}")
 
 
-def parse_sizes(sizes: Sequence[int | str]) -> list[int]:
+def check_name(name: str) -> None:
+    """Raises ValueError unless this can name a request, a method or a client."""
+    if len(name) > _MAX_NAME_CHARACTERS:
+        raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
+    name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+
+
+def _check_route_key(key: object) -> None:
+    if key is not None and not isinstance(key, str | bytes):
+        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
+
+
+def _check_retry(retry: int, engine: str | None) -> None:
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
+        raise ValueError(f"retry is how often a request may be sent again, not {retry!r}")
+    if retry and engine is not None:
+        raise ValueError(f"engine={engine!r} leaves no other engine to try; leave out retry or engine")
+
+
+def _parse_sizes(sizes: Sequence[int | str]) -> list[int]:
     """Returns sizes of slots, of which there is at least one, in bytes."""
     if not sizes:
         raise ValueError("there is at least one slot")
     return [parse_nbytes(nbytes) for nbytes in sizes]
+
+
+def _first_that_can(sessions: Sequence[Session], attempt: Callable[[Session], _Result]) -> _Result:
+    """Returns what the first engine can do without waiting; the error is that of the best one."""
+    full: WouldBlock | None = None
+    for session in sessions:
+        try:
+            return attempt(session)
+        except WouldBlock as error:
+            full = full or error
+    assert full is not None, "there is an engine"
+    raise full

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack
 
-from shmring.client.client import RingClient
+from shmring.client.client import Client
 from shmring.client.routing import Route
-from shmring.client.routing_client import RoutingClient
 from shmring.config import ClientConfig, ClientOptions, configured
 
-__all__ = ["Connecting", "connect"]
+__all__ = ["Connecting", "connect", "open_client", "settle"]
 
 
-class _Closable(Protocol):
-    async def close(self) -> None: ...
+_Client = TypeVar("_Client", bound=Client)
 
 
-_Client = TypeVar("_Client", bound=_Closable)
-
-
-class Connecting(Generic[_Client]):
+class Connecting:
     """What :func:`connect` returns: await it, or use it with ``async with``."""
 
-    def __init__(self, create: Callable[[], Awaitable[_Client]]) -> None:
+    def __init__(self, create: Callable[[], Awaitable[Client]]) -> None:
         self._create = create
-        self._client: _Client | None = None
+        self._client: Client | None = None
 
-    def __await__(self) -> Generator[Any, None, _Client]:
+    def __await__(self) -> Generator[Any, None, Client]:
         return self._create().__await__()
 
-    async def __aenter__(self) -> _Client:
+    async def __aenter__(self) -> Client:
         self._client = await self._create()
         return self._client
 
@@ -42,29 +37,6 @@ class Connecting(Generic[_Client]):
         await self._client.close()
 
 
-@overload
-def connect(
-    name: str,
-    config: ClientConfig | None = None,
-    *,
-    reconnect: bool | None = None,
-    description: str = "",
-    **overrides: Unpack[ClientOptions],
-) -> Connecting[RingClient]: ...
-
-
-@overload
-def connect(
-    name: list[str] | tuple[str, ...],
-    config: ClientConfig | None = None,
-    *,
-    route: Route = "least_loaded",
-    reconnect: bool | None = None,
-    description: str = "",
-    **overrides: Unpack[ClientOptions],
-) -> Connecting[RoutingClient]: ...
-
-
 def connect(
     name: str | list[str] | tuple[str, ...],
     config: ClientConfig | None = None,
@@ -73,7 +45,7 @@ def connect(
     reconnect: bool | None = None,
     description: str = "",
     **overrides: Unpack[ClientOptions],
-) -> Connecting[RingClient] | Connecting[RoutingClient]:
+) -> Connecting:
     """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
 
     With a list of names, it is the end of several rings, and each request goes to one of them. One engine that answers is
@@ -85,8 +57,8 @@ def connect(
         route: for several engines: ``"least_loaded"`` (the default), to the one with the fewest requests in flight; or
             ``"round_robin"``, to each in turn. A request's ``key`` or ``engine`` comes first.
         reconnect: whether to attach to the next engine of that name when this one ends. Pending calls then fail with
-            :class:`EngineDeadError`, and later ones wait for the next engine. By default, so it is with several engines, where
-            calls wait only while none is attached; and not with one.
+            :class:`EngineDeadError`, and later ones wait for the next engine. By default, so it is with a list of names, where
+            calls wait only while none is attached; and not with one name.
         description: what the engine's log calls this client.
 
     Raises:
@@ -97,10 +69,47 @@ def connect(
         ValueError, TypeError: a name, size or option is not valid.
     """
     settled = configured(ClientConfig, config, overrides)
-    if isinstance(name, str):
-        if route is not None:
-            raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
-        return Connecting(lambda: RingClient.create(name, settled, reconnect=bool(reconnect), description=description))
-    names, chosen = tuple(name), route or "least_loaded"
-    again = reconnect is None or reconnect
-    return Connecting(lambda: RoutingClient.create(names, settled, route=chosen, reconnect=again, description=description))
+    names, options = settle(name, route, reconnect, description)
+    return Connecting(lambda: open_client(Client, names, settled, **options))
+
+
+class Options(TypedDict):
+    """What :func:`open_client` takes besides names and sizes."""
+
+    route: Route
+    reconnect: bool
+    description: str
+
+
+def settle(
+    name: str | list[str] | tuple[str, ...], route: Route | None, reconnect: bool | None, description: str
+) -> tuple[Sequence[str], Options]:
+    """Returns what arguments of :func:`connect` mean.
+
+    Raises:
+        TypeError: there is a route, and one engine.
+    """
+    if isinstance(name, str) and route is not None:
+        raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
+    again = not isinstance(name, str) if reconnect is None else reconnect
+    options = Options(route=route or "least_loaded", reconnect=again, description=description)
+    return ((name,) if isinstance(name, str) else tuple(name)), options
+
+
+async def open_client(kind: type[_Client], names: Sequence[str], config: ClientConfig, **options: Any) -> _Client:
+    """Makes a client and attaches it.
+
+    Args:
+        kind: :class:`Client`, or a subclass.
+        names, config, options: its arguments.
+
+    Raises:
+        EngineDeadError, RemoteProtocolError, PermissionError, SlabError, ValueError: as :func:`connect`.
+    """
+    client = kind(names, config, **options)
+    try:
+        await client._attach()
+    except BaseException:
+        await client.close()
+        raise
+    return client

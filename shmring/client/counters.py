@@ -36,3 +36,7 @@ class ClientCounters:
         """Returns the sum of these and what a session's end has counted."""
         counted = {field.name: getattr(end, field.name, 0) for field in dataclasses.fields(self)}
         return ClientCounters(**{name: getattr(self, name) + count for name, count in counted.items()})
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns the counters by name."""
+        return dataclasses.asdict(self)

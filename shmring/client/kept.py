@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import msgspec
+from typing_extensions import TypeVar
 
 from shmring.core.compiled import ClientSlotRecord, KeptContent, kept_slot
 from shmring.core.dropped import give_back_soon, warn_of
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from shmring.client.session import Session
 
 __all__ = ["Kept", "KeptContents", "check_key"]
+
+_Payload = TypeVar("_Payload", default=Any)
 
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # what a search can be answered with
@@ -89,7 +92,7 @@ class _Pin:
     is_slots: bool = False
 
 
-class Kept:
+class Kept(Generic[_Payload]):
     """Content that the engine keeps, pinned until this is left. Use it as ``with kept:`` (or call :meth:`close`).
 
     A payload with views of it is sent from where it lies, any number of times. Views that outlive the block keep the pin.
@@ -114,7 +117,7 @@ class Kept:
         return f"<Kept {self.key.hex()[:16]} of {self.nbytes} bytes, {'left' if self._pin is None else 'pinned'}>"
 
     @property
-    def payload(self) -> Any:
+    def payload(self) -> _Payload:
         """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
 
         Raises:
@@ -132,7 +135,8 @@ class Kept:
                 self._payload.append(self._content.decode(self._contents.session.end.decoder_of(self._payload_type)))
             except msgspec.ValidationError as error:
                 raise RemoteError("UnexpectedContent", f"what is kept is not of payload_type: {error}") from error
-        return self._payload[0]
+        payload: _Payload = self._payload[0]
+        return payload
 
     def close(self) -> None:
         """Leaves the content: nobody's space waits for it any more, once the last view has died. Twice is once."""
@@ -142,7 +146,7 @@ class Kept:
             content, self._content = self._content, None
             self._contents.leave(pin, content)
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -182,8 +186,8 @@ class KeptContents:
 
     # -- finding and keeping -----------------------------------------------------------------------------------------------
 
-    async def find(self, key: bytes, payload_type: Any) -> Kept | None:
-        """See :meth:`RingClient.find`."""
+    async def find(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
+        """See :meth:`Client.find`."""
         pin = self._by_key.get(key)
         if pin is not None:
             self.session.check_alive()
@@ -199,8 +203,8 @@ class KeptContents:
         self.session.counters.kept_hits += 1
         return Kept(self, pin, payload_type)
 
-    async def keep(self, key: bytes, payload: object) -> Kept:
-        """See :meth:`RingClient.keep`."""
+    async def keep(self, key: bytes, payload: object) -> Kept[Any]:
+        """See :meth:`Client.keep`."""
         session = self.session
         session.check_alive()
         copied: ClientSlotRecord | None = None

@@ -315,7 +315,7 @@ class Session:
             self.end.forget(submission.request_id)
             if not submission.ended:
                 self.counters.failed += 1
-            submission.give_up(self._fresh_error())
+            submission._give_up(self._fresh_error())
         for future in (*waiting, *self.calls.lose(), *self.kept.lose()):
             if not future.done():
                 future.set_exception(self._fresh_error())
@@ -420,16 +420,17 @@ class Session:
                 replies.append(key)
         self.release_replies(replies)
 
-    def find_held(self, payload: object) -> tuple[bool, bool]:
-        """Returns whether tensors of a payload lie in slots that callers hold here, and whether some of those are on a GPU.
+    def find_held(self, payload: object) -> tuple[Packed, bool] | None:
+        """Looks for tensors of a payload in slots that callers hold here.
+
+        Returns:
+            If there are some, the payload as it is sent from here, and whether some of those slots are on a GPU.
 
         Raises:
             TypeError, CapacityError: the payload can't be sent.
         """
-        if not len(self.end.held):
-            return False, False
-        records = self.end.pack(payload).slots
-        return bool(records), any(map(self.device_slots.has, records))
+        packed = self.end.pack(payload) if len(self.end.held) else None
+        return (packed, any(map(self.device_slots.has, packed.slots))) if packed is not None and packed.slots else None
 
     def why_no_reply(self) -> str:
         """Says what somebody waits for whose request was sent."""
@@ -446,7 +447,7 @@ class Session:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
         if submission.ended:
             return
-        submission.give_up(error)
+        submission._give_up(error)
         self.counters.aborted += 1
         if submission.request_id in self.end.pending:
             self.link.send(Abort(submission.request_id))
@@ -458,11 +459,11 @@ class Session:
         if failure.kind == "aborted":
             self.counters.aborted += 1
             name = submission.name or request_id
-            submission.give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
+            submission._give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
         else:
             self.counters.failed += 1
             type_name, text = printable(failure.type_name), printable_lines(failure.message)
-            submission.give_up(TimeoutError(text) if failure.kind == "timed_out" else RemoteError(type_name, text))
+            submission._give_up(TimeoutError(text) if failure.kind == "timed_out" else RemoteError(type_name, text))
 
     # -- replies -------------------------------------------------------------------------------------------------------------
 
@@ -479,7 +480,7 @@ class Session:
         if not self.is_usable:
             return
         for submission in self.end.dropped():
-            submission.give_back()
+            submission._give_back()
 
     @property
     def reply_slots_held(self) -> int:

@@ -39,8 +39,8 @@ class Slot(SlotEnd):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        state = "closed" if self.end is None else self.record.state.name
-        return f"<Slot of {self.nbytes} bytes, {self.cursor} used, {state}>"
+        state = "closed" if self._end is None else self._record.state.name
+        return f"<Slot of {self.nbytes} bytes, {self._cursor} used, {state}>"
 
     @property
     def engine(self) -> str:
@@ -49,12 +49,12 @@ class Slot(SlotEnd):
         Raises:
             ClosedError: it was left.
         """
-        if self.end is None:
+        if self._end is None:
             raise ClosedError("this slot was left")
-        name: str = self.end.shell.engine_name
+        name: str = self._end.shell.engine_name
         return name
 
-    def other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+    def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """For :meth:`tensor`: makes what is not of the common kind, or says why it can't be made."""
         name = torch_dtype_name(dtype)
         view = self._view(tuple(shape), name, dtype.itemsize)
@@ -77,16 +77,16 @@ class Slot(SlotEnd):
 
     def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
         shape = tuple(map(operator.index, shape))  # code of the caller's, which may leave the slot
-        if self.end is None:
+        if self._end is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
-        self.end.shell.check_alive()
+        self._end.shell.check_alive()
         if any(extent < 0 for extent in shape):
             raise ValueError(f"a shape has no negative extents: {shape}")
         nbytes = math.prod(shape) * itemsize
-        return self._make(TensorRef(1, self.take(shape, dtype, nbytes), nbytes, dtype, shape))
+        return self._make(TensorRef(1, self._take_bytes(shape, dtype, nbytes), nbytes, dtype, shape))
 
     def _make(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-        return other_view(ref, self.memory() if ref.nbytes else None, writable=True)
+        return other_view(ref, self._memory() if ref.nbytes else None, writable=True)
 
     async def __aenter__(self) -> Slot:
         return self
@@ -107,5 +107,5 @@ class DeviceSlot(Slot):
         raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
 
     def _make(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-        assert self.device_memory is not None
-        return device_view(ref, self.device_memory)
+        assert self._device_memory is not None
+        return device_view(ref, self._device_memory)

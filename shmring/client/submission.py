@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from shmring.core.compiled import SubmissionEnd
+from shmring.core.compiled import Awaited, SubmissionEnd
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
+
+if TYPE_CHECKING:
+    from shmring.client.session import Session
 
 __all__ = ["Submission"]
 
+_Reply = TypeVar("_Reply")
+
 
 class Submission(SubmissionEnd):
-    """A request that was sent: its replies, and its end. From :meth:`~shmring.RingClient.submit`.
+    """A request that was sent: its replies, and its end. From :meth:`~shmring.Client.submit`.
 
     Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
     One that is dropped goes on, since it may have been sent for what the engine does. What it holds comes back when it ends,
@@ -28,8 +33,30 @@ class Submission(SubmissionEnd):
     @property
     def engine(self) -> str:
         """The name of the engine that has it."""
-        name: str = self.end.shell.engine_name
+        name: str = self._end.shell.engine_name
         return name
+
+    def _why_no_reply(self) -> str:
+        """For the client: says what somebody waits for who has sent this."""
+        session: Session = self._end.shell
+        return f"at {session.engine_name!r}: {session.why_no_reply()}"
+
+    if TYPE_CHECKING:
+
+        @overload
+        def next(self, reply_type: type[_Reply]) -> Awaited[_Reply]: ...
+
+        @overload
+        def next(self, reply_type: Any = ...) -> Awaited[Any]: ...
+
+        def next(self, reply_type: Any = Any) -> Awaited[Any]:
+            """See :class:`~shmring.core.compiled.SubmissionEnd`, which has it."""
+
+    @overload
+    async def result(self, reply_type: type[_Reply]) -> _Reply: ...
+
+    @overload
+    async def result(self, reply_type: Any = ...) -> Any: ...
 
     async def result(self, reply_type: Any = Any) -> Any:
         """Waits for the one reply and the end.
@@ -47,8 +74,8 @@ class Submission(SubmissionEnd):
                 "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
             ) from None
         try:
-            if self.ended and not self.has_reply:
-                self.raise_error()
+            if self.ended and not self._has_reply:
+                self._raise_error()
                 return reply
             await self.next(reply_type)
         except StopAsyncIteration:
@@ -63,6 +90,6 @@ class Submission(SubmissionEnd):
     def abort(self) -> None:
         """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
         error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
-        self.was_left = True
-        self.end.shell.abort(self, error)
-        self.drop_replies()
+        self._was_left = True
+        self._end.shell.abort(self, error)
+        self._drop_replies()

@@ -1,6 +1,6 @@
 """What a frontend's caller awaits: submitting a payload, and acquiring a slot.
 
-:class:`ClientCalls` is the part of :class:`~shmring.RingClient` that happens with every message. Each of its operations is tried at once
+:class:`ClientCalls` is the part of :class:`~shmring.Client` that happens with every message. Each of its operations is tried at once
 when it is awaited; where something has to be waited for, a coroutine of the subclass does it.
 """
 
@@ -29,19 +29,23 @@ cdef class ClientCalls:
     def __init__(self, copier) -> None:
         self._copier = copier
 
-    def use(self, ClientEnd end: ClientEnd | None) -> None:
+    def _use(self, ClientEnd end: ClientEnd | None) -> None:
         """Requests go to this end from now on.
 
         Args:
-            end: of the session with the engine that is attached; None: none is.
+            end: of the session with the only engine; None: it is not attached, or there are several.
         """
         self._end = end
 
-    def submit(self, payload, *, str request_id not None = "") -> Awaited[Submission]:
-        """Sends a payload, and returns when it is the engine's: the first half of :meth:`~shmring.RingClient.request`.
+    def submit(
+        self, payload, *, str request_id not None = "", key: str | bytes | None = None, str engine: str | None = None
+    ) -> Awaited[Submission]:
+        """Sends a payload, and returns when it is an engine's: the first half of :meth:`~shmring.Client.request`.
+
+        Nothing that was sent is sent again.
 
         Args:
-            payload, request_id: as there.
+            payload, request_id, key, engine: as there.
 
         Returns:
             The :class:`~shmring.Submission`, when awaited.
@@ -53,16 +57,29 @@ cdef class ClientCalls:
         submitting.client = self
         submitting.payload = payload
         submitting.name = request_id
+        submitting.key = key
+        submitting.engine = engine
         return submitting
 
-    def submit_in_turn(self, payload, request_id: str) -> Coroutine[Any, Any, Submission]:
+    def _submit_in_turn(
+        self, payload, request_id: str, key: str | bytes | None, engine: str | None
+    ) -> Coroutine[Any, Any, Submission]:
         """A coroutine that submits when what has to be waited for has come; for the subclass."""
         raise NotImplementedError
 
     def slot(
-        self, nbytes: int | str, *, timeout: float | None = None, bint drain=False, device: torch.device | str = "cpu"
+        self,
+        nbytes: int | str,
+        *,
+        timeout: float | None = None,
+        bint drain=False,
+        device: torch.device | str = "cpu",
+        key: str | bytes | None = None,
+        str engine: str | None = None,
     ) -> AcquiringSlot:
         """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
+
+        A request with tensors in it goes to the engine in whose slab it is, which its ``engine`` names.
 
         Args:
             nbytes: bytes of tensors, or text such as ``"63MiB"``; :func:`shmring.nbytes_for` adds several up with their alignment.
@@ -74,40 +91,51 @@ cdef class ClientCalls:
                 that GPU. The first such slot maps it into this process. What is queued on the current stream is waited for
                 by whoever comes next, the engine as well as this client; another stream that writes to the slot is for the
                 current one to wait for, before the slot is submitted and before it is left.
+            key, engine: as of :meth:`~shmring.Client.request`.
 
         Raises:
             CapacityError: more than the engine can lease out; waiting would be useless.
-            TimeoutError, EngineDeadError, ClosedError: as :meth:`~shmring.RingClient.request`.
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`~shmring.Client.request`. Of several engines, one that dies
+                meanwhile is no error unless ``engine`` names it: another one is chosen.
             SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
                 never given in its place.
-            ValueError: ``nbytes`` is negative or no size, or ``device`` another GPU than that of the device slab.
-            TypeError: ``nbytes`` is neither int nor text, or ``timeout`` no number.
+            ValueError: ``nbytes`` is negative or no size, ``device`` another GPU than that of the device slab, or there is no
+                such engine.
+            TypeError: ``nbytes`` is neither int nor text, ``timeout`` no number, or ``key`` neither text nor bytes.
         """
         cdef AcquiringSlot acquiring
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_nbytes(nbytes)
         check_timeout(timeout)
-        where = None if device is _HOST or device == _HOST else self.resolve_device(device)
+        where = None if device is _HOST or device == _HOST else self._resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)
         acquiring.client = self
         acquiring.nbytes = nbytes
         acquiring.timeout = timeout
         acquiring.drain = drain
         acquiring.device = where
+        acquiring.key = key
+        acquiring.engine = engine
         return acquiring
 
-    def acquire_in_turn(
-        self, nbytes: int, timeout: float | None, drain: bool, device: torch.device | None
+    def _acquire_in_turn(
+        self,
+        nbytes: int,
+        timeout: float | None,
+        drain: bool,
+        device: torch.device | None,
+        key: str | bytes | None,
+        engine: str | None,
     ) -> Coroutine[Any, Any, Slot]:
         """A coroutine that waits for a slot; for the subclass.
 
         Args:
-            nbytes, timeout, drain: as of :meth:`slot`.
-            device: from :meth:`resolve_device`.
+            nbytes, timeout, drain, key, engine: as of :meth:`slot`.
+            device: from :meth:`_resolve_device`.
         """
         raise NotImplementedError
 
-    def resolve_device(self, device: torch.device | str) -> torch.device | None:
+    def _resolve_device(self, device: torch.device | str) -> torch.device | None:
         """Returns the GPU that a caller means; None for the host. For the subclass.
 
         Raises:
@@ -115,16 +143,26 @@ cdef class ClientCalls:
         """
         raise NotImplementedError
 
-    cdef object submit_now(self, payload, str name):
-        """Submits; None if something has to be waited for."""
-        cdef ClientEnd end = self._end
+    def _submit_now(self, ClientEnd end not None, payload, Packed packed: Packed | None, str name) -> Submission | None:
+        """Submits; None if something has to be waited for. For the subclass.
+
+        Args:
+            end: of the engine's session.
+            payload: what to send.
+            packed: the same, if that end has packed it just now.
+            name: the caller's own name for the request.
+        """
+        return self._submit(end, payload, packed, name)
+
+    cdef object _submit(self, ClientEnd end, payload, Packed packed, str name):
         cdef uint64_t copied_nbytes
-        if end is None:
-            return None
         if self._copier.copied_in_turn:
             return None
         copied_nbytes = end.copied_into_slots
-        sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
+        if packed is None:
+            sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
+        else:
+            sent = end.submit_packed(packed, name, self._copier.at_once_nbytes)
         if end.copied_into_slots - copied_nbytes >= _COUNTED_NBYTES:
             self._copier.count_in_turn(end.copied_into_slots - copied_nbytes)
         return sent
@@ -137,15 +175,17 @@ cdef class Submitting(Awaited):  # type: Awaited[Submission]
     cdef ClientCalls client
     cdef object payload
     cdef str name
+    cdef object key
+    cdef str engine
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientCalls client = self.client
         payload, self.payload, self.client = self.payload, None, None  # whoever keeps this keeps no views
-        if not self.name:
-            sent = client.submit_now(payload, self.name)
+        if client._end is not None and not self.name and self.key is None and self.engine is None:
+            sent = client._submit(client._end, payload, None, self.name)
             if sent is not None:
                 return owned(sent)
-        return self.wait_in(client.submit_in_turn(payload, self.name))
+        return self.wait_in(client._submit_in_turn(payload, self.name, self.key, self.engine))
 
 
 @cython.final
@@ -157,16 +197,20 @@ cdef class AcquiringSlot(Awaited):  # type: Awaited[Slot]
     cdef object timeout
     cdef bint drain
     cdef object device
+    cdef object key
+    cdef str engine
     cdef SlotEnd slot
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientEnd end = self.client._end
-        if end is not None and self.device is None:
+        if end is not None and self.device is None and self.key is None and self.engine is None:
             slot = end.hold_now(self.nbytes, self.drain)
             if slot is not None:
                 self.slot = slot
                 return owned(slot)
-        return self.wait_in(self.client.acquire_in_turn(self.nbytes, self.timeout, self.drain, self.device))
+        return self.wait_in(
+            self.client._acquire_in_turn(self.nbytes, self.timeout, self.drain, self.device, self.key, self.engine)
+        )
 
     cdef PyObject* came(self, object result) except NULL:
         self.slot = result

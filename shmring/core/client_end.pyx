@@ -45,19 +45,19 @@ cdef class SubmissionEnd:
         request_id: as the wire numbers it.
         name: the caller's own name for it; may be empty.
         ended: whether nothing more will come (what came may still be taken).
-        error: how it ended, if it did not finish.
-        waiter: a future that is set as soon as a reply or the end comes; None: nobody waits.
-        was_left: whether its caller has seen its end, or has aborted it.
     """
 
-    cdef readonly ClientEnd end
     cdef readonly uint64_t request_id
     cdef readonly str name
     cdef readonly bint ended
-    cdef readonly object error  # type: Exception | None
-    cdef public object waiter  # type: asyncio.Future[None] | None
-    cdef public bint was_left
-    cdef object _replies      # Contents that came and were not taken; None until the first
+    cdef readonly ClientEnd _end
+    # How it ended, if it did not finish.
+    cdef readonly object _error  # type: Exception | None
+    # Set as soon as a reply or the end comes; None: nobody waits.
+    cdef readonly object _waiter  # type: asyncio.Future[None] | None
+    cdef public bint _was_left    # whether its caller has seen its end, or has aborted it
+    cdef readonly bint _on_gpu    # whether tensors of it lie in device memory, which may be gone with its engine
+    cdef object _replies          # Contents that came and were not taken; None until the first
 
     def next(self, reply_type=Any) -> Awaited[Any]:
         """Waits for the next reply.
@@ -90,8 +90,8 @@ cdef class SubmissionEnd:
         return until_end
 
     @property
-    def has_reply(self) -> bool:
-        """Whether :meth:`take_reply` has something to return."""
+    def _has_reply(self) -> bool:
+        """Whether a reply has come that was not taken."""
         return bool(self._replies)
 
     @property
@@ -99,34 +99,25 @@ cdef class SubmissionEnd:
         """Whether a reply has come, taken or not."""
         return self._replies is not None
 
-    def take_reply(self, PayloadDecoder decoder not None):
-        """Decodes the next reply; its slot goes back when the last view of it dies.
-
-        Raises:
-            RemoteError: it is not of the decoder's type.
-            StaleDescriptorError: what lies in its slot is not what the engine announced.
-        """
-        return self.end.decode_reply(self._replies.popleft(), decoder)
-
-    def raise_error(self) -> None:
+    def _raise_error(self) -> None:
         """Raises how it ended, unless it finished."""
-        self.was_left = True
-        if self.error is not None:
-            raise fresh(self.error)
+        self._was_left = True
+        if self._error is not None:
+            raise fresh(self._error)
 
-    def give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Nothing more will be taken: its caller gets this error."""
-        self._end(error)
+        self._finish(error)
 
-    def drop_replies(self) -> None:
+    def _drop_replies(self) -> None:
         """Gives back what came and will not be taken."""
         cdef Content content
         while self._replies:
             content = self._replies.popleft()
-            self.end.shell.release_replies([slot.generation for slot in content.slots])
+            self._end.shell.release_replies([slot.generation for slot in content.slots])
 
     @property
-    def unread_slots(self) -> int:
+    def _unread_slots(self) -> int:
         """How many replies that came, and were not taken, lie in slots."""
         cdef Content content
         cdef int count = 0
@@ -136,23 +127,23 @@ cdef class SubmissionEnd:
 
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
-        if self.end is not None and self.end.is_usable() and self._is_missed():
-            give_back_soon(self.end.shell.loop, self.give_back)
+        if self._end is not None and self._end.is_usable() and self._is_missed():
+            give_back_soon(self._end.shell.loop, self._give_back)
 
     cdef bint _is_missed(self) except -1:
         """Whether something of it is left that its caller has not seen: replies that keep space, or what it was sent for."""
-        if self.was_left:
-            return bool(self._replies) and self.unread_slots
-        return bool(self._replies) or self.error is not None
+        if self._was_left:
+            return bool(self._replies) and self._unread_slots
+        return bool(self._replies) or self._error is not None
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """It was dropped: gives back what nobody has taken since."""
-        if not self.end.is_usable() or not self._is_missed():
+        if not self._end.is_usable() or not self._is_missed():
             return
         if self._replies:
             warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
         else:
-            how = f"{type(self.error).__name__}: {self.error}"
+            how = f"{type(self._error).__name__}: {self._error}"
             warn_of(f"request {self.request_id} was dropped, and nobody saw how it failed ({how}); wait for it", self)
         self.abort()
 
@@ -160,18 +151,18 @@ cdef class SubmissionEnd:
         """Gives the request up, if it has not ended, and its replies; for the subclass."""
         raise NotImplementedError
 
-    cdef int _end(self, object error) except -1:
+    cdef int _finish(self, object error) except -1:
         if self.ended:
             return 0
         self.ended = True
-        self.error = error
+        self._error = error
         if error is not None:
-            self.drop_replies()
+            self._drop_replies()
         return self._wake()
 
     cdef int _wake(self) except -1:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         return 0
 
 
@@ -183,23 +174,23 @@ cdef class _Waiting(Awaited):
     cdef PyObject* wait_for_more(self) except NULL:
         """Waits until a reply or the end comes."""
         cdef SubmissionEnd submission = self.submission
-        if submission.end.is_forked():
-            submission.end.shell.check_alive()
-        if submission.waiter is not None:
+        if submission._end.is_forked():
+            submission._end.shell.check_alive()
+        if submission._waiter is not None:
             raise LocalProtocolError(f"request {submission.request_id} is waited for by two tasks; let one of them do it")
-        submission.waiter = submission.end.shell.loop.create_future()
-        return self.wait_in(submission.waiter)
+        submission._waiter = submission._end.shell.loop.create_future()
+        return self.wait_in(submission._waiter)
 
     cdef PyObject* came(self, object result) except NULL:
-        self.submission.waiter = None
+        self.submission._waiter = None
         return self.happen()
 
     cdef int gave_up(self) except -1:
-        self.submission.waiter = None
+        self.submission._waiter = None
         return 0
 
     cdef int check_loop(self) except -1:
-        self.submission.end.shell.check_loop()
+        self.submission._end.shell.check_loop()
         return 0
 
 
@@ -210,12 +201,12 @@ cdef class _UntilEnd(_Waiting):
     cdef PyObject* happen(self) except NULL:
         cdef SubmissionEnd submission = self.submission
         if not submission.ended:
-            submission.end.hear()  # it may be there, and nobody has looked yet
+            submission._end.hear()  # it may be there, and nobody has looked yet
         if not submission.ended:
             return self.wait_for_more()
-        submission.was_left = True
-        if submission.error is not None:
-            raise fresh(submission.error)
+        submission._was_left = True
+        if submission._error is not None:
+            raise fresh(submission._error)
         return owned(None)
 
 
@@ -228,13 +219,15 @@ cdef class _NextReply(_Waiting):
     cdef PyObject* happen(self) except NULL:
         cdef SubmissionEnd submission = self.submission
         if not submission.ended and not submission._replies:
-            submission.end.hear()  # it may be there, and nobody has looked yet
+            submission._end.hear()  # it may be there, and nobody has looked yet
         if submission._replies:
-            return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
+            return owned(
+                submission._end.decode_reply(submission._replies.popleft(), submission._end.decoder_of(self.reply_type))
+            )
         if submission.ended:
-            submission.was_left = True
-            if submission.error is not None:
-                raise fresh(submission.error)
+            submission._was_left = True
+            if submission._error is not None:
+                raise fresh(submission._error)
             return nothing_more()
         return self.wait_for_more()
 
@@ -247,25 +240,23 @@ cdef class SlotEnd:
     """Memory of the slab in its caller's hands; the shell's slot is a subclass, which also knows device memory.
 
     Attributes:
-        end: of the frontend; None once the slot was left.
-        record: of the slot in the book.
         nbytes: how many bytes of tensors it holds, alignment between them included.
-        cursor: how many of them are used.
-        device_memory: a tensor of its bytes, if they are in device memory.
     """
 
-    cdef readonly ClientEnd end  # type: ClientEnd | None
-    cdef readonly ClientSlotRecord record
     cdef readonly uint64_t nbytes
-    cdef readonly uint64_t cursor
-    cdef public object device_memory  # type: torch.Tensor | None
+    # None once the slot was left.
+    cdef readonly ClientEnd _end  # type: ClientEnd | None
+    cdef readonly ClientSlotRecord _record
+    cdef readonly uint64_t _cursor  # bytes that are used
+    # Its bytes, if they are in device memory.
+    cdef public object _device_memory  # type: torch.Tensor | None
     cdef Lent* _region        # NULL: left, or in device memory
     cdef uint64_t _address
     cdef bint _drain
 
     def __init__(self, ClientEnd end not None, ClientSlotRecord record not None, address: int, drain: bool) -> None:
-        self.end = end
-        self.record = record
+        self._end = end
+        self._record = record
         self.nbytes = record.nbytes
         self._address = address
         self._drain = drain
@@ -275,26 +266,26 @@ cdef class SlotEnd:
             drop_region(self._region)
 
     def __del__(self) -> None:
-        if self.end is None or not self.end.is_usable():
+        if self._end is None or not self._end.is_usable():
             return
-        give_back_soon(self.end.shell.loop, self._give_back)
+        give_back_soon(self._end.shell.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and was not left since."""
-        if self.end is not None and self.end.is_usable():
+        if self._end is not None and self._end.is_usable():
             warn_of(f"a slot of {self.nbytes} bytes was dropped before it was left; use `async with client.slot(...)`", self)
             self._drain = True  # views of it may be alive
             self.close()
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
         """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
-        offset[0] = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+        offset[0] = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
         if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes:
             return 1
-        self.cursor = offset[0] + nbytes
+        self._cursor = offset[0] + nbytes
         return 0
 
-    def take(self, shape: Sequence[int], dtype: str, nbytes: int) -> int:
+    def _take_bytes(self, shape: Sequence[int], dtype: str, nbytes: int) -> int:
         """Takes the bytes of a tensor; returns where they begin.
 
         Raises:
@@ -302,7 +293,7 @@ cdef class SlotEnd:
         """
         cdef uint64_t offset
         if nbytes >= 1 << 62 or self._take(nbytes, &offset):
-            offset = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+            offset = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
             raise CapacityError(
                 f"a {dtype} tensor of shape {tuple(shape)} needs {nbytes} bytes at {offset}, the slot has {self.nbytes}",
                 needed=offset + nbytes,
@@ -325,33 +316,33 @@ cdef class SlotEnd:
         """
         cdef int64_t extents[MAX_DIMENSIONS]
         cdef tuple known, items
-        cdef ClientEnd end = self.end
+        cdef ClientEnd end = self._end
         cdef int ndim = 0
         cdef int64_t extent
         cdef uint64_t nbytes, offset
         items = tuple(shape)
         known = None if end is None else end._dtypes.get(dtype)
         if known is None:
-            return self.other_tensor(items, dtype)
+            return self._other_tensor(items, dtype)
         nbytes = known[2]
         for item in items:
             extent = item
             if extent <= 0 or ndim == MAX_DIMENSIONS or multiply_overflows(nbytes, <uint64_t>extent, &nbytes):
-                return self.other_tensor(items, dtype)
+                return self._other_tensor(items, dtype)
             extents[ndim] = extent
             ndim += 1
         # The shape may have been a generator, or an extent an object with code of its own, and that code may have left the slot.
         if self._region == NULL or not end.is_usable() or self._take(nbytes, &offset):
-            return self.other_tensor(items, dtype)
+            return self._other_tensor(items, dtype)
         made = end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
         end.held.remember(self._address, made)
         return made
 
-    def other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+    def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """Makes a tensor that is not of the common kind, or says why it can't be made; for the subclass."""
         raise NotImplementedError
 
-    def memory(self) -> RegionBytes:
+    def _memory(self) -> RegionBytes:
         """Returns its bytes as a buffer that counts as a view.
 
         Raises:
@@ -362,7 +353,7 @@ cdef class SlotEnd:
         return lend_bytes(self._region)
 
     @property
-    def is_on_host(self) -> bool:
+    def _is_on_host(self) -> bool:
         """Whether it is a slot in host memory that was not left."""
         return self._region != NULL
 
@@ -374,9 +365,9 @@ cdef class SlotEnd:
         self._close()
 
     cdef int _close(self) except -1:
-        cdef ClientEnd end = self.end
+        cdef ClientEnd end = self._end
         if end is not None:
-            self.end = self.device_memory = None
+            self._end = self._device_memory = None
             end._leave(self)
         return 0
 
@@ -592,8 +583,8 @@ cdef class ClientEnd(RecordTaker):
     cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
         cdef SlotEnd slot = new_instance(self._slot_type, ())
-        slot.end = self
-        slot.record = record
+        slot._end = self
+        slot._record = record
         slot.nbytes = record.nbytes
         slot._drain = drain
         slot._region = self.regions.lend(
@@ -608,21 +599,21 @@ cdef class ClientEnd(RecordTaker):
         self.held.leave(slot._address)
         slot._region = NULL
         if region == NULL:
-            self.device_slots.leave(slot.record, slot._drain)
+            self.device_slots.leave(slot._record, slot._drain)
             return 0
         if self._writer is None:
             drop_region(region)
             return 0
         if self._debug and is_region_viewed(region):
-            self.shell.warn_of_views(slot.record)
+            self.shell.warn_of_views(slot._record)
         if slot._drain and leave_region(region):
-            slot.record.viewed = True
-            self.shell.slot_is_viewed(slot.record)
+            slot._record.viewed = True
+            self.shell.slot_is_viewed(slot._record)
         elif not slot._drain:
             drop_region(region)
-        effects = self.book.give_slot_up(slot.record, self._time_of(slot.record))
-        if slot.record.lease is None:
-            self.shell.kept_slot_left(slot.record)
+        effects = self.book.give_slot_up(slot._record, self._time_of(slot._record))
+        if slot._record.lease is None:
+            self.shell.kept_slot_left(slot._record)
         return self._follow(effects)
 
     cdef double _time_of(self, ClientSlotRecord slot) except -1:
@@ -708,8 +699,10 @@ cdef class ClientEnd(RecordTaker):
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
         packed = self._pack(payload, self._inline_nbytes, self.held)
-        if packed is None:
-            return None
+        return None if packed is None else self.submit_packed(packed, name, most_nbytes)
+
+    cpdef object submit_packed(self, Packed packed, str name, uint64_t most_nbytes):  # type: (Packed, str, int) -> Any
+        """As :meth:`submit_now`, of what was packed just now."""
         if packed.slot_nbytes and not self.hear():  # what was released just now is still in the cache: that is where to copy to
             return None
         if packed.slot_nbytes > most_nbytes or not self.begin():
@@ -783,6 +776,7 @@ cdef class ClientEnd(RecordTaker):
                 fence = self.device_slots.record_fence(packed.slots, stream)
                 break
         submission = new_instance(self._submission_type, ())
+        submission._on_gpu = fence != b""
         request_id = self._next_id + 1
         nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
         if not self._may_send(packed, nbytes):  # looked at last: each call above may have run other code; none below does
@@ -798,7 +792,7 @@ cdef class ClientEnd(RecordTaker):
             if slot is not None:
                 self._hand_over(slot, numbers + i)
             self._next_id = request_id
-            submission.end = self
+            submission._end = self
             submission.request_id = request_id
             submission.name = name
             self.pending.put(request_id, submission)
@@ -904,7 +898,7 @@ cdef class ClientEnd(RecordTaker):
         cdef SubmissionEnd submission = self.forget(request_id)
         if not submission.ended:  # else it was aborted here before its end came
             self.finished += 1
-            submission._end(None)
+            submission._finish(None)
         return 0
 
     cpdef int take_back(self, tuple released) except -1:  # type: (tuple[int, ...]) -> None
@@ -989,7 +983,7 @@ cdef class ClientEnd(RecordTaker):
     @property
     def unread_slots(self) -> int:
         """How many replies of requests in flight lie in slots and were not taken."""
-        return sum(submission.unread_slots for submission in self.pending.values())
+        return sum(submission._unread_slots for submission in self.pending.values())
 
     def dropped(self) -> list:
         """Returns the requests in flight that nobody can read any more, and that have unread replies in slots.
@@ -1002,7 +996,7 @@ cdef class ClientEnd(RecordTaker):
         if not self._has_unread:
             return []
         self.shell.expect_unread()
-        return [lone for lone in self.pending.lone() if lone.unread_slots]
+        return [lone for lone in self.pending.lone() if lone._unread_slots]
 
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
         """Decodes a reply; its slot goes back when the last view of it dies, or at once if the engine is short of reply space.

@@ -198,7 +198,7 @@ class DeviceSlots(Slots):
         self._views.use(id(record), stream)
         self._views.watch(id(record), lent)
         slot = self._slot_type(self._owner.end, record, memory.data_ptr(), drain)
-        slot.device_memory = memory
+        slot._device_memory = memory
         self._owner.end.held.hold(record, memory.data_ptr(), record.nbytes)
         self.held += 1
         return slot

@@ -5,7 +5,7 @@ none. The names, the arguments and the errors are those of :mod:`shmring`; what 
 in seconds. ``docs/threads.md`` lists what differs.
 """
 
-from shmring.threads.client import Client, Kept, RoutingClient, Slot, Submission
+from shmring.threads.client import Client, EngineConnection, Kept, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
 from shmring.threads.worker import Message, Worker, join
@@ -13,10 +13,10 @@ from shmring.threads.worker import Message, Worker, join
 __all__ = [
     "Claim",
     "Client",
+    "EngineConnection",
     "Kept",
     "Message",
     "Ring",
-    "RoutingClient",
     "Slot",
     "Submission",
     "Worker",

@@ -1,4 +1,4 @@
-"""Blocking twins of what asyncio programs call, declared instead of written: ``request = blocking(RingClient.request)``.
+"""Blocking twins of what asyncio programs call, declared instead of written: ``request = blocking(Client.request)``.
 
 Theory of operation: a twin has the name, the arguments, the text and the errors of the method that it is made of. It has that
 method carried out in the loop's thread (:class:`~shmring.threads.loop_thread.LoopThread`), and waits. A thread that is

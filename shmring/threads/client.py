@@ -13,26 +13,31 @@ slot is free when the GPU has done what was queued there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+import typing_extensions
+
+import shmring.client.client as client_in_loop
+import shmring.client.connection as connection_in_loop
 import shmring.client.kept as kept_in_loop
 import shmring.client.slot as slot_in_loop
 import shmring.client.submission as submission_in_loop
-from shmring.client.client import RingClient
-from shmring.client.routing import Route
-from shmring.client.routing_client import RoutingClient as RoutingClientInLoop
+from shmring.client.client import check_name
+from shmring.client.connecting import Options, open_client
 from shmring.config import ClientConfig
-from shmring.errors import ClosedError
+from shmring.errors import ClosedError, WouldBlock
 from shmring.gpu.cuda import Event, Stream
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
 from shmring.threads.loop_thread import LoopThread, within
 
-__all__ = ["Client", "Kept", "RoutingClient", "Slot", "Submission"]
+__all__ = ["Client", "EngineConnection", "Kept", "Slot", "Submission"]
 
-_Inner = TypeVar("_Inner", slot_in_loop.Slot, kept_in_loop.Kept)
+_Inner = TypeVar("_Inner", slot_in_loop.Slot, kept_in_loop.Kept[Any])
+_Payload = typing_extensions.TypeVar("_Payload", default=Any)
+_Reply = TypeVar("_Reply")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -60,6 +65,12 @@ class Submission(Blocking[submission_in_loop.Submission]):
     ended = read_through(submission_in_loop.Submission.ended)
     has_replied = read_through(submission_in_loop.Submission.has_replied)
 
+    @overload
+    def next(self, reply_type: type[_Reply], *, timeout: float | None = ...) -> _Reply: ...
+
+    @overload
+    def next(self, reply_type: Any = ..., *, timeout: float | None = ...) -> Any: ...
+
     def next(self, reply_type: Any = Any, *, timeout: float | None = None) -> Any:
         """Waits for the next reply. A thread that is interrupted here aborts the request.
 
@@ -78,6 +89,12 @@ class Submission(Blocking[submission_in_loop.Submission]):
             return self._wait(self._in_loop.next, reply_type, timeout=timeout)
         except StopAsyncIteration:
             raise StopIteration from None
+
+    @overload
+    def result(self, reply_type: type[_Reply], *, timeout: float | None = ...) -> _Reply: ...
+
+    @overload
+    def result(self, reply_type: Any = ..., *, timeout: float | None = ...) -> Any: ...
 
     def result(self, reply_type: Any = Any, *, timeout: float | None = None) -> Any:
         """Waits for the one reply and the end. A thread that is interrupted here aborts the request.
@@ -129,7 +146,7 @@ async def _waited(
     arguments: tuple[Any, ...],
     timeout: float | None,
 ) -> Any:
-    return await within(timeout, lambda: f"at {submission.engine!r}: {submission.end.shell.why_no_reply()}", wait(*arguments))
+    return await within(timeout, submission._why_no_reply, wait(*arguments))
 
 
 class _Held(Generic[_Inner]):
@@ -203,8 +220,8 @@ class Slot(_Held[slot_in_loop.Slot]):
         Views of it must not be used any more. This never waits; finalisers may call it. Twice is once.
         """
         slot = self._in_loop
-        if slot is not None and slot.device_memory is not None and self._thread.is_open:
-            end = slot.end
+        if slot is not None and slot._device_memory is not None and self._thread.is_open:
+            end = slot._end
             if end is not None:  # else another thread leaves it
                 self._thread.post(_use_on, slot, end.device_slots.current_stream())
         super().close()
@@ -212,11 +229,11 @@ class Slot(_Held[slot_in_loop.Slot]):
 
 def _use_on(slot: slot_in_loop.Slot, stream: Stream) -> None:
     """Before a slot in device memory is left, in the loop: this is the stream of whoever leaves it."""
-    if slot.end is not None:
-        slot.end.device_slots.use(slot.record, stream)
+    if slot._end is not None:
+        slot._end.device_slots.use(slot._record, stream)
 
 
-class Kept(_Held[kept_in_loop.Kept]):
+class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
     """Content that the engine keeps, pinned until this is left. Use it as ``with kept:``, or :meth:`close` it.
 
     Attributes:
@@ -228,7 +245,7 @@ class Kept(_Held[kept_in_loop.Kept]):
 
     _LEFT = "this content was left; take what you need of its payload inside the block"
 
-    def __init__(self, thread: LoopThread, kept: kept_in_loop.Kept) -> None:
+    def __init__(self, thread: LoopThread, kept: kept_in_loop.Kept[_Payload]) -> None:
         super().__init__(thread, kept)
         self.key: bytes = kept.key
         self.nbytes: int = kept.nbytes
@@ -238,7 +255,7 @@ class Kept(_Held[kept_in_loop.Kept]):
         return state if self._in_loop is None else repr(self._in_loop)
 
     @property
-    def payload(self) -> Any:
+    def payload(self) -> _Payload:
         """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
 
         Raises:
@@ -247,7 +264,8 @@ class Kept(_Held[kept_in_loop.Kept]):
             RemoteError: it is not of ``payload_type``.
         """
         kept = self._unleft()
-        return self._thread.call(lambda: kept.payload)
+        payload: _Payload = self._thread.call(lambda: kept.payload)
+        return payload
 
 
 def _slots(thread: LoopThread, slots: list[slot_in_loop.Slot]) -> list[Slot]:
@@ -259,36 +277,105 @@ def _leave_all(slots: list[Slot]) -> None:
         slot.close()
 
 
-def _if_found(thread: LoopThread, kept: kept_in_loop.Kept | None) -> Kept | None:
+def _if_found(thread: LoopThread, kept: kept_in_loop.Kept[_Payload] | None) -> Kept[_Payload] | None:
     return None if kept is None else Kept(thread, kept)
 
 
-def _leave_if_found(kept: Kept | None) -> None:
+def _leave_if_found(kept: Kept[Any] | None) -> None:
     if kept is not None:
         kept.close()
 
 
-_InLoop = TypeVar("_InLoop", RingClient, RoutingClientInLoop)
+class _ClientInLoop(client_in_loop.Client):
+    """What threads need of a client besides."""
+
+    async def submit_in_time(
+        self,
+        payload: object,
+        *,
+        timeout: float | None = None,
+        request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> submission_in_loop.Submission:
+        """As :meth:`submit`, within so many seconds."""
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+            return await self.submit(payload, request_id=request_id, key=key, engine=engine)
+
+    async def submit_unless_full(
+        self,
+        payload: object,
+        *,
+        request_id: str = "",
+        ask: bool = True,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> submission_in_loop.Submission:
+        """As :meth:`submit_nowait`, with a long copy made beside the loop."""
+        check_name(request_id)
+        full: WouldBlock | None = None
+        for session in self._takers(payload, key, engine):
+            try:
+                return await session.sending.submit_unless_full(payload, request_id, ask=ask)
+            except WouldBlock as error:
+                full = full or error
+        assert full is not None, "there is an engine"
+        raise full
+
+    @property
+    def used_device_slots(self) -> Sequence[DeviceSlots]:
+        """In any thread: the slots in device memory of the engines of which callers hold some."""
+        sessions = [attachment.session for attachment in self._attachments.values()]
+        return [session.device_slots for session in sessions if session is not None and session.device_slots.held]
 
 
-class _Client(Blocking[_InLoop]):
-    """What clients of one engine and of several have in common.
+class EngineConnection(Blocking[connection_in_loop.EngineConnection]):
+    """A client's connection to one of its engines, and to the next one of that name. From :attr:`Client.engines`.
 
-    Args:
-        title: of the engines, for errors.
-        config: as configured.
-        create: makes the client, in its loop.
+    Attributes:
+        name: of the engine.
     """
 
-    def __init__(self, title: str, config: ClientConfig, create: Callable[[], Awaitable[_InLoop]]) -> None:
+    __slots__ = ("name",)
+
+    def __init__(self, thread: LoopThread, connection: connection_in_loop.EngineConnection) -> None:
+        self._thread = thread
+        self._in_loop = connection
+        self.name = connection.name
+
+    def __repr__(self) -> str:
+        return repr(self._in_loop)
+
+    connected = read_through(connection_in_loop.EngineConnection.connected)
+    client_id = read_through(connection_in_loop.EngineConnection.client_id)
+    epoch = read_through(connection_in_loop.EngineConnection.epoch)
+    kept_nbytes = read_through(connection_in_loop.EngineConnection.kept_nbytes)
+    lost_error = read_through(connection_in_loop.EngineConnection.lost_error)
+    statistics = done_in_loop(connection_in_loop.EngineConnection.statistics)
+
+
+class Client(Blocking[_ClientInLoop]):
+    """A frontend's end, for any thread. Made by :func:`connect`; use it as ``with connect(...) as client:``, or close it.
+
+    Attributes:
+        names: the names of its engines, in the order in which they were given.
+        config: as configured, for each engine.
+        engines: the connection to each engine, by its name.
+    """
+
+    def __init__(self, names: Sequence[str], options: Options, config: ClientConfig) -> None:
+        """Opens it; see :func:`connect`."""
+        self.names = tuple(names)
         self.config = config
 
-        async def create_here() -> _InLoop:
-            self._in_loop = await create()
+        async def create() -> _ClientInLoop:
+            self._in_loop = await open_client(_ClientInLoop, names, config, **options)
             return self._in_loop
 
-        self._thread = LoopThread(f"this client of {title}", create_here)
+        self._thread = LoopThread(f"this client of {', '.join(map(repr, names))}", create)
         self._thread.open()
+        connections = {name: EngineConnection(self._thread, each) for name, each in self._in_loop.engines.items()}
+        self.engines: Mapping[str, EngineConnection] = MappingProxyType(connections)
 
     def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         used = self._in_loop.used_device_slots
@@ -296,6 +383,52 @@ class _Client(Blocking[_InLoop]):
             return function
         self._thread.check_open()  # in a forked child, there is no CUDA
         return functools.partial(_behind, [(slots, slots.mark()) for slots in used], function)
+
+    request = blocking(client_in_loop.Client.request)
+    stream = blocking_stream(client_in_loop.Client.stream)
+    submit = handed_out(_ClientInLoop.submit_in_time, Submission, Submission.abort, text_of=client_in_loop.Client.submit)
+    submit_nowait = handed_out(
+        _ClientInLoop.submit_unless_full, Submission, Submission.abort, text_of=client_in_loop.Client.submit_nowait
+    )
+    abort = done_in_loop(client_in_loop.Client.abort)
+    call = blocking(client_in_loop.Client.call)
+    slot = handed_out(client_in_loop.Client.slot, Slot, Slot.close)
+    slot_nowait = handed_out(client_in_loop.Client.slot_nowait, Slot, Slot.close)
+    slots = handed_out(client_in_loop.Client.slots, _slots, _leave_all)
+    check_capacity = done_in_loop(client_in_loop.Client.check_capacity)
+    keep = handed_out(client_in_loop.Client.keep, Kept, Kept.close)
+    choose = done_in_loop(client_in_loop.Client.choose)
+    loads = done_in_loop(client_in_loop.Client.loads)
+    wait_connected = blocking(client_in_loop.Client.wait_connected)
+    wait_prefaulted = blocking(client_in_loop.Client.wait_prefaulted)
+    statistics = done_in_loop(client_in_loop.Client.statistics)
+
+    if TYPE_CHECKING:  # what is wrapped keeps its type no other way
+
+        @overload
+        def find(
+            self, key: bytes, *, payload_type: type[_Payload], timeout: float | None = ..., engine: str | None = ...
+        ) -> Kept[_Payload] | None: ...
+
+        @overload
+        def find(
+            self, key: bytes, *, payload_type: Any = ..., timeout: float | None = ..., engine: str | None = ...
+        ) -> Kept[Any] | None: ...
+
+        def find(self, key: bytes, **options: Any) -> Kept[Any] | None: ...
+    else:
+        find = handed_out(client_in_loop.Client.find, _if_found, _leave_if_found)
+
+    client_id = read_through(client_in_loop.Client.client_id)
+    epoch = read_through(client_in_loop.Client.epoch)
+    connected = read_through(client_in_loop.Client.connected)
+    lost_error = read_through(client_in_loop.Client.lost_error)
+    kept_nbytes = read_through(client_in_loop.Client.kept_nbytes)
+
+    @property
+    def resent(self) -> int:
+        """Requests that were sent again because their engine had died (``retry``)."""
+        return self._in_loop.resent
 
     @property
     def closed(self) -> bool:
@@ -321,88 +454,3 @@ def _behind(marks: list[tuple[DeviceSlots, Event]], function: Callable[..., Any]
     for slots, mark in marks:
         slots.follow(mark)
     return function(*arguments, **named)
-
-
-class Client(_Client[RingClient]):
-    """A frontend's end, for any thread. Made by :func:`connect`; use it as ``with connect(...) as client:``, or close it.
-
-    Attributes:
-        name: the engine's name.
-        config: as configured.
-    """
-
-    def __init__(self, name: str, config: ClientConfig, reconnect: bool, description: str) -> None:
-        """Opens it; see :func:`connect`."""
-        self.name = name
-        super().__init__(
-            repr(name), config, lambda: RingClient.create(name, config, reconnect=reconnect, description=description)
-        )
-
-    request = blocking(RingClient.request)
-    stream = blocking_stream(RingClient.stream)
-    submit = handed_out(RingClient.submit_in_time, Submission, Submission.abort, text_of=RingClient.submit)
-    submit_nowait = handed_out(RingClient.submit_unless_full, Submission, Submission.abort, text_of=RingClient.submit_nowait)
-    abort = done_in_loop(RingClient.abort)
-    call = blocking(RingClient.call)
-    slot = handed_out(RingClient.slot, Slot, Slot.close)
-    slot_nowait = handed_out(RingClient.slot_nowait, Slot, Slot.close)
-    slots = handed_out(RingClient.slots, _slots, _leave_all)
-    check_capacity = done_in_loop(RingClient.check_capacity)
-    find = handed_out(RingClient.find, _if_found, _leave_if_found)
-    keep = handed_out(RingClient.keep, Kept, Kept.close)
-    wait_connected = blocking(RingClient.wait_connected)
-    wait_prefaulted = blocking(RingClient.wait_prefaulted)
-    statistics = done_in_loop(RingClient.statistics)
-
-    client_id = read_through(RingClient.client_id)
-    epoch = read_through(RingClient.epoch)
-    connected = read_through(RingClient.connected)
-    lost_error = read_through(RingClient.lost_error)
-    kept_nbytes = read_through(RingClient.kept_nbytes)
-
-
-class RoutingClient(_Client[RoutingClientInLoop]):
-    """A frontend's end of several engines, for any thread. Made by :func:`shmring.threads.connect` from a list of names.
-
-    Attributes:
-        names: of the engines.
-        config: as configured, for each of them.
-    """
-
-    def __init__(self, names: Sequence[str], config: ClientConfig, route: Route, reconnect: bool, description: str) -> None:
-        """Opens it; see :func:`shmring.threads.connect`."""
-        self.names = tuple(names)
-        super().__init__(
-            " or ".join(map(repr, names)),
-            config,
-            lambda: RoutingClientInLoop.create(names, config, route=route, reconnect=reconnect, description=description),
-        )
-
-    request = blocking(RoutingClientInLoop.request)
-    stream = blocking_stream(RoutingClientInLoop.stream)
-    submit = handed_out(RoutingClientInLoop.submit_in_time, Submission, Submission.abort, text_of=RoutingClientInLoop.submit)
-    submit_nowait = handed_out(
-        RoutingClientInLoop.submit_unless_full, Submission, Submission.abort, text_of=RoutingClientInLoop.submit_nowait
-    )
-    abort = done_in_loop(RoutingClientInLoop.abort)
-    call = blocking(RoutingClientInLoop.call)
-    slot = handed_out(RoutingClientInLoop.slot, Slot, Slot.close)
-    slot_nowait = handed_out(RoutingClientInLoop.slot_nowait, Slot, Slot.close)
-    slots = handed_out(RoutingClientInLoop.slots, _slots, _leave_all)
-    check_capacity = done_in_loop(RoutingClientInLoop.check_capacity)
-    find = handed_out(RoutingClientInLoop.find, _if_found, _leave_if_found)
-    keep = handed_out(RoutingClientInLoop.keep, Kept, Kept.close)
-    choose = done_in_loop(RoutingClientInLoop.choose)
-    loads = done_in_loop(RoutingClientInLoop.loads)
-    wait_connected = blocking(RoutingClientInLoop.wait_connected)
-    wait_prefaulted = blocking(RoutingClientInLoop.wait_prefaulted)
-    statistics = done_in_loop(RoutingClientInLoop.statistics)
-
-    connected = read_through(RoutingClientInLoop.connected)
-    lost_error = read_through(RoutingClientInLoop.lost_error)
-    kept_nbytes = read_through(RoutingClientInLoop.kept_nbytes)
-
-    @property
-    def resent(self) -> int:
-        """Requests that were sent again because their engine had died (``retry``)."""
-        return self._in_loop.resent

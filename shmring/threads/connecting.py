@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack, overload
+from typing import Unpack
 
+from shmring.client.connecting import settle
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
-from shmring.threads.client import Client, RoutingClient
+from shmring.threads.client import Client
 
 __all__ = ["connect"]
-
-
-@overload
-def connect(
-    name: str,
-    config: ClientConfig | None = None,
-    *,
-    reconnect: bool | None = None,
-    description: str = "",
-    **overrides: Unpack[ClientOptions],
-) -> Client: ...
-
-
-@overload
-def connect(
-    name: list[str] | tuple[str, ...],
-    config: ClientConfig | None = None,
-    *,
-    route: Route = "least_loaded",
-    reconnect: bool | None = None,
-    description: str = "",
-    **overrides: Unpack[ClientOptions],
-) -> RoutingClient: ...
 
 
 def connect(
@@ -42,7 +20,7 @@ def connect(
     reconnect: bool | None = None,
     description: str = "",
     **overrides: Unpack[ClientOptions],
-) -> Client | RoutingClient:
+) -> Client:
     """Opens a frontend's end of a ring: ``with shmring.threads.connect("vision") as client``.
 
     Args:
@@ -57,8 +35,4 @@ def connect(
         LocalProtocolError: threads are greenlets here (gevent), and a call would never return.
     """
     settled = configured(ClientConfig, config, overrides)
-    if isinstance(name, str):
-        if route is not None:
-            raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
-        return Client(name, settled, bool(reconnect), description)
-    return RoutingClient(tuple(name), settled, route or "least_loaded", reconnect is None or reconnect, description)
+    return Client(*settle(name, route, reconnect, description), settled)

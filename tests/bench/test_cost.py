@@ -38,13 +38,13 @@ def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
 
 
 async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = cost.shmring.RingClient.submit
+    sent = cost.shmring.Client.submit
 
     def submit(client: object, payload: dict[str, list[object]]) -> object:
         header = payload["header"]
         return sent(client, payload | {"header": [header[0] if header[0] != 20 else 19, *header[1:]]})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cost.shmring.RingClient, "submit", submit)
+    monkeypatch.setattr(cost.shmring.Client, "submit", submit)
     with pytest.raises(ExceptionGroup) as raised:
         await cost.both_ends(SMALL[0], 0.01, 0.01)
     assert raised.group_contains(cost.BenchError, match="message 19 came where message 20 was due")

@@ -30,8 +30,8 @@ from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.processes import Process, opened
 from bench.stamps import CheckError
-from shmring.client.client import RingClient
-from shmring.client.connecting import Connecting
+from shmring.client.client import Client
+from shmring.client.connecting import Connecting, open_client
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
@@ -68,9 +68,9 @@ class HostMemory(Gpu):
     def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[Ring]:
         return Serving(lambda: Ring.create(name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
 
-    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.RingClient]:
+    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Client]:
         config = ClientConfig(**options)
-        return Connecting(lambda: RingClient.create(name, config, cuda=self.cuda, device_memory=self.memory))
+        return Connecting(lambda: open_client(Client, [name], config, cuda=self.cuda, device_memory=self.memory))
 
     def page_locked(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

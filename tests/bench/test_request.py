@@ -217,7 +217,7 @@ async def test_so_many_clients_are_connected_and_so_many_ask(cell: Cell, some: i
             header = asking.source.stamp()
             asking.check(header, await ask(header, asking.source.tensor))
         assert ring().statistics().clients == 3
-        clients = [one for one in gc.get_objects() if type(one) is shmring.RingClient and not one.closed]
+        clients = [one for one in gc.get_objects() if type(one) is shmring.Client and not one.closed]
         assert sorted(client.statistics().submitted for client in clients) == submitted
     assert desk._sequences == [6]
 
@@ -229,7 +229,7 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
         header = asking.source.stamp()
         asking.check(header, await ask(header, asking.source.tensor))
         assert ring().statistics().slots_claimed == 250
-        (client,) = (one for one in gc.get_objects() if type(one) is shmring.RingClient and not one.closed)
+        (client,) = (one for one in gc.get_objects() if type(one) is shmring.Client and not one.closed)
         assert client.statistics().slots_in_use == 250  # the holes between them are free
         slots = sorted(slot.start for client in ring()._book.clients.values() for slot in client.slots.values())
         gaps = np.diff(slots)

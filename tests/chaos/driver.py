@@ -126,7 +126,7 @@ class _Driver:
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
         self.readers = [_Member(f"worker {index}") for index in range(plan.readers)]
         self.seen = Observations()
-        self.observer: shmring.RoutingClient | None = None
+        self.observer: shmring.Client | None = None
 
     # -- starting and ending -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from tests.chaos.journal import Journal
 from tests.chaos.load import Load
 from tests.chaos.plan import Plan
 from tests.fleet.child import Channel
+from tests.sessions import session_of
 
 __all__ = ["FrontendAssignment", "run_frontend"]
 
@@ -122,13 +123,13 @@ class _Frontend:
         if client is None:
             return
         views = []
-        for engine in client.engines.values():
+        for name, engine in client.engines.items():
             with contextlib.suppress(shmring.WouldBlock):
-                slot = engine.slot_nowait(_SCRIBBLED_NBYTES)
+                slot = client.slot_nowait(_SCRIBBLED_NBYTES, engine=name)
                 views.append(slot.tensor((_SCRIBBLED_NBYTES,), torch.uint8))
                 self.kept.append(slot)
-            if engine.session is not None:
-                engine.session.link.abort()
+            if engine.connected:
+                session_of(client, name).link.abort()
         while views:
             for view in views:
                 view.add_(1)
@@ -152,9 +153,8 @@ class _Frontend:
 
     def report(self) -> control.QuietReport:
         assert self.load.client is not None
-        counts = self.load.client.statistics().values()
-        slots_in_use, replies_held = sum(each.slots_in_use for each in counts), sum(each.reply_slots_held for each in counts)
-        return control.QuietReport(sorted(self.load.unfinished), slots_in_use, replies_held)
+        counts = self.load.client.statistics()
+        return control.QuietReport(sorted(self.load.unfinished), counts.slots_in_use, counts.reply_slots_held)
 
     async def close(self) -> None:
         self.sending.clear()

@@ -27,6 +27,7 @@ from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable
 from tests.chaos.plan import Plan
 from tests.fleet import cargo
 from tests.fleet.cargo import Answer, CorruptedError, Order
+from tests.sessions import session_of
 
 __all__ = ["Load"]
 
@@ -94,7 +95,7 @@ class Load:
         self._number = 0
         self._stormed: set[int] = set()
         self._waiting_for_release: dict[tuple[ClientBook, int], tuple[int, str]] = {}  # to the request and its engine
-        self.client: shmring.RoutingClient | None = None
+        self.client: shmring.Client | None = None
         self.unfinished: set[int] = set()
         self.floods = 0
         self.closing = False
@@ -207,7 +208,7 @@ class Load:
     # -- requests that are seen to their end -------------------------------------------------------------------------------
 
     @property
-    def _connected(self) -> shmring.RoutingClient:
+    def _connected(self) -> shmring.Client:
         assert self.client is not None, "requests are sent while there is a client"
         return self.client
 
@@ -336,7 +337,7 @@ class Load:
             answer = await submission.result(Answer)
             await self._checked(number, 0, answer)
             return "answered"
-        end: _ObservedEnd = submission.end  # type: ignore[assignment] # since observe_releases()
+        end: _ObservedEnd = submission._end  # type: ignore[assignment] # since observe_releases()
         book = end.book
         held = [record.generation for record in end.slots_of[submission.request_id] if record.state is ClientSlot.SUBMITTED]
         self._waiting_for_release.update(((book, generation), (number, submission.engine)) for generation in held)
@@ -377,9 +378,9 @@ class Load:
     def check_book(self) -> None:
         """Checks the client's own books."""
         for engine in () if self.client is None else self.client.engines.values():
-            if engine.session is None:
+            if self.client is None or not engine.connected:
                 continue
             try:
-                engine.session.host_slots.book.check()
+                session_of(self.client, engine.name).host_slots.book.check()
             except AssertionError as error:
                 self._journal.wrong("violation", f"the book of process {self._pid} for {engine.name}: {error}")

@@ -23,6 +23,7 @@ from shmring.engine.protocol import (
     Picture,
     TextPart,
 )
+from tests.sessions import attachment_of, session_of
 
 REQUEST = EncodeRequest([Picture(torch.ones(5000, dtype=torch.uint8))])
 QUESTION = GenerateRequest([ChatMessage("user", [TextPart("why?")])])
@@ -55,12 +56,13 @@ async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any,
 
 
 async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, serve: Any, eventually: Any) -> None:
-    session = client.ring._session
+    session = session_of(client.ring)
     assert session is not None
     assert client.is_running
     memory = client.media_memory()
     session.link.abort()  # as if the engine had gone; there is none of that name to attach to afterwards
-    client.ring._path = client.ring._path.with_name("nobody.sock")
+    attachment = attachment_of(client.ring)
+    attachment.path = attachment.path.with_name("nobody.sock")
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):
         client.media_memory()

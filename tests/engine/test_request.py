@@ -40,7 +40,7 @@ class Exchange:
     request: EngineRequest
     task: asyncio.Task[None]
 
-    def __init__(self, client: shmring.RingClient) -> None:
+    def __init__(self, client: shmring.Client) -> None:
         self.client = client
         self.replies: list[Any] = []
 

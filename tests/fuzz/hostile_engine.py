@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 import shmring
-from shmring.client.client import RingClient
+from shmring.client.client import Client
+from shmring.client.connecting import open_client
 from shmring.client.session import Session
 from shmring.config import ClientConfig, WorkerConfig
 from shmring.core.compiled import (
@@ -68,6 +69,7 @@ from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
 from shmring.worker.worker import Message, Worker
 from tests.fuzz.scripts import MOST_TURNS, NAME, Steps, changed, check_error, listening, over, play, stage, turns
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
+from tests.sessions import attachment_of
 
 __all__ = ["SEEDS", "attached_engines", "attaching", "joined_engines", "joining"]
 
@@ -407,7 +409,7 @@ async def _attempted(attempt: asyncio.Future[Any]) -> Any:
 class Callers:
     """Whoever uses a client: tasks that wait, and what they hold."""
 
-    def __init__(self, client: RingClient, steps: Steps) -> None:
+    def __init__(self, client: Client, steps: Steps) -> None:
         self.client = client
         self.steps = steps
         self.tasks: list[asyncio.Future[Any]] = []
@@ -467,13 +469,13 @@ class Callers:
                 self.slots.pop(0).close()
             case 6 if self.slots:
                 slot = self.slots[-1]
-                self.begin(self.request({"x": torch.frombuffer(slot.memory(), dtype=torch.uint8)}))
+                self.begin(self.request({"x": torch.frombuffer(slot._memory(), dtype=torch.uint8)}))
             case 7:
                 self.begin(self.find(key))
             case 8:
                 self.begin(self.keep(key, {"x": torch.ones(size, dtype=torch.uint8)}))
             case 9 if self.slots:
-                self.begin(self.keep(key, {"x": torch.frombuffer(self.slots[-1].memory(), dtype=torch.uint8)}))
+                self.begin(self.keep(key, {"x": torch.frombuffer(self.slots[-1]._memory(), dtype=torch.uint8)}))
             case 10 if self.kept:
                 payload = self.kept[-1].payload
                 self.values.append(payload)
@@ -510,7 +512,7 @@ class Callers:
 
     def check(self) -> None:
         """The books are sound, as long as there is a session."""
-        session = self.client.session
+        session = attachment_of(self.client).session
         if isinstance(session, Session) and session.error is None:
             session.host_slots.book.check()
 
@@ -521,7 +523,7 @@ async def _engine_scene(data: bytes, *, changes: bool) -> None:
         socket_dir=listening()[1], lease_nbytes=3 * BLOCK_NBYTES, connect_timeout_s=2.0, prefault=False,
         map_leased_only=changes and bool(steps.byte() & 1),
     )  # fmt: skip
-    attempt = asyncio.ensure_future(RingClient.create(NAME, config))
+    attempt = asyncio.ensure_future(open_client(Client, [NAME], config))
     engine = await _met(attempt, steps)
     assert engine is not None
     fds = [engine.slab_fd, engine.reply_fd, *engine.ring_fds]
@@ -550,7 +552,7 @@ async def _attempted_or_closed(attempt: asyncio.Future[Any], engine: _HostileEng
     return attached
 
 
-async def _session(client: RingClient, engine: _HostileEngine, steps: Steps) -> None:
+async def _session(client: Client, engine: _HostileEngine, steps: Steps) -> None:
     callers = Callers(client, steps)
     while steps:
         choice, what = steps.byte(), steps.byte()

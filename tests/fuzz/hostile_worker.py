@@ -135,9 +135,7 @@ class _HostileWorker:
 class _Served:
     """An engine, its honest frontend and worker, and a hostile worker."""
 
-    def __init__(
-        self, ring: shmring.Ring, client: shmring.RingClient, worker: Any, hostile: _HostileWorker, steps: Steps
-    ) -> None:
+    def __init__(self, ring: shmring.Ring, client: shmring.Client, worker: Any, hostile: _HostileWorker, steps: Steps) -> None:
         self.ring = ring
         self.client = client
         self.worker = worker

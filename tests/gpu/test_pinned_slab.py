@@ -271,7 +271,7 @@ async def test_nothing_is_reused_before_its_event(serve: Any, connect: Any) -> N
         wrong.add_((arrived["data"] != arrived["value"]).sum())
         arrived["data"].copy_(poison.expand_as(arrived["data"]))  # what a later copy has to replace
 
-    async def ask(client: shmring.RingClient, first: int) -> None:
+    async def ask(client: shmring.Client, first: int) -> None:
         for number in range(first, requests, 16):
             value = number % 200
             data = torch.full((20_000 + number % 3 * 20_000,), value, dtype=torch.uint8)

@@ -45,17 +45,17 @@ def start(launch: Callable[..., Any], socket_dir: Path) -> Start:
     return lambda end, **environment: launch("tour", end, NAME, str(socket_dir), **environment)
 
 
-async def connect(socket_dir: Path) -> shmring.RingClient:
+async def connect(socket_dir: Path) -> shmring.Client:
     return await shmring.connect(NAME, socket_dir=str(socket_dir), lease_nbytes="64KiB", prefault=False, connect_timeout_s=30)
 
 
-async def works(client: shmring.RingClient) -> None:
+async def works(client: shmring.Client) -> None:
     data = torch.arange(50_000).to(torch.uint8)
     answer = await client.request({"mode": "answer", "x": data}, timeout=LIMIT_S)
     assert torch.equal(answer["x"], data)
 
 
-async def until_whole(observer: shmring.RingClient) -> dict[str, int]:
+async def until_whole(observer: shmring.Client) -> dict[str, int]:
     """Waits until the observer alone has anything of the slab; the engine checks its book each time it is asked."""
     deadline = time.monotonic() + LIMIT_S
     own = observer.statistics().leased_nbytes

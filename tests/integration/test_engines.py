@@ -50,7 +50,7 @@ async def engines(launch: Callable[..., Any], socket_dir: Path) -> Engines:
 
 
 @pytest.fixture
-async def client(engines: Engines, socket_dir: Path) -> AsyncIterator[shmring.RoutingClient]:
+async def client(engines: Engines, socket_dir: Path) -> AsyncIterator[shmring.Client]:
     options: dict[str, Any] = {"lease_nbytes": "64KiB", "connect_timeout_s": 30.0, "reconnect_max_s": 0.05}
     async with shmring.connect(NAMES, socket_dir=str(socket_dir), **options) as client:
         yield client
@@ -63,7 +63,7 @@ def content(nbytes: int, number: int) -> torch.Tensor:
 class Callers:
     """Callers that send one request after the other, and note what became of each."""
 
-    def __init__(self, client: shmring.RoutingClient, **options: Any) -> None:
+    def __init__(self, client: shmring.Client, **options: Any) -> None:
         self._client = client
         self._options = options
         self._stopping = False
@@ -106,7 +106,7 @@ class Callers:
 
 @pytest.mark.parametrize("retry", [0, 1])
 async def test_an_engine_that_is_killed_takes_its_own_requests_and_no_others(
-    client: shmring.RoutingClient, engines: Engines, retry: int
+    client: shmring.Client, engines: Engines, retry: int
 ) -> None:
     first, second = (engines.processes[name].pid for name in NAMES)
     callers = Callers(client, retry=retry)
@@ -128,14 +128,14 @@ async def test_an_engine_that_is_killed_takes_its_own_requests_and_no_others(
     assert len(callers.errors) <= CALLERS, "each caller had one request there"
     if retry:
         assert callers.errors == []
-    assert client.statistics()["vision-1"].failed == 0
-    assert client.statistics()["vision-1"].reconnections == 0
+    assert client.engines["vision-1"].statistics().failed == 0
+    assert client.engines["vision-1"].statistics().reconnections == 0
     for name in NAMES:
         counts = await _settled(client, name)
         assert counts["protocol_errors"] == 0
 
 
-async def _settled(client: shmring.RoutingClient, name: str) -> dict[str, int]:
+async def _settled(client: shmring.Client, name: str) -> dict[str, int]:
     """The counts of an engine that has nothing to do any more; its book was checked."""
     async with asyncio.timeout(60):
         while True:
@@ -145,15 +145,15 @@ async def _settled(client: shmring.RoutingClient, name: str) -> dict[str, int]:
             await asyncio.sleep(0.002)
 
 
-async def test_what_lay_in_a_slot_of_a_killed_engine_is_still_there(client: shmring.RoutingClient, engines: Engines) -> None:
+async def test_what_lay_in_a_slot_of_a_killed_engine_is_still_there(client: shmring.Client, engines: Engines) -> None:
     x = content(50_000, 3)
     async with client.slot(x.numel(), engine="vision-0") as slot:
         view = slot.tensor(x.shape, torch.uint8).copy_(x)
         held = asyncio.create_task(client.request({"mode": "hold", "x": view}, retry=1, timeout=30))
-        while client.statistics()["vision-0"].in_flight == 0:
+        while client.engines["vision-0"].statistics().in_flight == 0:
             await asyncio.sleep(0)
         await engines.kill("vision-0")
-        while client.statistics()["vision-1"].in_flight == 0:
+        while client.engines["vision-1"].statistics().in_flight == 0:
             await asyncio.sleep(0)
         held.cancel()
         answer = await client.request({"mode": "answer", "x": view}, timeout=30)
@@ -164,7 +164,7 @@ async def test_what_lay_in_a_slot_of_a_killed_engine_is_still_there(client: shmr
 
 
 async def test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     stopped = engines.processes["vision-0"]
     stopped.signal(signal.SIGSTOP)
@@ -189,7 +189,7 @@ async def test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on(
 
 
 async def test_when_all_are_killed_requests_fail_and_later_ones_wait_for_the_next(
-    client: shmring.RoutingClient, engines: Engines
+    client: shmring.Client, engines: Engines
 ) -> None:
     pending = [await client.submit({"mode": "hold", "x": content(10, 0)}) for _ in range(6)]
     await engines.kill(*NAMES)
@@ -201,7 +201,7 @@ async def test_when_all_are_killed_requests_fail_and_later_ones_wait_for_the_nex
     assert (await waiting)["pid"] == engines.processes["vision-1"].pid
 
 
-async def test_nobody_but_the_engine_can_write_its_load(client: shmring.RoutingClient, engines: Engines) -> None:
+async def test_nobody_but_the_engine_can_write_its_load(client: shmring.Client, engines: Engines) -> None:
     """Whoever may open all that an engine has open can't write this."""
     pid = engines.processes["vision-0"].pid
     [page] = [path for path in Path(f"/proc/{pid}/fd").iterdir() if "shmring-load" in str(path.readlink())]

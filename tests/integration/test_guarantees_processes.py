@@ -25,6 +25,7 @@ from shmring.core.messages import SlotRef
 from shmring.memory import slab
 from tests.records import submit_of
 from tests.segments import own_name, segments_of
+from tests.sessions import session_of
 
 Launch = Callable[..., Any]
 
@@ -45,7 +46,7 @@ def frontend(launch: Launch, socket_dir: Path) -> Launch:
     return lambda mode: launch("frontend", mode, NAME, str(socket_dir))
 
 
-async def connected(socket_dir: Path, **options: Any) -> shmring.RingClient:
+async def connected(socket_dir: Path, **options: Any) -> shmring.Client:
     settings = {"lease_nbytes": "64KiB", "connect_timeout_s": 30.0, "prefault": False} | options
     return await shmring.connect(NAME, socket_dir=str(socket_dir), **settings)
 
@@ -58,17 +59,17 @@ async def engine(run: Launch) -> Any:
 
 
 @pytest.fixture
-async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
+async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.Client]:
     async with await connected(socket_dir) as client:
         yield client
 
 
-async def statistics(observer: shmring.RingClient) -> dict[str, int]:
+async def statistics(observer: shmring.Client) -> dict[str, int]:
     counts: dict[str, int] = await observer.call("statistics", timeout=LIMIT_S)
     return counts
 
 
-async def until(observer: shmring.RingClient, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+async def until(observer: shmring.Client, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
     deadline = time.monotonic() + LIMIT_S
     while not condition(counts := await statistics(observer)):
         assert time.monotonic() < deadline, counts
@@ -103,7 +104,7 @@ def only_the_observer(counts: dict[str, int]) -> bool:
     )
 
 
-async def works(client: shmring.RingClient, nbytes: int = 50_000) -> None:
+async def works(client: shmring.Client, nbytes: int = 50_000) -> None:
     data = torch.arange(nbytes).to(torch.uint8)
     answer = await client.request({"mode": "answer", "x": data}, timeout=LIMIT_S)
     assert torch.equal(answer["x"], data)
@@ -132,7 +133,7 @@ async def reclaimed_at(engine: Any, pid: int) -> int:
 )
 async def test_the_memory_of_a_killed_frontend_comes_back_within_milliseconds(
     engine: Any,
-    observer: shmring.RingClient,
+    observer: shmring.Client,
     frontend: Launch,
     record_property: Any,
     mode: str,
@@ -241,16 +242,16 @@ async def test_the_engines_death_fails_a_request_in_every_state(run: Launch, soc
 
 async def test_what_is_of_an_epoch_that_has_gone_is_refused(engine: Any, run: Launch, socket_dir: Path) -> None:
     async with await connected(socket_dir, reconnect=True) as client:
-        assert client._session is not None
-        old = client._session.welcome.epoch
+        assert client.connected
+        old = session_of(client).welcome.epoch
         engine.signal(signal.SIGKILL)
         await engine.died()
         assert (await run("engine", "64").said()) == ["ready"]
         await works(client)
-        session = client._session
+        session = session_of(client)
         assert session.welcome.epoch != old
         async with client.slot(NBYTES) as slot:
-            lease_id, offset = slot.record.lease.lease_id, slot.record.start * 4096
+            lease_id, offset = slot._record.lease.lease_id, slot._record.start * 4096
             described = SlotRef(lease_id, offset, NBYTES, (session.welcome.client_id << 40) + 1000)
             waiting = await client.submit({"mode": "hold", "x": torch.ones(3)})
             assert session.link.writer.write(submit_of({"mode": "answer"}, described, epoch=old, request_id=1000))
@@ -264,7 +265,7 @@ async def test_what_is_of_an_epoch_that_has_gone_is_refused(engine: Any, run: La
 
 
 async def test_a_frontend_that_was_stopped_in_the_middle_of_writing_goes_on(
-    run: Launch, observer: shmring.RingClient, socket_dir: Path
+    run: Launch, observer: shmring.Client, socket_dir: Path
 ) -> None:
     writer = run("half")
     assert await writer.said() == ["half"]
@@ -282,7 +283,7 @@ async def test_a_frontend_that_was_stopped_in_the_middle_of_writing_goes_on(
 
 
 async def test_an_engine_that_was_stopped_reclaims_nothing_wrongly(
-    engine: Any, observer: shmring.RingClient, run: Launch, frontend: Launch, socket_dir: Path
+    engine: Any, observer: shmring.Client, run: Launch, frontend: Launch, socket_dir: Path
 ) -> None:
     writer, victim = run("half"), frontend("write")
     assert await writer.said() == ["half"]
@@ -309,7 +310,7 @@ async def test_an_engine_that_was_stopped_reclaims_nothing_wrongly(
 
 
 async def test_a_socket_that_a_forked_child_holds_frees_nothing_before_the_frontend_is_dead(
-    observer: shmring.RingClient, run: Launch
+    observer: shmring.Client, run: Launch
 ) -> None:
     """The frontend has hung up, which nobody hears, since its child holds the socket; it lives, and it writes."""
     frontend = run("hang up forked")
@@ -378,7 +379,7 @@ async def test_a_shm_that_is_small_or_filled_by_others_is_an_error_and_never_a_c
         assert await process.said() == ["auto", nbytes, str(shm_nbytes)], "auto takes a memfd where it does not fit"
 
 
-async def test_a_frontend_that_writes_to_a_reply_harms_only_itself(observer: shmring.RingClient, run: Launch) -> None:
+async def test_a_frontend_that_writes_to_a_reply_harms_only_itself(observer: shmring.Client, run: Launch) -> None:
     """Its mapping of the replies is read-only: the write is a fault there, and no byte of anybody's reply changes."""
     tensor = torch.ones(NBYTES, dtype=torch.uint8)
     mine = (await observer.request({"mode": "answer", "x": tensor}, timeout=LIMIT_S))["x"]
@@ -393,7 +394,7 @@ async def test_a_frontend_that_writes_to_a_reply_harms_only_itself(observer: shm
 
 
 async def test_what_a_crash_in_the_making_of_a_slab_left_is_swept_by_the_next_engine(
-    observer: shmring.RingClient,
+    observer: shmring.Client,
     launch: Launch,
     socket_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -414,7 +415,7 @@ async def test_what_a_crash_in_the_making_of_a_slab_left_is_swept_by_the_next_en
 
 
 async def test_engines_that_come_and_go_do_not_touch_a_living_one(
-    observer: shmring.RingClient, launch: Launch, socket_dir: Path
+    observer: shmring.Client, launch: Launch, socket_dir: Path
 ) -> None:
     others = [launch("guarded", "start and stop", name, str(socket_dir), "30") for name in ("one", "two")]
     while not all(other.is_dead for other in others):
@@ -428,7 +429,7 @@ async def test_engines_that_come_and_go_do_not_touch_a_living_one(
 # -- descriptors -------------------------------------------------------------------------------------------------------------
 
 
-async def one_more(socket_dir: Path, clients: list[shmring.RingClient]) -> bool:
+async def one_more(socket_dir: Path, clients: list[shmring.Client]) -> bool:
     """Connects one more client, if the engine takes one."""
     try:
         clients.append(await connected(socket_dir, connect_timeout_s=1.0))
@@ -440,7 +441,7 @@ async def one_more(socket_dir: Path, clients: list[shmring.RingClient]) -> bool:
 async def test_an_engine_out_of_descriptors_refuses_the_new_and_keeps_the_old(run: Launch, socket_dir: Path) -> None:
     engine = run("poor engine", "64")
     assert await engine.said() == ["ready"]
-    clients: list[shmring.RingClient] = []
+    clients: list[shmring.Client] = []
     try:
         while await one_more(socket_dir, clients):
             assert len(clients) < 32, "each takes two of 64 descriptors"
@@ -462,7 +463,7 @@ async def test_an_engine_out_of_descriptors_refuses_the_new_and_keeps_the_old(ru
             await client.close()
 
 
-async def test_a_frontend_out_of_descriptors_gets_an_error_and_goes_on(observer: shmring.RingClient, run: Launch) -> None:
+async def test_a_frontend_out_of_descriptors_gets_an_error_and_goes_on(observer: shmring.Client, run: Launch) -> None:
     frontend = run("many", "64")
     word, clients, *error = await frontend.said()
     assert word == "failed"

@@ -31,7 +31,7 @@ def start(launch: Callable[..., Any], socket_dir: Path) -> Start:
 
 
 @pytest.fixture
-async def observer(start: Start, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
+async def observer(start: Start, socket_dir: Path) -> AsyncIterator[shmring.Client]:
     assert (await start("engine", "8MiB").said())[0] == "ready"
     async with shmring.connect("victim", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
@@ -42,7 +42,7 @@ def nothing_is_held(counts: dict[str, int]) -> bool:
     return held + counts["kept_pinned"] + counts["departed_clients"] == 0 and counts["clients"] == 1
 
 
-async def all_of_it_gives_way(client: shmring.RingClient) -> None:
+async def all_of_it_gives_way(client: shmring.Client) -> None:
     """What is kept, whoever kept it, is in nobody's way: all of the slab can be had."""
     async with client.slot((await statistics(client))["leasable_nbytes"] - 64, timeout=10):
         counts = await statistics(client)
@@ -50,7 +50,7 @@ async def all_of_it_gives_way(client: shmring.RingClient) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "keeping", "finding", "pinned"])
-async def test_a_killed_frontend_leaves_what_it_kept_and_no_pins(observer: shmring.RingClient, start: Start, mode: str) -> None:
+async def test_a_killed_frontend_leaves_what_it_kept_and_no_pins(observer: shmring.Client, start: Start, mode: str) -> None:
     frontend = start("frontend", mode)
     await frontend.said()
     if mode in ("keep", "pinned"):
@@ -69,7 +69,7 @@ async def test_a_killed_frontend_leaves_what_it_kept_and_no_pins(observer: shmri
     await all_of_it_gives_way(observer)
 
 
-async def test_frontends_that_are_killed_at_random_moments_harm_no_other(observer: shmring.RingClient, start: Start) -> None:
+async def test_frontends_that_are_killed_at_random_moments_harm_no_other(observer: shmring.Client, start: Start) -> None:
     survivor = start("frontend", "finding")
     await survivor.said()
     for mode in ("keeping", "finding", "keeping", "finding", "keeping", "finding"):
@@ -84,7 +84,7 @@ async def test_frontends_that_are_killed_at_random_moments_harm_no_other(observe
     await all_of_it_gives_way(observer)
 
 
-async def test_a_stopped_frontend_keeps_its_pins_however_long_that_takes(observer: shmring.RingClient, start: Start) -> None:
+async def test_a_stopped_frontend_keeps_its_pins_however_long_that_takes(observer: shmring.Client, start: Start) -> None:
     frontend = start("frontend", "keep")
     await frontend.said()
     frontend.signal(signal.SIGSTOP)

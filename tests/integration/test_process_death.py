@@ -40,18 +40,18 @@ async def engine(start: Start) -> Any:
 
 
 @pytest.fixture
-async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
+async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.Client]:
     """A client of this process, beside the victims."""
     async with shmring.connect(NAME, socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
 
 
-async def statistics(observer: shmring.RingClient) -> dict[str, int]:
+async def statistics(observer: shmring.Client) -> dict[str, int]:
     counts: dict[str, int] = await observer.call("statistics", timeout=10)
     return counts
 
 
-async def until(observer: shmring.RingClient, condition: Callable[[dict[str, int]], bool], timeout: float = 10.0) -> float:
+async def until(observer: shmring.Client, condition: Callable[[dict[str, int]], bool], timeout: float = 10.0) -> float:
     """Waits until the engine's statistics are as they should be; returns the seconds it took."""
     started = time.monotonic()
     while not condition(counts := await statistics(observer)):
@@ -65,7 +65,7 @@ def only_the_observer_is_left(counts: dict[str, int]) -> bool:
     return held == 0 and counts["clients"] == 1 and counts["departed_clients"] == 0 and replies_are_back
 
 
-async def works(client: shmring.RingClient) -> bool:
+async def works(client: shmring.Client) -> bool:
     data = torch.arange(50_000).to(torch.uint8)
     answer = await client.request({"mode": "answer", "x": data}, timeout=10)
     return torch.equal(answer["x"], data)
@@ -75,9 +75,7 @@ SIGNS = {"write": "writing", "submit": "submitted", "stream": "streaming", "load
 
 
 @pytest.mark.parametrize(("mode", "sign"), SIGNS.items())
-async def test_the_memory_of_a_killed_frontend_comes_back(
-    observer: shmring.RingClient, start: Start, mode: str, sign: str
-) -> None:
+async def test_the_memory_of_a_killed_frontend_comes_back(observer: shmring.Client, start: Start, mode: str, sign: str) -> None:
     frontend = start("frontend", mode)
     assert await frontend.said() == [sign]
     if mode == "submit":
@@ -91,7 +89,7 @@ async def test_the_memory_of_a_killed_frontend_comes_back(
     assert counts["protocol_errors"] == 0
 
 
-async def test_the_other_frontend_notices_nothing(observer: shmring.RingClient, start: Start) -> None:
+async def test_the_other_frontend_notices_nothing(observer: shmring.Client, start: Start) -> None:
     victims = [start("frontend", mode) for mode in ("load", "stream", "submit", "write")]
     survivor = start("frontend", "load")
     for process in [*victims, survivor]:
@@ -107,7 +105,7 @@ async def test_the_other_frontend_notices_nothing(observer: shmring.RingClient, 
 
 
 async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
-    engine: Any, observer: shmring.RingClient, socket_dir: Path
+    engine: Any, observer: shmring.Client, socket_dir: Path
 ) -> None:
     data = torch.ones(100_000, dtype=torch.uint8)
 
@@ -153,7 +151,7 @@ async def test_a_client_attaches_to_the_next_engine_of_the_name(
         assert after.epoch != before.epoch
 
 
-async def test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory(observer: shmring.RingClient, start: Start) -> None:
+async def test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory(observer: shmring.Client, start: Start) -> None:
     frontend = start("frontend", "disconnect")
     assert await frontend.said() == ["disconnected"]
     await until(observer, lambda counts: counts["clients"] == 1 and counts["departed_clients"] == 1)
@@ -166,7 +164,7 @@ async def test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory(observ
     await until(observer, only_the_observer_is_left)
 
 
-async def test_a_forked_child_with_the_socket_does_not_keep_the_memory(observer: shmring.RingClient, start: Start) -> None:
+async def test_a_forked_child_with_the_socket_does_not_keep_the_memory(observer: shmring.Client, start: Start) -> None:
     frontend = start("frontend", "fork")
     word, child = await frontend.said()
     assert word == "forked"
@@ -177,7 +175,7 @@ async def test_a_forked_child_with_the_socket_does_not_keep_the_memory(observer:
         os.kill(int(child), signal.SIGKILL)
 
 
-async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.RingClient, start: Start) -> None:
+async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.Client, start: Start) -> None:
     frontend = start("frontend", "load")
     await frontend.said()
     frontend.signal(signal.SIGSTOP)
@@ -198,7 +196,7 @@ async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.RingCli
 # -- message rings ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_message_that_a_killed_frontend_had_half_written_is_none(observer: shmring.RingClient, start: Start) -> None:
+async def test_a_message_that_a_killed_frontend_had_half_written_is_none(observer: shmring.Client, start: Start) -> None:
     frontend = start("frontend", "torn")
     assert await frontend.said() == ["torn"]
     await until(observer, lambda counts: counts["submitted"] == 1)
@@ -210,7 +208,7 @@ async def test_a_message_that_a_killed_frontend_had_half_written_is_none(observe
 
 
 async def test_a_frontend_that_is_killed_with_a_full_ring_leaves_nothing(
-    engine: Any, observer: shmring.RingClient, start: Start
+    engine: Any, observer: shmring.Client, start: Start
 ) -> None:
     frontend = start("frontend", "flood")
     assert await frontend.said() == ["ready"]
@@ -230,7 +228,7 @@ async def test_a_frontend_that_is_killed_with_a_full_ring_leaves_nothing(
 
 
 async def test_an_engine_that_is_killed_with_a_full_ring_is_dead_for_its_frontend(
-    engine: Any, observer: shmring.RingClient, start: Start
+    engine: Any, observer: shmring.Client, start: Start
 ) -> None:
     frontend = start("frontend", "flood")
     assert await frontend.said() == ["ready"]
@@ -247,7 +245,7 @@ async def test_an_engine_that_is_killed_with_a_full_ring_is_dead_for_its_fronten
 
 @pytest.mark.parametrize("then", ["killed", "continued"])
 async def test_a_frontend_that_is_stopped_with_a_full_ring_costs_nothing(
-    observer: shmring.RingClient, start: Start, then: str
+    observer: shmring.Client, start: Start, then: str
 ) -> None:
     frontend = start("frontend", "texts")
     await frontend.said()
@@ -265,7 +263,7 @@ async def test_a_frontend_that_is_stopped_with_a_full_ring_costs_nothing(
     await until(observer, only_the_observer_is_left)
 
 
-async def test_whoever_sleeps_is_always_woken(observer: shmring.RingClient, start: Start) -> None:
+async def test_whoever_sleeps_is_always_woken(observer: shmring.Client, start: Start) -> None:
     """A bell that is lost once in a thousand sleeps would be a request without an answer."""
     frontends = [start("frontend", "pauses") for _ in range(2)]
     bells = [int((await frontend.said(60))[1]) for frontend in frontends]

@@ -58,8 +58,8 @@ async def ring(serve_on: Any) -> Ring:
 
 
 @pytest.fixture
-async def client(ring: Ring, connect: Any) -> shmring.RingClient:
-    made: shmring.RingClient = await connect()
+async def client(ring: Ring, connect: Any) -> shmring.Client:
+    made: shmring.Client = await connect()
     return made
 
 
@@ -142,7 +142,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 # -- claims -------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_payload_comes_back_with_its_tensors_on_the_device(ring: Ring, client: shmring.RingClient) -> None:
+async def test_the_payload_comes_back_with_its_tensors_on_the_device(ring: Ring, client: shmring.Client) -> None:
     payload = {"a": [torch.arange(3000, dtype=torch.float32).reshape(30, 100), "text"], "n": np.arange(4.0), "e": tensor(9, 10)}
     async with asyncio.timeout(10):
         submission = await client.submit(payload)
@@ -164,7 +164,7 @@ async def test_the_payload_comes_back_with_its_tensors_on_the_device(ring: Ring,
     assert statistics.device_copied_nbytes >= 12_000
 
 
-async def test_a_message_without_slots_goes_too(ring: Ring, client: shmring.RingClient) -> None:
+async def test_a_message_without_slots_goes_too(ring: Ring, client: shmring.Client) -> None:
     await client.submit({"small": torch.arange(5), "empty": torch.empty(0, 3)})
     with await ring.claim() as claim:
         arrived = await claim.to("cuda")
@@ -173,7 +173,7 @@ async def test_a_message_without_slots_goes_too(ring: Ring, client: shmring.Ring
 
 
 async def test_a_slot_is_its_frontends_again_when_the_copy_is_over_and_not_before(
-    ring: Ring, client: shmring.RingClient, cuda: Any, eventually: Eventually
+    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
 ) -> None:
     cuda.hold_copies = True
     submission = await client.submit(tensor(7))
@@ -190,7 +190,7 @@ async def test_a_slot_is_its_frontends_again_when_the_copy_is_over_and_not_befor
 
 
 async def test_views_that_the_caller_keeps_keep_the_slot_as_ever(
-    ring: Ring, client: shmring.RingClient, eventually: Eventually
+    ring: Ring, client: shmring.Client, eventually: Eventually
 ) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
@@ -204,7 +204,7 @@ async def test_views_that_the_caller_keeps_keep_the_slot_as_ever(
 
 
 async def test_an_abort_during_the_copy_releases_nothing_early(
-    ring: Ring, client: shmring.RingClient, cuda: Any, eventually: Eventually
+    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
 ) -> None:
     cuda.hold_copies = True
     request = asyncio.create_task(client.request(tensor(7)))
@@ -223,7 +223,7 @@ async def test_an_abort_during_the_copy_releases_nothing_early(
 
 
 async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_copy_is_over(
-    ring: Ring, client: shmring.RingClient, cuda: Any, eventually: Eventually, settled: Any
+    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually, settled: Any
 ) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
@@ -239,7 +239,7 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_copy_is_over
 
 
 async def test_closing_waits_for_the_copy_and_only_then_unpins(
-    ring: Ring, client: shmring.RingClient, cuda: Any, turns: Any
+    ring: Ring, client: shmring.Client, cuda: Any, turns: Any
 ) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
@@ -255,9 +255,7 @@ async def test_closing_waits_for_the_copy_and_only_then_unpins(
     assert arrived.unique().tolist() == [7]
 
 
-async def test_closing_is_finished_though_it_is_cancelled(
-    ring: Ring, client: shmring.RingClient, cuda: Any, turns: Any
-) -> None:
+async def test_closing_is_finished_though_it_is_cancelled(ring: Ring, client: shmring.Client, cuda: Any, turns: Any) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
     claim = await ring.claim()
@@ -292,7 +290,7 @@ async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
 
 
 async def test_a_failed_copy_leaves_the_claim_as_it_was(
-    ring: Ring, client: shmring.RingClient, cuda: Any, eventually: Eventually
+    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
 ) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
@@ -310,7 +308,7 @@ async def test_a_failed_copy_leaves_the_claim_as_it_was(
 
 async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     ring: Ring,
-    client: shmring.RingClient,
+    client: shmring.Client,
     cuda: Any,
     eventually: Eventually,
     turns: Any,
@@ -337,7 +335,7 @@ async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     assert kept.value is waiting.exception(), "whose frames do not hold the staging memory"
 
 
-async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.RingClient, eventually: Eventually) -> None:
+async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.Client, eventually: Eventually) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
         with pytest.raises(shmring.WouldBlock):

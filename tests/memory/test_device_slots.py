@@ -20,7 +20,8 @@ import torch
 
 import shmring
 from shmring import threads
-from shmring.client.client import RingClient
+from shmring.client.client import Client
+from shmring.client.connecting import open_client
 from shmring.config import ClientConfig, RingConfig
 from shmring.core.messages import LeaseRequest, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, SlabError, WouldBlock
@@ -29,6 +30,7 @@ from shmring.gpu import device_slots as device_slots_module
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from tests.records import submit_of, tensor_extension
+from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -75,7 +77,7 @@ class Ends:
         self.memory = memory
         self.producing, self.consuming = cuda.create_stream(0), cuda.create_stream(0)
         self._socket_dir = str(socket_dir)
-        self._clients: list[RingClient] = []
+        self._clients: list[Client] = []
         self._rings: list[Ring] = []
 
     async def serve(self, payload_type: Any = Any, **options: Any) -> Ring:
@@ -87,14 +89,14 @@ class Ends:
             pretend_to_be_elsewhere(ring)
         return ring
 
-    async def connect(self, reconnect: bool = False, **options: Any) -> RingClient:
+    async def connect(self, reconnect: bool = False, **options: Any) -> Client:
         settings: dict[str, Any] = {"lease_nbytes": "64KiB", "inline_nbytes": "1KiB", "socket_dir": self._socket_dir}
         config = ClientConfig(**(settings | options))
-        client = await RingClient.create("test", config, reconnect=reconnect, cuda=self.cuda, device_memory=self.memory)
+        client = await open_client(Client, ["test"], config, reconnect=reconnect, cuda=self.cuda, device_memory=self.memory)
         self._clients.append(client)
         return client
 
-    async def submit(self, client: RingClient, payload: object) -> shmring.Submission:
+    async def submit(self, client: Client, payload: object) -> shmring.Submission:
         """Submits from the producer's stream, and goes on on the consumer's."""
         self.cuda.compute_on(self.producing)
         try:
@@ -139,7 +141,7 @@ async def ring(ends: Ends) -> Ring:
 
 
 @pytest.fixture
-async def client(ends: Ends, ring: Ring) -> RingClient:
+async def client(ends: Ends, ring: Ring) -> Client:
     return await ends.connect()
 
 
@@ -152,7 +154,7 @@ def used(end: Any) -> int:
 
 
 async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((100, 50), torch.float32)
@@ -174,7 +176,7 @@ async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(
 
 
 async def test_a_slot_is_written_and_sent_again_and_again(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     async with client.slot(NBYTES, device="cuda:0") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
@@ -199,7 +201,7 @@ def check_that_reading_waits(ends: Ends, claim: shmring.Claim) -> None:
     assert seen == [7]
 
 
-async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring: Ring, client: Client) -> None:
     ends.producing.held = True
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
@@ -209,7 +211,7 @@ async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring:
             check_that_reading_waits(ends, claim)
 
 
-async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring, client: Client) -> None:
     host = torch.arange(3000)
     async with client.slot(NBYTES, device="cuda") as slot, client.slot(NBYTES) as other:
         tensor, near = slot.tensor((8,), torch.bfloat16), other.tensor((4,), torch.int64)
@@ -226,7 +228,7 @@ async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring,
         assert client.statistics().in_place == 2
 
 
-async def test_slots_of_all_sizes_and_dtypes(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_slots_of_all_sizes_and_dtypes(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(0, device="cuda") as slot:
         assert slot.tensor((0,), torch.float32).shape == (0,)
         with pytest.raises(CapacityError):
@@ -275,21 +277,21 @@ async def test_an_engine_without_a_device_slab_says_so(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 2)])
-async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, client: RingClient, device: Any) -> None:
+async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, client: Client, device: Any) -> None:
     with pytest.raises(ValueError, match=r"device slab is on cuda:0 of this process, not on cuda:[12]"):
         await client.slot(10, device=device)
     with pytest.raises(ValueError, match=r"device slab is on cuda:0"):
         client.slot_nowait(10, device=device)
 
 
-async def test_what_is_no_place_for_a_slot_is_refused(client: RingClient) -> None:
+async def test_what_is_no_place_for_a_slot_is_refused(client: Client) -> None:
     with pytest.raises(ValueError, match="on 'cpu' or on 'cuda', not on 'meta'"):
         client.slot(10, device="meta")
     async with client.slot(10, device=torch.device("cpu")) as slot:
         assert slot.array((10,), np.uint8).shape == (10,)
 
 
-async def test_the_twin_that_does_not_wait(ends: Ends, ring: Ring, client: RingClient, eventually: Eventually) -> None:
+async def test_the_twin_that_does_not_wait(ends: Ends, ring: Ring, client: Client, eventually: Eventually) -> None:
     with pytest.raises(WouldBlock, match="not mapped yet"):
         client.slot_nowait(10, device="cuda")
     async with client.slot(10, device="cuda"):
@@ -305,19 +307,17 @@ async def test_the_twin_that_does_not_wait(ends: Ends, ring: Ring, client: RingC
 
 
 async def test_the_slab_is_opened_once_on_a_thread_and_not_before_it_is_asked_for(
-    ends: Ends, ring: Ring, client: RingClient
+    ends: Ends, ring: Ring, client: Client
 ) -> None:
     assert client.statistics().device_slab_nbytes == 0
     slots = await asyncio.gather(*(client.slot(100, device="cuda") for _ in range(5)))
-    assert len({slot.record.start for slot in slots}) == 5
+    assert len({slot._record.start for slot in slots}) == 5
     for slot in slots:
         slot.close()
     assert [name for name, _ in ends.memory.log].count("open") == 1
 
 
-async def test_a_slab_that_cannot_be_opened_is_an_error_and_can_be_tried_again(
-    ends: Ends, ring: Ring, client: RingClient
-) -> None:
+async def test_a_slab_that_cannot_be_opened_is_an_error_and_can_be_tried_again(ends: Ends, ring: Ring, client: Client) -> None:
     visible, ends.cuda.visible = ends.cuda.visible, ["GPU-z"]
     results = await asyncio.gather(*(client.slot(100, device="cuda") for _ in range(3)), return_exceptions=True)
     assert all(isinstance(result, CudaError) and "does not see" in str(result) for result in results)
@@ -327,7 +327,7 @@ async def test_a_slab_that_cannot_be_opened_is_an_error_and_can_be_tried_again(
 
 
 async def test_waiting_for_device_memory_is_in_line_and_cancelling_passes_the_turn_on(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     slot = await client.slot(1_500_000, device="cuda")
     first = asyncio.create_task(_take(client, 1_000_000))
@@ -342,7 +342,7 @@ async def test_waiting_for_device_memory_is_in_line_and_cancelling_passes_the_tu
     (await asyncio.wait_for(second, 5)).close()
 
 
-async def _take(client: RingClient, nbytes: int) -> shmring.Slot:
+async def _take(client: Client, nbytes: int) -> shmring.Slot:
     return await client.slot(nbytes, device="cuda")
 
 
@@ -367,7 +367,7 @@ async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring, eventually: Event
 # -- the engine's release ------------------------------------------------------------------------------------------------
 
 
-async def handed_over(ends: Ends, client: RingClient, value: int = 7) -> shmring.Submission:
+async def handed_over(ends: Ends, client: Client, value: int = 7) -> shmring.Submission:
     """Submits a tensor in a device slot that its frontend has left."""
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
@@ -376,7 +376,7 @@ async def handed_over(ends: Ends, client: RingClient, value: int = 7) -> shmring
 
 
 async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     submission = await handed_over(ends, client)
     with await ring.claim() as claim:
@@ -392,7 +392,7 @@ async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(
 
 
 async def test_a_view_keeps_the_slot_and_then_the_gpu_does(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, turns: Turns
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
 ) -> None:
     await handed_over(ends, client)
     with await ring.claim() as claim:
@@ -408,7 +408,7 @@ async def test_a_view_keeps_the_slot_and_then_the_gpu_does(
     await eventually(lambda: used(ring) == used(client) == 0)
 
 
-async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: RingClient, eventually: Eventually) -> None:
+async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: Client, eventually: Eventually) -> None:
     submission = await handed_over(ends, client)
     claim = await ring.claim()
     with claim:
@@ -422,7 +422,7 @@ async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: R
 
 
 async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_work(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     ends.producing.held = True
     submission = await handed_over(ends, client)
@@ -436,7 +436,7 @@ async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_w
 
 
 async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     ends.cuda.compute_on(ends.producing)
     ends.producing.held = True
@@ -450,7 +450,7 @@ async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
 
 
 async def test_a_slot_that_drains_waits_for_its_views_first(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, turns: Turns
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
 ) -> None:
     async with client.slot(NBYTES, device="cuda", drain=True) as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
@@ -545,7 +545,7 @@ async def test_where_a_threads_stream_can_not_be_followed_nothing_is_sent(
 
 
 async def test_fences_are_used_again_when_all_slots_of_their_submission_are_back(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     async with client.slot(NBYTES, device="cuda") as a, client.slot(NBYTES, device="cuda") as b:
         tensors = [slot.tensor((NBYTES,), torch.uint8) for slot in (a, b)]
@@ -570,7 +570,7 @@ async def test_fences_are_used_again_when_all_slots_of_their_submission_are_back
 
 
 async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     ends.producing.held = True
     await handed_over(ends, client)
@@ -595,7 +595,7 @@ async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(
 
 
 async def test_a_mixed_claim_uploads_what_is_on_the_host(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8).fill_(4)
@@ -614,7 +614,7 @@ async def test_a_mixed_claim_uploads_what_is_on_the_host(
         assert ring.statistics().device_copies == 2
 
 
-async def test_a_claim_to_another_gpu_is_an_error_that_names_the_right_one(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_a_claim_to_another_gpu_is_an_error_that_names_the_right_one(ends: Ends, ring: Ring, client: Client) -> None:
     await handed_over(ends, client)
     with await ring.claim() as claim:
         with pytest.raises(ValueError, match=r"in the device slab on cuda:0, which cuda:1 can't have"):
@@ -629,7 +629,7 @@ async def test_a_claim_to_another_gpu_is_an_error_that_names_the_right_one(ends:
 
 
 async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, settled: Any
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
 ) -> None:
     await handed_over(ends, client)
     with await ring.claim():
@@ -645,10 +645,10 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(
 
 
 async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it_is_dead(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, settled: Any
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
 ) -> None:
     async with client.slot(NBYTES, device="cuda"):
-        client._session.link.abort()  # type: ignore[union-attr]
+        session_of(client).link.abort()  # type: ignore[union-attr]
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
     await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
@@ -658,7 +658,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
 
 
 async def test_closing_a_client_waits_for_its_own_work_and_unmaps(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, settled: Any
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
 ) -> None:
     ends.cuda.compute_on(ends.producing)
     async with client.slot(NBYTES, device="cuda") as slot:
@@ -676,7 +676,7 @@ async def test_closing_a_client_waits_for_its_own_work_and_unmaps(
 
 
 async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     slot = await client.slot(NBYTES, device="cuda")
     view = slot.tensor((NBYTES,), torch.uint8)
@@ -695,7 +695,7 @@ async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
 
 
 async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client.slot(NBYTES, device="cuda"):
         pass
@@ -708,7 +708,7 @@ async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
 
 
 async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     await handed_over(ends, client)
     entered = asyncio.Event()
@@ -743,20 +743,50 @@ async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends, ev
     assert first_slab.close()
 
 
+async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends, eventually: Eventually) -> None:
+    """Whether its memory is still there, CUDA does not say. What lay in host memory is sent to the next engine."""
+    ring = await ends.serve()
+    client = await ends.connect(reconnect=True)
+    slots = [await client.slot(100, device=device) for device in ("cuda", "cuda", "cpu")]
+    tensors = [slot.tensor((100,), torch.uint8) for slot in slots]
+    asking = [
+        asyncio.ensure_future(client.request(tensors[0], retry=1)),
+        asyncio.ensure_future(anext(client.stream(tensors[1], retry=1))),
+        asyncio.ensure_future(client.request(tensors[2].fill_(3), retry=1)),
+    ]
+    await eventually(lambda: client.statistics().in_flight == 3)
+    first_slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
+    await ring.close()
+    for request in asking[:2]:
+        with pytest.raises(shmring.EngineDeadError):
+            await request
+    second = await ends.serve()
+    with await second.claim() as claim:
+        total = int(claim.payload.sum())
+        await claim.done(total)
+    assert await asking[2] == 300
+    assert client.resent == 1
+    for slot in slots:
+        slot.close()
+    del tensors, slot, slots, claim, asking, request
+    await eventually(lambda: gc.collect() >= 0 and len(ends.memory.opened) == 0)
+    assert first_slab.close()
+
+
 async def test_a_session_that_is_lost_while_it_attaches_leaves_nothing_mapped(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
 ) -> None:
     asking = asyncio.create_task(_take(client, 100))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    client._session._lose(shmring.EngineDeadError("gone"))  # type: ignore[union-attr]
+    session_of(client)._lose(shmring.EngineDeadError("gone"))  # type: ignore[union-attr]
     with pytest.raises((shmring.EngineDeadError, ClosedError)):
         await asking
     await eventually(lambda: ends.memory.opened == [] and "close" in dict(ends.memory.log))
     ring._device_claims[0].unmapped(1)  # type: ignore[union-attr]
 
 
-async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, client: Client) -> None:
     slot = await client.slot(100, device="cuda")
     await client.close()
     with pytest.raises((ClosedError, LocalProtocolError)):
@@ -804,7 +834,7 @@ async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
 
 @pytest.mark.parametrize("failing", ["current_stream", "view", "record_shared", "export_event"])
 async def test_a_call_that_fails_at_the_producer_leaves_the_books_balanced(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, failing: str
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
 ) -> None:
     async with client.slot(100, device="cuda"):
         pass
@@ -820,7 +850,7 @@ async def test_a_call_that_fails_at_the_producer_leaves_the_books_balanced(
     await eventually(lambda: used(ring) == used(client) == 0)
 
 
-async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: Ends, ring: Ring, client: RingClient) -> None:
+async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(100, device="cuda") as slot:
         ends.cuda.fail("record_shared")
         with pytest.raises(CudaError):
@@ -832,7 +862,7 @@ async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: 
 
 @pytest.mark.parametrize("failing", ["current_stream", "wait_event", "view"])
 async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, failing: str
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
 ) -> None:
     submission = await handed_over(ends, client)
     await eventually(lambda: ring.statistics().waiting == 1)
@@ -850,7 +880,7 @@ async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else
 
 @pytest.mark.parametrize("failing", ["record", "synchronize"])
 async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counted(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, caplog: pytest.LogCaptureFixture, failing: str
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     await handed_over(ends, client)
     await eventually(lambda: ends.cuda.calls["synchronize"] == ends.cuda.calls["record"])  # the client's own event has come
@@ -871,7 +901,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
 
 @pytest.mark.parametrize("failing", ["record", "synchronize"])
 async def test_a_frontend_keeps_such_a_slot_too(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, failing: str
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
 ) -> None:
     slot = await client.slot(NBYTES, device="cuda")
     ends.cuda.fail(failing)
@@ -895,17 +925,17 @@ async def test_a_frontend_keeps_such_a_slot_too(
 class Liar:
     """A frontend that says what it likes, on the connection of a client that has an honest device lease."""
 
-    def __init__(self, client: RingClient, lease: Any) -> None:
-        session = client._session
+    def __init__(self, client: Client, lease: Any) -> None:
+        session = session_of(client)
         assert session is not None
         self.session = session
         self.lease = lease
 
     @classmethod
-    async def at(cls, client: RingClient) -> Liar:
+    async def at(cls, client: Client) -> Liar:
         async with client.slot(NBYTES, device="cuda"):
             pass
-        session = client._session
+        session = session_of(client)
         assert session is not None
         return cls(client, next(iter(session.device_slots.book.leases.values())))
 
@@ -962,7 +992,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
 async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
-    client._session.link.send(LeaseRequest(1, 4096, 0, 1))  # type: ignore[union-attr]
+    session_of(client).link.send(LeaseRequest(1, 4096, 0, 1))  # type: ignore[union-attr]
     await eventually(lambda: ring.statistics().protocol_errors == 1)
 
 
@@ -971,7 +1001,7 @@ async def test_an_event_without_a_device_slab_is_refused(
 ) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
-    session = client._session
+    session = session_of(client)
     assert session is not None
     session.link.queue(submit_of(None, None, epoch=session.welcome.epoch, request_id=1, fence=bytes(64)))
     await eventually(lambda: ring.statistics().protocol_errors == 1)

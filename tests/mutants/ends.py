@@ -108,8 +108,8 @@ FAULTS = (
         ),
         (
             "tensors in a slot are not aligned",
-            "offset[0] = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)",
-            "offset[0] = self.cursor",
+            "offset[0] = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)",
+            "offset[0] = self._cursor",
             "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),
         (
@@ -162,13 +162,13 @@ FAULTS = (
         ),
         (
             "replies to a request that has failed keep their slots",
-            "if error is not None:\n            self.drop_replies()",
-            "if False:\n            self.drop_replies()",
+            "if error is not None:\n            self._drop_replies()",
+            "if False:\n            self._drop_replies()",
             "tests/test_client.py::test_unread_replies_are_bounded",
         ),
         (
             "who waited for a request still does when it looks again",
-            "        self.submission.waiter = None\n        return self.happen()",
+            "        self.submission._waiter = None\n        return self.happen()",
             "        return self.happen()",
             "tests/test_client.py::test_many_requests_are_in_flight_at_once",
         ),

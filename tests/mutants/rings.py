@@ -199,7 +199,7 @@ FAULTS = (
             "what waits is published as what is in flight",
             "store_relaxed_u64(self._at + _AT_WAITING, waiting)",
             "store_relaxed_u64(self._at + _AT_WAITING, in_flight)",
-            "tests/test_routing_client.py::test_an_engine_publishes_what_it_has",
+            "tests/test_several_engines.py::test_an_engine_publishes_what_it_has",
         ),
         (
             "a forked child looks into a page that it does not have",

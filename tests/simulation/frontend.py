@@ -135,7 +135,7 @@ class KeptView:
 class HeldContent:
     """Content that a caller holds."""
 
-    kept: Kept
+    kept: Kept[Any]
     view: KeptView
 
 
@@ -165,7 +165,7 @@ def client_config(scenario: Scenario) -> ClientConfig:
 
 
 async def _hold(session: RealSession, nbytes: int) -> Slot:
-    """What :meth:`shmring.RingClient.slot` awaits."""
+    """What :meth:`shmring.Client.slot` awaits."""
     slots = session.host_slots
     slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=True)
     return slot
@@ -293,7 +293,7 @@ class Session:
         """A caller reads the next reply of a request, or its end; where nothing has come it looks, and gives up."""
         sent = self.sent[request_id]
         with self.loop.running():
-            if not sent.submission.has_reply and sent.submission.ended:
+            if not sent.submission._has_reply and sent.submission.ended:
                 del self.sent[request_id]
                 return
             try:
@@ -371,7 +371,7 @@ class Session:
     def _hold(self, slot: Slot) -> None:
         """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
         require(not self.ended, "a slot is held that has gone")
-        holding = Holding(slot, slot.record, slot.array((slot.nbytes - _FOR_TENSORS_NBYTES,), np.uint8))
+        holding = Holding(slot, slot._record, slot.array((slot.nbytes - _FOR_TENSORS_NBYTES,), np.uint8))
         insort(self.held, holding, key=lambda holding: holding.record.start)
 
     def request(self, blocks: int) -> None:
@@ -792,7 +792,7 @@ _USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot
 
 
 def _is_readable(sent: Sent) -> bool:
-    return sent.submission.has_reply or sent.submission.ended
+    return sent.submission._has_reply or sent.submission.ended
 
 
 def _changed(slot: SlotRef, *, offset: int | None = None, generation: int | None = None) -> SlotRef:

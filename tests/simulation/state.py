@@ -132,7 +132,7 @@ class _Encoding:
 
     @staticmethod
     def _of(submission: Any) -> list[Any]:
-        return [submission.ended, submission.has_reply, submission.unread_slots]
+        return [submission.ended, submission._has_reply, submission._unread_slots]
 
     def _caller(self, session: Session, caller: Caller) -> list[Any]:
         """What it wants, and what its task waits for."""

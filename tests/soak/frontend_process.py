@@ -39,7 +39,7 @@ class _Frontend:
         # Kept and touched: what comes from malloc for each request would be taken for memory of shmring.
         self.small_buffers = _buffers(_ABORTED_NBYTES[1], max(_CALLERS.values()))
         self.large_buffers = _buffers(self.plan.large_nbytes, _CALLERS[Phase.LARGE])
-        self.client: shmring.RingClient | None = None
+        self.client: shmring.Client | None = None
         self.stopping = False
         self.callers: list[asyncio.Task[None]] = []
         self.sent = 0
@@ -47,7 +47,7 @@ class _Frontend:
         self.failures: list[str] = []
         self.descriptors: list[int] = []
 
-    async def connect(self) -> shmring.RingClient:
+    async def connect(self) -> shmring.Client:
         self.client = await shmring.connect(
             self.assignment.name,
             socket_dir=self.assignment.socket_dir,

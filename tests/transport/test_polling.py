@@ -15,6 +15,7 @@ import shmring
 from shmring.core.messages import Refused
 from shmring.transport import polling
 from shmring.transport.polling import LINK_S, Poller, Vigil
+from tests.sessions import session_of
 
 
 class Loop:
@@ -257,13 +258,13 @@ async def test_both_ends_poll_and_sleep_again(
 
     ring = await serve(busy_poll_s=0.1)
     client = await connect(busy_poll_s=0.1)
-    pollers = [ring.poller, client._session.link._poller]
+    pollers = [ring.poller, session_of(client).link._poller]
     for poller in pollers:
         poller._busy_poll_s = 60.0  # or a busy machine makes it seem that they sleep
     running = asyncio.create_task(ring.run(handle))
     for value in range(20):
         assert await client.request({"x": torch.full((1000,), value)}) == 1000 * value
-    bells = client._session.link.bells
+    bells = session_of(client).link.bells
     [frontend] = ring._frontends.values()
     assert bells + frontend.link.bells <= 4, "who polls needs no bell"
     assert all(poller._armed for poller in pollers)
@@ -292,7 +293,7 @@ async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(serv
     await client.submit([1])
     with ring.claim_nowait():
         pass
-    client.session._say_goodbye()
+    session_of(client)._say_goodbye()
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     assert not ring.statistics().clients
@@ -328,7 +329,7 @@ async def test_who_polls_and_has_nothing_in_hand_looks_before_the_loop_goes_on(
 async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
     ring = await serve()
     client = await connect()
-    await eventually(lambda: not ring.poller._armed and not client._session.link._poller._armed)
+    await eventually(lambda: not ring.poller._armed and not session_of(client).link._poller._armed)
 
 
 @pytest.mark.parametrize("seconds", [-0.001, 0.2])
@@ -392,5 +393,5 @@ async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> Non
             await submission.next()
     [frontend] = ring._frontends.values()
     async with asyncio.timeout(5):
-        while frontend.link._awake or client._session.link._awake:
+        while frontend.link._awake or session_of(client).link._awake:
             await asyncio.sleep(0.001)

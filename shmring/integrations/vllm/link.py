@@ -14,7 +14,7 @@ from shmring.integrations.vllm.settings import Settings
 if TYPE_CHECKING:
     import torch
 
-    from shmring import RingClient, Submission
+    from shmring import Client, Submission
     from shmring.threads import Client as ThreadClient
 
 __all__ = ["LONGEST_IN_LOOP_NBYTES", "AsyncLink", "ThreadLink", "client_config"]
@@ -62,7 +62,7 @@ class AsyncLink:
         self._config = config
         self._settings = settings
         self._keep_nbytes = keep_nbytes
-        self._client: RingClient | None = None
+        self._client: Client | None = None
         self._has_tried = False
 
     async def connect(self) -> None:

@@ -191,7 +191,7 @@ async def test_memory_of_another_shape_is_the_caller_s_mistake(loader: MediaLoad
 async def test_a_target_that_is_refused_is_not_kept_by_the_error(
     loader: MediaLoader,
     serve: Callable[..., Awaitable[shmring.Ring]],
-    connect: Callable[..., Awaitable[shmring.RingClient]],
+    connect: Callable[..., Awaitable[shmring.Client]],
     eventually: Callable[..., Awaitable[Any]],
 ) -> None:
     await serve()
@@ -208,7 +208,7 @@ async def test_a_target_that_is_refused_is_not_kept_by_the_error(
 async def test_a_copy_that_is_cancelled_holds_its_slot_until_its_thread_has_ended(
     loader: MediaLoader,
     serve: Callable[..., Awaitable[shmring.Ring]],
-    connect: Callable[..., Awaitable[shmring.RingClient]],
+    connect: Callable[..., Awaitable[shmring.Client]],
     eventually: Callable[..., Awaitable[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -33,6 +33,7 @@ from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.transport.endpoint import attach_engine
 from shmring.transport.rings import map_rings
 from tests.records import submit_of
+from tests.sessions import attachment_of, session_of
 
 AT_RECORDS = 4096  # of a message ring
 
@@ -45,7 +46,7 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-async def write(client: shmring.RingClient) -> None:
+async def write(client: shmring.Client) -> None:
     async with client.slot(500_000) as slot:
         view = slot.tensor((500_000,), torch.uint8)
         say("writing")
@@ -54,13 +55,13 @@ async def write(client: shmring.RingClient) -> None:
             await asyncio.sleep(0)
 
 
-async def submit(client: shmring.RingClient) -> None:
+async def submit(client: shmring.Client) -> None:
     submission = await client.submit({"mode": "hold", "x": tensor(500_000, 0)})
     say("submitted")
     await submission.result()
 
 
-async def stream(client: shmring.RingClient) -> None:
+async def stream(client: shmring.Client) -> None:
     replies = 0
     async for _ in client.stream({"mode": "stream", "x": tensor(50_000, 0)}):
         replies += 1
@@ -68,7 +69,7 @@ async def stream(client: shmring.RingClient) -> None:
             say("streaming")
 
 
-async def check_answer(client: shmring.RingClient, seed: int) -> None:
+async def check_answer(client: shmring.Client, seed: int) -> None:
     nbytes = (10, 900, 5_000, 70_000, 300_000)[seed % 5] + seed % 7
     data = tensor(nbytes, seed)
     expected = int(data.sum())
@@ -84,7 +85,7 @@ async def check_answer(client: shmring.RingClient, seed: int) -> None:
     assert torch.equal(answer["x"], data), "a wrong reply"
 
 
-async def load(client: shmring.RingClient) -> None:
+async def load(client: shmring.Client) -> None:
     done = 0
 
     async def worker(number: int) -> None:
@@ -98,7 +99,7 @@ async def load(client: shmring.RingClient) -> None:
     await asyncio.gather(*(worker(number) for number in range(8)))
 
 
-async def texts(client: shmring.RingClient) -> None:
+async def texts(client: shmring.Client) -> None:
     replies = 0
     async for text in client.stream({"mode": "texts", "x": tensor(10, 0)}):
         assert text == "x" * 1000
@@ -107,7 +108,7 @@ async def texts(client: shmring.RingClient) -> None:
             say(replies)
 
 
-async def flood(client: shmring.RingClient) -> None:
+async def flood(client: shmring.Client) -> None:
     say("ready")
     os.kill(os.getpid(), signal.SIGSTOP)
     why = ""
@@ -121,9 +122,9 @@ async def flood(client: shmring.RingClient) -> None:
     await asyncio.Event().wait()
 
 
-async def torn(client: shmring.RingClient) -> None:
+async def torn(client: shmring.Client) -> None:
     """On a connection of its own, whose ring it can write to byte by byte."""
-    engine = await attach_engine(client._path, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
+    engine = await attach_engine(attachment_of(client).path, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
     _, outgoing = map_rings(engine.ring_fds, engine.welcome.message_ring_nbytes)
     writer = RecordWriter(outgoing, engine.socket.fileno())
     writer.write(submit_of(None, None, epoch=engine.welcome.epoch, request_id=1))
@@ -135,28 +136,28 @@ async def torn(client: shmring.RingClient) -> None:
     await asyncio.Event().wait()
 
 
-async def pauses(client: shmring.RingClient) -> None:
+async def pauses(client: shmring.Client) -> None:
     chance = random.Random(1)
     for number in range(1500):
         await check_small(client, number)
         pause_s = chance.choice((0.0, 0.0, 0.00002, 0.0001, 0.0005, 0.002))
         if pause_s:
             time.sleep(pause_s) if chance.random() < 0.5 else await asyncio.sleep(pause_s)  # a busy loop
-    assert client._session is not None
-    say("through", client._session.link.bells)
+    assert client.connected
+    say("through", session_of(client).link.bells)
 
 
-async def check_small(client: shmring.RingClient, number: int) -> None:
+async def check_small(client: shmring.Client, number: int) -> None:
     data = torch.full((8,), number % 250, dtype=torch.uint8)
     answer = await client.request({"mode": "answer", "x": data}, timeout=10)
     assert answer["sum"] == 8 * (number % 250)
 
 
-async def disconnect(client: shmring.RingClient) -> None:
+async def disconnect(client: shmring.Client) -> None:
     async with client.slot(100_000) as slot:
         view = slot.tensor((100_000,), torch.uint8)
-        assert client._session is not None
-        client._session.link.abort()
+        assert client.connected
+        session_of(client).link.abort()
         say("disconnected")
         while True:
             view.add_(1)
@@ -167,14 +168,14 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-async def keep(client: shmring.RingClient) -> None:
+async def keep(client: shmring.Client) -> None:
     kept = await client.keep(key(1), {"x": tensor(500_000, 1)})
     say("kept")
     await asyncio.Event().wait()
     kept.close()
 
 
-async def keeping(client: shmring.RingClient) -> None:
+async def keeping(client: shmring.Client) -> None:
     for number in range(1 << 30):
         async with client.slot(300_000) as slot:
             view = slot.tensor((300_000,), torch.uint8)
@@ -187,7 +188,7 @@ async def keeping(client: shmring.RingClient) -> None:
             say("keeping")
 
 
-async def finding(client: shmring.RingClient) -> None:
+async def finding(client: shmring.Client) -> None:
     done = 0
     while True:
         number = done % 30
@@ -202,14 +203,14 @@ async def finding(client: shmring.RingClient) -> None:
             say(done)
 
 
-async def pinned(client: shmring.RingClient) -> None:
+async def pinned(client: shmring.Client) -> None:
     with await client.keep(key(1), {"x": tensor(500_000, 1)}) as kept:
         submission = await client.submit({"mode": "hold", "x": kept.payload["x"]})
     say("pinned")
     await submission.result()
 
 
-async def fork(client: shmring.RingClient) -> None:
+async def fork(client: shmring.Client) -> None:
     child = os.fork()
     if child == 0:
         time.sleep(60)

@@ -34,6 +34,7 @@ import shmring
 from shmring.config import Backing
 from shmring.memory import slab
 from shmring.memory.slab import SHM_DIRECTORY
+from tests.sessions import session_of
 
 NBYTES = 400_000
 CLONE_NEWNS = 0x00020000
@@ -119,7 +120,7 @@ async def start_and_stop(name: str, socket_dir: str, times: str) -> None:
 # -- frontends ---------------------------------------------------------------------------------------------------------
 
 
-async def connected(name: str, socket_dir: str, timeout_s: float = 30.0) -> shmring.RingClient:
+async def connected(name: str, socket_dir: str, timeout_s: float = 30.0) -> shmring.Client:
     return await shmring.connect(name, socket_dir=socket_dir, lease_nbytes="512KiB", connect_timeout_s=timeout_s)
 
 
@@ -143,8 +144,8 @@ async def hang_up_forked(name: str, socket_dir: str) -> None:
     if child == 0:
         time.sleep(60)
         os._exit(0)
-    assert client._session is not None
-    client._session.link.abort()
+    assert client.connected
+    session_of(client).link.abort()
     say("forked", child)
     while True:
         view.add_(1)
@@ -165,7 +166,7 @@ async def many(name: str, socket_dir: str, descriptors: str) -> None:
     """Connects until that fails, and says how; what there is goes on, and one less makes room for one more."""
     data = torch.ones(NBYTES // 10, dtype=torch.uint8)  # now: at first torch looks at the processors, by descriptors
     limit_descriptors(int(descriptors))
-    clients: list[shmring.RingClient] = []
+    clients: list[shmring.Client] = []
     error: Exception | None = None
     while error is None:
         try:

@@ -24,7 +24,7 @@ import shmring
 
 PR_SET_PDEATHSIG = 1
 # Naming both ends imports what is behind them: without that each child would, which takes longer than all else it does.
-IMPORTED = (shmring.Ring, shmring.RingClient, uvloop)
+IMPORTED = (shmring.Ring, shmring.Client, uvloop)
 
 
 def become(order: dict[str, Any]) -> int:

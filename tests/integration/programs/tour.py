@@ -122,7 +122,7 @@ def order(mode: str, tensor: torch.Tensor | None = None) -> dict[str, Any]:
     return {"mode": mode, "x": torch.ones(NBYTES, dtype=torch.uint8) if tensor is None else tensor}
 
 
-async def until(client: shmring.RingClient, condition: Callable[[], bool]) -> None:
+async def until(client: shmring.Client, condition: Callable[[], bool]) -> None:
     """Waits for the client's own book, which ends with its engine; the test has the deadline."""
     while not condition():
         if client.lost_error is not None:
@@ -130,7 +130,7 @@ async def until(client: shmring.RingClient, condition: Callable[[], bool]) -> No
         await asyncio.sleep(0.001)
 
 
-async def copied(client: shmring.RingClient) -> None:
+async def copied(client: shmring.Client) -> None:
     assert (await client.request(order("answer")))["x"].numel() == NBYTES
     with contextlib.suppress(shmring.RemoteError):
         await client.request(order("fail"))
@@ -140,7 +140,7 @@ async def copied(client: shmring.RingClient) -> None:
         await client.request(order("keep"))
 
 
-async def in_place(client: shmring.RingClient) -> None:
+async def in_place(client: shmring.Client) -> None:
     """A slot that is sent, kept, sent again, and left in each of the ways in which a slot can be left."""
     for drain in (False, True):
         async with client.slot(NBYTES, drain=drain) as slot:
@@ -152,7 +152,7 @@ async def in_place(client: shmring.RingClient) -> None:
         await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def discarded(client: shmring.RingClient) -> None:
+async def discarded(client: shmring.Client) -> None:
     for drain in (False, True):
         async with client.slot(NBYTES, drain=drain) as slot:
             view = slot.tensor((NBYTES,), torch.uint8).fill_(1)
@@ -160,7 +160,7 @@ async def discarded(client: shmring.RingClient) -> None:
         await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def kept(client: shmring.RingClient) -> None:
+async def kept(client: shmring.Client) -> None:
     """A slot that the engine keeps, and the same key again, whose slot comes back."""
     for number in range(2):
         async with client.slot(NBYTES) as slot:
@@ -172,7 +172,7 @@ async def kept(client: shmring.RingClient) -> None:
     await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def left_while_submitted(client: shmring.RingClient) -> None:
+async def left_while_submitted(client: shmring.Client) -> None:
     """The frontend leaves the slot before the engine has released it, and a view of it lives on."""
     async with client.slot(NBYTES, drain=True) as slot:
         view = slot.tensor((NBYTES,), torch.uint8).fill_(1)
@@ -183,7 +183,7 @@ async def left_while_submitted(client: shmring.RingClient) -> None:
     await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def aborted(client: shmring.RingClient) -> None:
+async def aborted(client: shmring.Client) -> None:
     """Aborted while claimed, before it was claimed, and while it drains."""
     held = [await client.submit(order("hold")) for _ in range(2)]
     waiting = await client.submit(order("hold"))
@@ -198,7 +198,7 @@ async def aborted(client: shmring.RingClient) -> None:
     await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def streamed(client: shmring.RingClient) -> None:
+async def streamed(client: shmring.Client) -> None:
     stream = client.stream(order("stream"))
     for _ in range(5):
         await anext(stream)
@@ -206,15 +206,15 @@ async def streamed(client: shmring.RingClient) -> None:
     await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
-async def leased(client: shmring.RingClient) -> None:
+async def leased(client: shmring.Client) -> None:
     """A further lease comes and goes; a second client of this process comes, and leaves in order."""
     await client.request(order("answer", torch.ones(LARGE_NBYTES, dtype=torch.uint8)))
     await until(client, lambda: client.statistics().leases == 1)
-    async with shmring.connect(client.name, client.config) as second:
+    async with shmring.connect(client.names[0], client.config) as second:
         await second.request(order("answer"))
 
 
-STOPS: tuple[Callable[[shmring.RingClient], Awaitable[None]], ...] = (
+STOPS: tuple[Callable[[shmring.Client], Awaitable[None]], ...] = (
     leased,  # first, since no stop but the last may end with a transition that only it has
     copied,
     in_place,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from tests.sessions import session_of
 
 pytestmark = pytest.mark.both_loops
 
@@ -54,14 +55,14 @@ async def engines(serve: Any) -> AsyncIterator[Engines]:
     engines.go_on.set()
 
 
-Connect = Callable[..., Awaitable[shmring.RoutingClient]]
+Connect = Callable[..., Awaitable[shmring.Client]]
 
 
 @pytest.fixture
 async def connect_to(socket_dir: Path) -> AsyncIterator[Connect]:
-    clients: list[shmring.RoutingClient] = []
+    clients: list[shmring.Client] = []
 
-    async def open_client(names: list[str] | None = None, **options: Any) -> shmring.RoutingClient:
+    async def open_client(names: list[str] | None = None, **options: Any) -> shmring.Client:
         settings: dict[str, Any] = {
             "lease_nbytes": "64KiB",
             "inline_nbytes": "1KiB",
@@ -79,7 +80,7 @@ async def connect_to(socket_dir: Path) -> AsyncIterator[Connect]:
 
 
 @pytest.fixture
-async def client(engines: Engines, connect_to: Connect) -> shmring.RoutingClient:
+async def client(engines: Engines, connect_to: Connect) -> shmring.Client:
     return await connect_to()
 
 
@@ -90,7 +91,7 @@ def tensor(nbytes: int = 8192) -> torch.Tensor:
 # -- where requests go ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_burst_is_spread_over_the_engines(client: shmring.RoutingClient, engines: Engines) -> None:
+async def test_a_burst_is_spread_over_the_engines(client: shmring.Client, engines: Engines) -> None:
     engines.go_on.clear()
     requests = [asyncio.create_task(client.request({"x": tensor()})) for _ in range(10)]
     while sum(load.in_flight for load in client.loads().values()) < 10:
@@ -103,7 +104,7 @@ async def test_a_burst_is_spread_over_the_engines(client: shmring.RoutingClient,
 
 
 async def test_what_other_clients_have_in_flight_counts(
-    client: shmring.RoutingClient, engines: Engines, connect_to: Connect, eventually: Any
+    client: shmring.Client, engines: Engines, connect_to: Connect, eventually: Any
 ) -> None:
     other = await connect_to()
     engines.go_on.clear()
@@ -124,7 +125,7 @@ async def test_requests_take_turns_where_that_is_the_route(engines: Engines, con
     assert len(set(answers[::2])) == len(set(answers[1::2])) == 1
 
 
-async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.RoutingClient, connect_to: Connect) -> None:
+async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.Client, connect_to: Connect) -> None:
     other = await connect_to(NAMES[::-1], route="round_robin")
     for number in range(10):
         owners = {(await each.request({}, key=f"session-{number}"))[0] for each in (client, other) for _ in range(3)}
@@ -134,7 +135,7 @@ async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.RoutingCli
         await client.request({}, key=7)  # type: ignore[arg-type]
 
 
-async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.RoutingClient) -> None:
+async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.Client) -> None:
     for name in NAMES:
         assert await client.request({}, engine=name) == [name, 0.0]
         assert [reply async for reply in client.stream({}, engine=name)] == [[name, 0.0]]
@@ -157,18 +158,23 @@ async def test_calls_and_statistics_are_of_one_engine(serve: Any, connect_to: Co
     await serve(name="b", calls={"who": lambda: who("b")})
     client = await connect_to(["a", "b"])
     assert [await client.call("who", engine=name) for name in client.names] == ["a", "b"]
-    assert set(client.statistics()) == {"a", "b"}
+    assert set(client.engines) == {"a", "b"}
     assert client.engines["a"].client_id == 1
+    for ask in (lambda: client.client_id, lambda: client.epoch):
+        with pytest.raises(ValueError, match=r"several engines have .*'a', 'b'"):
+            ask()
+    with pytest.raises(ValueError, match="several engines have methods to call: name one with engine="):
+        await client.call("who")
     with pytest.raises(ValueError, match="no engine 'c'"):
         await client.call("who", engine="c")
 
 
 async def test_aborting_by_name_finds_the_request_wherever_it_is(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     engines.go_on.clear()
     requests = [asyncio.create_task(client.request({}, request_id=f"r{number % 2}")) for number in range(4)]
-    await eventually(lambda: sum(each.in_flight for each in client.statistics().values()) == 4)
+    await eventually(lambda: client.statistics().in_flight == 4)
     assert client.abort("r1") == 2
     assert client.abort("other") == 0
     for number, request in enumerate(requests):
@@ -179,12 +185,10 @@ async def test_aborting_by_name_finds_the_request_wherever_it_is(
     assert len(await asyncio.gather(*requests[::2])) == 2
 
 
-async def test_cancelling_a_request_aborts_it(
-    client: shmring.RoutingClient, engines: Engines, settled: Any, eventually: Any
-) -> None:
+async def test_cancelling_a_request_aborts_it(client: shmring.Client, engines: Engines, settled: Any, eventually: Any) -> None:
     engines.go_on.clear()
     requests = [asyncio.create_task(client.request({"x": tensor()})) for _ in range(4)]
-    await eventually(lambda: sum(statistics.in_flight for statistics in client.statistics().values()) == 4)
+    await eventually(lambda: client.statistics().in_flight == 4)
     for request in requests:
         request.cancel()
     await asyncio.wait(requests)
@@ -199,7 +203,7 @@ async def test_cancelling_a_request_aborts_it(
 # -- slots ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said(client: shmring.RoutingClient) -> None:
+async def test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said(client: shmring.Client) -> None:
     for name in NAMES:
         async with client.slot(8192, engine=name) as slot:
             view = slot.tensor((8192,), torch.uint8).fill_(2)
@@ -208,12 +212,13 @@ async def test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said(cl
             submission = client.submit_nowait({"x": view})
             assert submission.engine == name
             await submission.result()
-    statistics = client.statistics().values()
-    assert sum(each.in_place for each in statistics) == 12
-    assert sum(each.copies for each in statistics) == 0
+    statistics = client.statistics()
+    assert (statistics.in_place, statistics.copies) == (12, 0)
+    assert (statistics.connected, statistics.client_id, statistics.epoch) == (True, 0, 0)
+    assert statistics.finished == sum(engine.statistics().finished for engine in client.engines.values()) == 12
 
 
-async def test_a_slot_and_its_request_can_not_be_at_two_engines(client: shmring.RoutingClient) -> None:
+async def test_a_slot_and_its_request_can_not_be_at_two_engines(client: shmring.Client) -> None:
     async with client.slot(8192, engine="vision-0") as first, client.slot(8192, engine="vision-1") as second:
         one, other = first.tensor((8192,), torch.uint8).fill_(1), second.tensor((8192,), torch.uint8).fill_(1)
         for ask in (client.request, client.submit):
@@ -227,7 +232,7 @@ async def test_a_slot_and_its_request_can_not_be_at_two_engines(client: shmring.
         assert await client.request({"x": other}) == ["vision-1", 8192.0]
 
 
-async def test_slots_that_are_held_count_as_load(client: shmring.RoutingClient) -> None:
+async def test_slots_that_are_held_count_as_load(client: shmring.Client) -> None:
     slots = [await client.slot(100) for _ in range(6)]
     assert Counter(slot.engine for slot in slots) == {"vision-0": 3, "vision-1": 3}
     for slot in slots:
@@ -235,7 +240,7 @@ async def test_slots_that_are_held_count_as_load(client: shmring.RoutingClient) 
     assert {load.in_flight for load in client.loads().values()} == {0}
 
 
-async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.RoutingClient) -> None:
+async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.Client) -> None:
     slots = [client.slot_nowait(16 << 10, ask=False) for _ in range(6)]
     with pytest.raises(shmring.WouldBlock):
         client.slot_nowait(16 << 10, ask=False)
@@ -254,7 +259,7 @@ async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.Rout
         slot.close()
 
 
-async def test_what_can_never_fit_is_an_error(client: shmring.RoutingClient) -> None:
+async def test_what_can_never_fit_is_an_error(client: shmring.Client) -> None:
     client.check_capacity(1000)
     with pytest.raises(shmring.CapacityError):
         client.check_capacity(1 << 30)
@@ -268,11 +273,11 @@ async def test_what_can_never_fit_is_an_error(client: shmring.RoutingClient) -> 
 
 
 async def test_requests_of_an_engine_that_dies_fail_and_name_it(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     engines.go_on.clear()
     requests = {name: asyncio.create_task(client.request({}, engine=name)) for name in NAMES}
-    await eventually(lambda: {each.in_flight for each in client.statistics().values()} == {1})
+    await eventually(lambda: {each.statistics().in_flight for each in client.engines.values()} == {1})
     await engines.stop("vision-0")
     with pytest.raises(shmring.EngineDeadError, match="'vision-0'") as caught:
         await requests["vision-0"]
@@ -285,7 +290,7 @@ async def test_requests_of_an_engine_that_dies_fail_and_name_it(
 
 
 async def test_an_engine_that_is_back_is_used_again_and_has_its_keys_back(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     keys = [f"session-{number}" for number in range(20)]
     before = {key: (await client.request({}, key=key))[0] for key in keys}
@@ -295,12 +300,12 @@ async def test_an_engine_that_is_back_is_used_again_and_has_its_keys_back(
     await engines.start("vision-0")
     await client.wait_connected(5, engine="vision-0")
     assert {key: (await client.request({}, key=key))[0] for key in keys} == before
-    assert client.statistics()["vision-0"].reconnections == 1
-    assert client.statistics()["vision-1"].reconnections == 0
+    assert client.engines["vision-0"].statistics().reconnections == 1
+    assert client.engines["vision-1"].statistics().reconnections == 0
 
 
 async def test_requests_that_may_be_sent_again_are_answered_elsewhere(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     engines.go_on.clear()
     slot = await client.slot(8192, engine="vision-0")
@@ -311,11 +316,11 @@ async def test_requests_that_may_be_sent_again_are_answered_elsewhere(
         asyncio.create_task(anext(client.stream({"x": tensor()}, retry=1))),
         asyncio.create_task(client.request({"x": tensor()}, key="any", retry=1)),
     ]
-    await eventually(lambda: sum(each.in_flight for each in client.statistics().values()) == 4)
-    lost = client.statistics()["vision-0"].in_flight
+    await eventually(lambda: client.statistics().in_flight == 4)
+    lost = client.engines["vision-0"].statistics().in_flight
     assert lost >= 1
     await engines.stop("vision-0")
-    await eventually(lambda: client.statistics()["vision-1"].in_flight == 4)
+    await eventually(lambda: client.engines["vision-1"].statistics().in_flight == 4)
     engines.go_on.set()
     answers = await asyncio.gather(*requests)
     assert answers == [["vision-1", 3 * 8192.0]] + [["vision-1", 8192.0]] * 3
@@ -325,13 +330,13 @@ async def test_requests_that_may_be_sent_again_are_answered_elsewhere(
 
 
 async def test_what_has_been_answered_in_part_is_not_sent_again(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     engines.go_on.clear()
     stream = client.stream({"first": 1}, key="a", retry=3)
     owner = await anext(stream)
     request = asyncio.create_task(client.request({"first": 1}, key="a", retry=3))
-    await eventually(lambda: client.statistics()[owner].replies == 2)
+    await eventually(lambda: client.engines[owner].statistics().replies == 2)
     await engines.stop(owner)
     for waiting in (anext(stream), request):
         with pytest.raises(shmring.EngineDeadError, match=owner):
@@ -339,28 +344,12 @@ async def test_what_has_been_answered_in_part_is_not_sent_again(
     assert client.resent == 0
 
 
-async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether its memory is still there, CUDA does not say."""
-    session = client.engines["vision-0"].session
-    assert session is not None
-    monkeypatch.setattr(session, "find_held", lambda payload: (True, True))
-    engines.go_on.clear()
-    requests = [asyncio.ensure_future(client.request({}, retry=1)), asyncio.ensure_future(anext(client.stream({}, retry=1)))]
-    await eventually(lambda: client.statistics()["vision-0"].in_flight == 2)
-    await engines.stop("vision-0")
-    for request in requests:
-        with pytest.raises(shmring.EngineDeadError, match="vision-0"):
-            await request
-
-
-async def test_retries_are_as_many_as_were_allowed(client: shmring.RoutingClient, engines: Engines, eventually: Any) -> None:
+async def test_retries_are_as_many_as_were_allowed(client: shmring.Client, engines: Engines, eventually: Any) -> None:
     engines.go_on.clear()
     request = asyncio.create_task(client.request({}, retry=1))
     for left in (1, 0):
-        await eventually(lambda: any(each.in_flight for each in client.statistics().values()))
-        [owner] = [name for name, each in client.statistics().items() if each.in_flight]
+        await eventually(lambda: client.statistics().in_flight)
+        [owner] = [name for name, each in client.engines.items() if each.statistics().in_flight]
         await engines.stop(owner)
         if left:
             await eventually(lambda: client.resent == 1)
@@ -368,8 +357,8 @@ async def test_retries_are_as_many_as_were_allowed(client: shmring.RoutingClient
         await request
 
 
-async def test_a_connection_that_has_ended_and_has_not_said_so_gets_nothing(client: shmring.RoutingClient) -> None:
-    session = client.engines["vision-0"].session
+async def test_a_connection_that_has_ended_and_has_not_said_so_gets_nothing(client: shmring.Client) -> None:
+    session = session_of(client, "vision-0")
     assert session is not None
     session.link.abort()
     assert client.engines["vision-0"].connected
@@ -380,17 +369,17 @@ async def test_a_connection_that_has_ended_and_has_not_said_so_gets_nothing(clie
 
 
 async def test_a_slot_that_is_waited_for_at_an_engine_that_dies_comes_from_another_one(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     held = [await client.slot(400 << 10, engine=name) for name in NAMES for _ in range(2)]
     slots = [asyncio.ensure_future(_acquired(client, 400 << 10)) for _ in range(2)]
-    await eventually(lambda: {each.waiting for each in client.statistics().values()} == {1})
+    await eventually(lambda: {each.statistics().waiting for each in client.engines.values()} == {1})
     named = asyncio.ensure_future(_acquired(client, 400 << 10, engine="vision-0"))
-    await eventually(lambda: client.statistics()["vision-0"].waiting == 2)
+    await eventually(lambda: client.engines["vision-0"].statistics().waiting == 2)
     await engines.stop("vision-0")
     with pytest.raises(shmring.EngineDeadError, match="vision-0"):
         await named
-    await eventually(lambda: client.statistics()["vision-1"].waiting == 2)
+    await eventually(lambda: client.engines["vision-1"].statistics().waiting == 2)
     for slot in held:
         slot.close()
     for slot in await asyncio.gather(*slots):
@@ -398,13 +387,13 @@ async def test_a_slot_that_is_waited_for_at_an_engine_that_dies_comes_from_anoth
         slot.close()
 
 
-async def _acquired(client: shmring.RoutingClient, nbytes: int, **options: Any) -> shmring.Slot:
+async def _acquired(client: shmring.Client, nbytes: int, **options: Any) -> shmring.Slot:
     return await client.slot(nbytes, **options)
 
 
 @pytest.mark.parametrize("call", ["request", "stream", "slot", "slots", "find", "keep", "call", "wait_connected"])
 async def test_who_waits_for_an_engine_that_is_named_and_gone_is_told_that_it_is_not_attached(
-    call: str, client: shmring.RoutingClient, engines: Engines, eventually: Any
+    call: str, client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     await engines.stop("vision-0")
     await eventually(lambda: not client.engines["vision-0"].connected)
@@ -424,9 +413,7 @@ async def test_who_waits_for_an_engine_that_is_named_and_gone_is_told_that_it_is
     assert "at 'vision-1'" not in str(caught.value)
 
 
-async def test_who_waits_at_an_engine_that_is_named_is_told_of_that_alone(
-    client: shmring.RoutingClient, engines: Engines
-) -> None:
+async def test_who_waits_at_an_engine_that_is_named_is_told_of_that_alone(client: shmring.Client, engines: Engines) -> None:
     async with client.slot(800_000, engine="vision-0"):
         with pytest.raises(TimeoutError, match="given: at 'vision-0': space: ") as caught:
             await client.slot(800_000, engine="vision-0", timeout=0.02)
@@ -434,7 +421,7 @@ async def test_who_waits_at_an_engine_that_is_named_is_told_of_that_alone(
 
 
 async def test_while_no_engine_is_there_requests_wait_for_one(
-    client: shmring.RoutingClient, engines: Engines, eventually: Any
+    client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:
     for name in NAMES:
         await engines.stop(name)
@@ -491,7 +478,7 @@ async def test_one_engine_that_answers_is_enough_and_others_are_found_later(
     await engines.start("vision-0")
     await client.wait_connected(5, engine="vision-0")
     assert await client.request({}, engine="vision-0") == ["vision-0", 0.0]
-    assert client.statistics()["vision-0"].reconnections == 0
+    assert client.engines["vision-0"].statistics().reconnections == 0
 
 
 async def test_without_any_engine_connecting_fails_in_time_and_waits_until_then(serve: Any, connect_to: Connect) -> None:
@@ -535,7 +522,7 @@ async def test_an_engine_that_refuses_is_no_error_while_another_one_does_not(
 async def test_an_engine_that_does_not_answer_holds_nobody_up(
     serve: Any, connect_to: Connect, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.client.routing_client._OTHERS_S", 0.01)
+    monkeypatch.setattr("shmring.client.client._OTHERS_S", 0.01)
     engines = Engines(serve)
     await engines.start("vision-1")
     with socket.socket(socket.AF_UNIX) as silent:
@@ -567,7 +554,7 @@ async def test_a_client_that_is_closed_does_nothing_more(engines: Engines, conne
         await settled(ring)
 
 
-async def test_a_forked_child_can_not_use_it(client: shmring.RoutingClient) -> None:
+async def test_a_forked_child_can_not_use_it(client: shmring.Client) -> None:
     child = os.fork()
     if not child:
         code = 1
@@ -607,7 +594,7 @@ async def test_a_route_is_for_several_engines(socket_dir: Path) -> None:
 
 
 async def test_an_engine_publishes_what_it_has(
-    client: shmring.RoutingClient, serve: Any, connect_to: Connect, eventually: Any
+    client: shmring.Client, serve: Any, connect_to: Connect, eventually: Any
 ) -> None:
     ring: shmring.Ring = await serve(name="slow")
     watcher, sender = await connect_to(["slow"]), await connect_to(["slow"])

@@ -65,12 +65,12 @@ def engines(socket_dir: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def client(engines: dict[str, Engine], socket_dir: Path) -> Iterator[threads.RoutingClient]:
+def client(engines: dict[str, Engine], socket_dir: Path) -> Iterator[threads.Client]:
     with threads.connect(NAMES, socket_dir=str(socket_dir), lease_nbytes="64KiB", reconnect_max_s=0.01) as client:
         yield client
 
 
-def test_requests_go_where_they_are_routed(client: threads.RoutingClient) -> None:
+def test_requests_go_where_they_are_routed(client: threads.Client) -> None:
     owner = client.request({}, key="session-7", timeout=10)[0]
     assert {client.request({}, key="session-7")[0] for _ in range(5)} == {owner}
     for name in NAMES:
@@ -85,7 +85,8 @@ def test_requests_go_where_they_are_routed(client: threads.RoutingClient) -> Non
     with client.slot(10, key="session-7") as slot:
         assert slot.engine == owner
     until(lambda: {load.in_flight for load in client.loads().values()} == {0})
-    assert set(client.statistics()) == set(NAMES)
+    assert set(client.engines) == set(NAMES)
+    assert client.statistics().finished == sum(engine.statistics().finished for engine in client.engines.values())
     client.check_capacity(1000)
     assert client.choose(key="session-7") == owner
     assert client.kept_nbytes > 0
@@ -102,13 +103,13 @@ def test_requests_go_where_they_are_routed(client: threads.RoutingClient) -> Non
 
 
 def test_a_wait_for_an_engine_that_is_named_and_gone_says_that_it_is_not_attached(
-    client: threads.RoutingClient, engines: dict[str, Engine]
+    client: threads.Client, engines: dict[str, Engine]
 ) -> None:
     told = pytest.raises(TimeoutError, match=r"at 'vision-0': space: .* callers hold 1 slots")
     with client.slot(500_000, engine="vision-0"), told:
         client.slot(500_000, engine="vision-0", timeout=0.02)
     engines["vision-0"].stop()
-    until(lambda: set(client.loads()) == {"vision-1"} and not client.statistics()["vision-0"].connected)
+    until(lambda: set(client.loads()) == {"vision-1"} and not client.engines["vision-0"].connected)
     waits: list[Callable[[], Any]] = [
         lambda: client.request({}, engine="vision-0", timeout=0.02),
         lambda: client.submit({}, engine="vision-0", timeout=0.02),
@@ -125,7 +126,7 @@ def test_a_wait_for_an_engine_that_is_named_and_gone_says_that_it_is_not_attache
 
 
 def test_an_engine_that_dies_takes_its_own_requests(
-    client: threads.RoutingClient, engines: dict[str, Engine], socket_dir: Path
+    client: threads.Client, engines: dict[str, Engine], socket_dir: Path
 ) -> None:
     for engine in engines.values():
         engine.go_on.clear()
@@ -138,7 +139,7 @@ def test_an_engine_that_dies_takes_its_own_requests(
     ]
     for thread in asking:
         thread.start()
-    until(lambda: client.statistics()[owner.engine].in_flight == 3)
+    until(lambda: client.engines[owner.engine].statistics().in_flight == 3)
     kept = client.submit({}, engine=other)
     closing = threading.Thread(target=engines[owner.engine].stop)
     closing.start()

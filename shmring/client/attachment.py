@@ -1,0 +1,231 @@
+"""A client's attachment to the engine of one name: one session after the other, as engines of that name come and go.
+
+Invariant: there is a session exactly while an engine is attached. Without ``reconnect``, the first session is the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shmring.client.counters import ClientCounters
+from shmring.client.session import Session
+from shmring.config import ClientConfig
+from shmring.core.compiled import ClientEnd, Origin
+from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBlock, fresh
+from shmring.gpu.cuda import Cuda
+from shmring.gpu.device import DeviceMemory
+from shmring.memory.copier import Copier
+from shmring.transport.endpoint import socket_path
+from shmring.transport.loops import check_loop
+
+__all__ = ["Attachment"]
+
+logger = logging.getLogger("shmring.client")
+
+_FIRST_ATTEMPT_PAUSE_S = 0.02
+
+
+class Attachment:
+    """See the head of this file.
+
+    Args:
+        name: the engine's.
+        config: as configured.
+        reconnect: whether to attach to the next engine of that name when one ends.
+        description: what the engine's log calls this client.
+        origin: of the client, to know a forked child by.
+        copier: has the turns of copies, and the threads.
+        cuda, device_memory: for slots in device memory.
+        on_change: called with the end of each session that begins, and with None when it has ended.
+
+    Attributes:
+        name: the engine's.
+        path: of its socket.
+        session: with the engine that is attached now; None: none is. Any thread may read it.
+        counters: of all sessions before that.
+        lost_error: why the last engine that went away did, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ClientConfig,
+        *,
+        reconnect: bool,
+        description: str,
+        origin: Origin,
+        copier: Copier,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
+        on_change: Callable[[ClientEnd | None], object],
+    ) -> None:
+        self.name = name
+        self.path = socket_path(name, config.socket_dir)
+        self.session: Session | None = None
+        self.counters = ClientCounters()
+        self.lost_error: ShmringError | None = None
+        self._config = config
+        self._reconnect = reconnect
+        self._description = description
+        self._origin = origin
+        self._copier = copier
+        self._cuda = cuda
+        self._device_memory = device_memory
+        self._on_change = on_change
+        self._attached = asyncio.Event()
+        self._reattaching: asyncio.Task[None] | None = None
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+
+    # -- the session ---------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> Session:
+        """Returns the session; waits for an engine, if one is to be waited for.
+
+        Raises:
+            EngineDeadError: the engine has gone, and no other one is waited for.
+            ClosedError: the client is closed, or belongs to the process that forked this one.
+            LocalProtocolError: this is not the client's loop.
+        """
+        self.check_loop()
+        while (session := self._now()) is None:
+            await self._attached.wait()
+        return session
+
+    def ready_nowait(self) -> Session:
+        """Returns the session.
+
+        Raises:
+            WouldBlock: the next engine is waited for.
+            EngineDeadError, ClosedError: as :meth:`ready`.
+        """
+        session = self._now()
+        if session is None:
+            raise WouldBlock(f"no engine {self.name!r} is attached now")
+        return session
+
+    def _now(self) -> Session | None:
+        """The session; None while the next engine is waited for."""
+        self.check_process()
+        if self._closed:
+            raise ClosedError(f"this client of {self.name!r} is closed")
+        if self.session is not None:
+            return self.session
+        if not self._reconnect and not self.is_attaching:
+            why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
+            raise EngineDeadError(why, engine=self.name)
+        return None
+
+    @property
+    def is_attaching(self) -> bool:
+        """Whether it tries to attach, for as long as it takes."""
+        return self._reattaching is not None and not self._reattaching.done()
+
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise self._origin.stray("this client", "connect again here")
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop, and :class:`ClosedError` in a forked child."""
+        self.check_process()  # a forked child has another loop, too
+        check_loop(self._loop, f"this client of {self.name!r}")
+
+    def why_not_sent(self) -> str:
+        """Says what a request that was not sent yet, or a slot, is waiting for."""
+        if self.session is None:
+            return f"an engine {self.name!r} to be attached"
+        return self.session.sending.why_not_sent()
+
+    def why_no_answer(self) -> str:
+        """Says what somebody waits for who calls the engine, or looks for kept content."""
+        if self.session is None:
+            return f"an engine {self.name!r} to be attached"
+        return f"the answer of engine {self.name!r}"
+
+    # -- attaching -----------------------------------------------------------------------------------------------------
+
+    async def attach(self) -> None:
+        """Attaches to the engine, if there is one.
+
+        Raises:
+            EngineDeadError: nobody listens there.
+            RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
+        """
+        session = await Session.open(
+            self.path,
+            self._config,
+            self._description,
+            self.counters,
+            self._copier,
+            self._cuda,
+            self._device_memory,
+            self._lost,
+        )
+        session.check_alive()  # it may have been lost while it opened
+        self.session = session
+        self._on_change(session.end)
+        self._attached.set()
+
+    async def attach_in_time(self) -> None:
+        """Attaches within ``connect_timeout_s``: the engine may be starting."""
+        deadline = self._loop.time() + self._config.connect_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline + self._config.connect_timeout_s):
+                    return await self.attach()
+            except EngineDeadError:
+                if self._loop.time() >= deadline:
+                    raise
+            except TimeoutError:
+                why = f"the engine at {self.path} listens, and does not answer"
+                raise EngineDeadError(why, engine=self.name) from None
+            await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
+
+    def keep_attaching(self) -> None:
+        """Attaches as soon as there is an engine of this name, and does not wait for it."""
+        self._reattaching = self._loop.create_task(self._reattach())
+
+    async def _reattach(self) -> None:
+        """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
+        pause = self._config.reconnect_initial_s
+        while not self._closed:
+            try:
+                await self.attach()
+            except Exception as error:
+                if not isinstance(error, ShmringError | OSError):
+                    logger.error("attaching to the engine %r failed, and is tried again", self.name, exc_info=error)
+                elif not isinstance(error, EngineDeadError):
+                    logger.warning("can't attach to the engine %r yet: %s", self.name, error)
+                await asyncio.sleep(pause)
+                pause = min(max(pause, 0.001) * 2, self._config.reconnect_max_s)
+            else:
+                self.counters.reconnections += self.lost_error is not None
+                logger.info("attached to the engine %r", self.name)
+                return
+
+    def _lost(self, session: Session) -> None:
+        if session is not self.session:
+            return
+        self.session = None
+        self._on_change(None)
+        self.counters = self.counters.with_those_of(session.end)
+        self.lost_error = None if session.error is None else fresh(session.error)
+        self._attached.clear()
+        if self._reconnect and not self._closed:
+            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
+            self.keep_attaching()
+
+    async def close(self) -> None:
+        """Says goodbye to the engine, and attaches to no other one. A second call does nothing."""
+        self._closed = True
+        self._attached.set()  # whoever waits for an engine learns that there will be none
+        try:
+            if self._reattaching is not None and self.is_attaching:
+                self._reattaching.cancel()
+                await asyncio.wait([self._reattaching])
+        finally:  # also when this is cancelled
+            if self.session is not None:
+                await self.session.close()
