@@ -43,6 +43,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
 
 __all__ = ["BoundedHttpProtocol"]
@@ -119,10 +120,16 @@ class _Unchunked:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection; see the head of this file."""
+    """One connection; see the head of this file.
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    Args:
+        headers_for: what a refusal says to a browser.
+        arguments, keywords: uvicorn's.
+    """
+
+    def __init__(self, *arguments: Any, headers_for: HeadersFor = lambda _: [], **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._headers_for = headers_for
         self._overhead_nbytes = 0
         self._head_nbytes = 0
         self._is_full = False  # nothing more is read
@@ -349,7 +356,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             f"x-request-id: {secrets.token_hex(16)}",
             "connection: close",
         )
-        self.transport.write("\r\n".join((*lines, "", "")).encode("ascii") + body)
+        fields = [b"%s: %s" % field for field in self._headers_for(self.headers or ())]  # of those that had come
+        self.transport.write(b"\r\n".join((*(line.encode("ascii") for line in lines), *fields, b"", body)))
 
     def _end(self) -> None:
         self._head_came()
