@@ -19,7 +19,8 @@ A caller may close its half of the connection when its request is complete, and 
 looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: to bytes for a socket
 that is closed, the kernel at the other end answers with a reset. The first is sent before the request is handled: on the same
 machine the reset is there at once, and nothing is done for who has gone. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak
-it, and close at once) and with TLS, the end of one half is the end of both.
+it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a ``close_notify`` with
+their own at once, whatever ``eof_received`` returns.
 
 An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
 
