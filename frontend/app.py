@@ -28,7 +28,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,6 +39,7 @@ from shmring.engine.supervision import FrontendState
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.chat_service import Answer, ChatService, Completed, events_of
+from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.embedding_service import Embedded, EmbeddingService
 from shmring.frontend.errors import ApiError, report
@@ -53,7 +53,7 @@ from shmring.frontend.openai.models import Version
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
-from shmring.frontend.settings import CorsSettings, FrontendSettings
+from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import EventStream
 
 __all__ = ["Application", "create_app"]
@@ -61,12 +61,6 @@ __all__ = ["Application", "create_app"]
 logger = logging.getLogger("shmring.frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
-
-# What pages of other sites may read of an answer's head.
-_EXPOSED_HEADERS = (
-    *("X-Request-Id", "Retry-After"),
-    *("X-Shmring-Slab-Bytes", "X-Shmring-Copies", "X-Shmring-Synthetic", "X-Shmring-Ignored-Fields"),
-)
 
 _LARGE_BODY_NBYTES = 16 << 10  # some hundred values
 
@@ -76,10 +70,15 @@ _SAMPLING_S = 0.2  # how old the numbers of the other frontends may be in an ans
 
 
 class Application:
-    """An ASGI application. Made by :func:`create_app`."""
+    """An ASGI application. Made by :func:`create_app`.
 
-    def __init__(self, app: Observation, routes: _Routes) -> None:
-        self._app = app
+    Attributes:
+        headers_for: what answers of the server itself say to a browser.
+    """
+
+    def __init__(self, app: CrossOrigin, routes: _Routes) -> None:
+        self.headers_for = app.headers_for
+        self._app = Observation(app, routes.metrics, app.headers_for)
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,28 +117,12 @@ def create_app(
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
         # Starlette's own handler of `Exception` answers and then raises it once more, for the server to log it.
-        middleware=[*_cross_origin(settings.cors), Middleware(ExceptionMiddleware, {Exception: _answer_error})],
+        middleware=[Middleware(ExceptionMiddleware, {Exception: _answer_error})],
         exception_handlers={HTTPException: _answer_error},
         lifespan=lambda _: routes.running(),
     )
     app.router.redirect_slashes = False  # a redirect of a POST has no body in some clients
-    return Application(Observation(app, routes.metrics), routes)
-
-
-def _cross_origin(cors: CorsSettings) -> list[Middleware]:
-    """Which other sites' pages may call: errors are for them as well, so this is around what answers those."""
-    if not cors.allowed_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=cors.allowed_origins,
-            allow_credentials=cors.allow_credentials,
-            allow_methods=cors.allowed_methods,
-            allow_headers=cors.allowed_headers,
-            expose_headers=_EXPOSED_HEADERS,
-        )
-    ]
+    return Application(CrossOrigin(app, settings.cors), routes)
 
 
 class _Routes:

@@ -19,7 +19,8 @@ A caller may close its half of the connection when its request is complete, and 
 looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: to bytes for a socket
 that is closed, the kernel at the other end answers with a reset. The first is sent before the request is handled: on the same
 machine the reset is there at once, and nothing is done for who has gone. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak
-it, and close at once) and with TLS, the end of one half is the end of both.
+it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a ``close_notify`` with
+their own at once, whatever ``eof_received`` returns.
 
 An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
 
@@ -43,6 +44,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
 
 __all__ = ["BoundedHttpProtocol"]
@@ -119,10 +121,16 @@ class _Unchunked:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection; see the head of this file."""
+    """One connection; see the head of this file.
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    Args:
+        headers_for: what a refusal says to a browser.
+        arguments, keywords: uvicorn's.
+    """
+
+    def __init__(self, *arguments: Any, headers_for: HeadersFor = lambda _: [], **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._headers_for = headers_for
         self._overhead_nbytes = 0
         self._head_nbytes = 0
         self._is_full = False  # nothing more is read
@@ -349,7 +357,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             f"x-request-id: {secrets.token_hex(16)}",
             "connection: close",
         )
-        self.transport.write("\r\n".join((*lines, "", "")).encode("ascii") + body)
+        fields = [b"%s: %s" % field for field in self._headers_for(self.headers or ())]  # of those that had come
+        self.transport.write(b"\r\n".join((*(line.encode("ascii") for line in lines), *fields, b"", body)))
 
     def _end(self) -> None:
         self._head_came()

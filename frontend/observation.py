@@ -10,6 +10,7 @@ import time
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
 from shmring.frontend.metrics import FrontendMetrics
 from shmring.frontend.responses import error_response
@@ -29,11 +30,13 @@ class Observation:
     Args:
         app: what answers.
         metrics: where it is counted.
+        headers_for: what an answer that is made here says to a browser.
     """
 
-    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics, headers_for: HeadersFor) -> None:
         self._app = app
         self._metrics = metrics
+        self._headers_for = headers_for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request (or runs the application's lifespan)."""
@@ -63,7 +66,9 @@ class Observation:
             except asyncio.CancelledError:
                 # Only the server cancels a request, when it shuts down and the time for running requests is over.
                 if status == _HUNG_UP:
-                    await error_response(_SHUTTING_DOWN)(scope, receive, observed_send)
+                    answer = error_response(_SHUTTING_DOWN)
+                    answer.raw_headers += self._headers_for(scope["headers"])
+                    await answer(scope, receive, observed_send)
                 elif streaming:
                     self._metrics.broken_streams.labels(_SHUTTING_DOWN.code).inc()
                     last = event(_SHUTTING_DOWN.envelope())

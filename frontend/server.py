@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
@@ -76,7 +77,7 @@ class Server(uvicorn.Server):
                 app,
                 host=host,
                 port=port,
-                http=BoundedHttpProtocol,
+                http=functools.partial(BoundedHttpProtocol, headers_for=app.headers_for),  # type: ignore[arg-type]  # it is called
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.messages import MAX_FINDS, Find, Keep
 from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -316,6 +317,39 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
     ring._book.check()
     assert client.connected
     session_of(client).host_slots.book.check()
+
+
+@pytest.mark.parametrize("what", ["find", "keep a copy", "keep a slot"])
+async def test_what_can_not_be_sent_leaves_nothing_behind(
+    ring: shmring.Ring, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    client = await connect()
+    session = session_of(client)
+    send = session.link.send
+
+    def fail(message: Any) -> None:
+        if isinstance(message, Find | Keep):
+            raise MemoryError("there is none for the record")
+        send(message)
+
+    async with client.slot(SIZE) as slot:
+        view = slot.tensor((SIZE,), torch.uint8).fill_(3)
+        payloads = {"keep a copy": {"x": pixels(1)}, "keep a slot": {"x": view}}
+        with monkeypatch.context() as patch:
+            patch.setattr(session.link, "send", fail)
+            for _ in range(MAX_FINDS + 1):  # more than may ask at a time
+                with pytest.raises(MemoryError):
+                    await asyncio.wait_for(client.keep(key(1), payloads[what]) if what in payloads else client.find(key(1)), 60)
+        assert client.statistics().slots_in_use == 1
+        assert not session.kept._line
+        assert not session.kept._answers
+        (await client.keep(key(1), {"x": view})).close()  # the slot is still its caller's
+        payloads.clear()
+        del view
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+    session.host_slots.book.check()
+    ring._book.check()
+    assert ring.statistics().protocol_errors == 0
 
 
 # -- who wants the memory ----------------------------------------------------------------------------------------------------

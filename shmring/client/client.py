@@ -337,7 +337,7 @@ class Client(ClientCalls):
             del packed
             try:
                 session = await attachment.ready()
-                return await session.sending.submit(payload, request_id)
+                return await session.sending.submit_in_turn(payload, request_id)
             except EngineDeadError:  # before it was sent
                 if engine is not None or self._only is not None or on_gpu:
                     raise

@@ -267,9 +267,14 @@ class KeptContents:
                     encoded, record = packed.payload, packed.slots[0]
                 slot = session.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
+            try:
+                session.link.send(message)  # it delivers nothing: who enters after it misses no answer
+            except BaseException:
+                if record is not None:  # the engine has not heard of it
+                    session.end.take_back((record.generation,))
+                raise
             place = self._line.enter()
             self._answers[token] = place, key, record
-            session.link.send(message)
         except BaseException:
             self._asking.release()
             raise

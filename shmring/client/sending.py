@@ -80,7 +80,7 @@ class Sending:
         self._again: Line[None] = Line()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
-    async def submit(self, payload: object, name: str) -> Submission:
+    async def submit_in_turn(self, payload: object, name: str) -> Submission:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         # Of now: while this waits, another task may make another stream the current one.
         stream = self._device_slots.current_stream() if self._device_slots.held else None

@@ -174,6 +174,25 @@ async def test_all_sites_may_be_allowed(open_engine: Any, open_app: OpenApp) -> 
     assert (await http.get("/v1/models", headers={"origin": ORIGIN})).headers["access-control-allow-origin"] == "*"
 
 
+async def test_pages_of_allowed_sites_may_read_that_the_server_is_shutting_down(
+    open_engine: Any, open_app: OpenApp, body_of: Any
+) -> None:
+    came = asyncio.Event()
+
+    async def wait(_: shmring.Claim) -> None:
+        came.set()
+        await asyncio.Event().wait()
+
+    http = await open_app(await open_engine(wait), cors=CorsSettings(allowed_origins=(ORIGIN,)))
+    asking = asyncio.create_task(http.post("/v1/embeddings", json=body_of(PIXELS[0]), headers={"origin": ORIGIN}))
+    await came.wait()
+    asking.cancel()  # as the server does when it ends; the application runs in this task
+    answer = await asking
+    assert error_of(answer, 503)["code"] == "shutting_down"
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    assert "Retry-After" in answer.headers["access-control-expose-headers"]
+
+
 async def test_bad_requests_say_what_is_bad(
     open_engine: Any, open_app: OpenApp, body_of: Any, encoded: Any, eventually: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -13,7 +14,9 @@ import pytest
 import uvicorn
 
 from shmring.frontend import http_protocol
+from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.http_protocol import BoundedHttpProtocol
+from shmring.frontend.settings import CorsSettings
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
@@ -60,7 +63,9 @@ async def late() -> None:
 
 @pytest.fixture
 async def server() -> AsyncIterator[uvicorn.Server]:
-    config = uvicorn.Config(answer, http=BoundedHttpProtocol, lifespan="off", log_config=None, ws="none")
+    cross_origin = CrossOrigin(answer, CorsSettings(allowed_origins=("https://chat.example.org",)))
+    protocol: Any = functools.partial(BoundedHttpProtocol, headers_for=cross_origin.headers_for)
+    config = uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
@@ -206,6 +211,31 @@ async def test_what_is_no_http_gets_the_envelope(port: int) -> None:
     answer = await exchange(port, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+ORIGIN = b"Origin: https://chat.example.org\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_readable"),
+    [
+        (b"GET / HTTP/1.1\r\n" + ORIGIN + b"\r\n", True),
+        (HEAD + ORIGIN + b"x-long: " + b"a" * 70_000 + b"\r\n\r\n", True),
+        (HEAD + ORIGIN + b"x: y\r\nno colon\r\n\r\n", True),
+        (HEAD + ORIGIN + b"transfer-encoding: gzip\r\n\r\n", True),
+        (HEAD + ORIGIN + b"transfer-encoding: chunked\r\n\r\nno size\r\n", True),
+        (b"GET / HTTP/1.1\r\norigin: https://another.example.org\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\norigin: \xff\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\n\r\n", False),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n" + ORIGIN + b"\r\n", False),  # it has not come yet
+        (b"\x16\x03\x01 hello\r\n\r\n", False),
+    ],
+)
+async def test_pages_of_allowed_sites_may_read_why_a_request_is_refused(port: int, request_: bytes, is_readable: bool) -> None:
+    head, _, body = (await exchange(port, request_)).partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]["message"]
+    fields = [line for line in head.split(b"\r\n") if line.startswith(b"access-control-allow-origin")]
+    assert fields == ([b"access-control-allow-origin: https://chat.example.org"] if is_readable else [])
 
 
 @pytest.mark.parametrize("chunked", [False, True])

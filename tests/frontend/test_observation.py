@@ -36,7 +36,9 @@ def count(metrics: FrontendMetrics, status: int) -> float:
 
 
 async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> None:
-    await Observation(app, metrics)(exchange.scope, exchange.receive, exchange.send)
+    await Observation(app, metrics, lambda headers: [(b"asked", value) for _, value in headers])(
+        exchange.scope, exchange.receive, exchange.send
+    )
 
 
 async def test_a_request_is_counted_timed_and_named() -> None:
@@ -91,7 +93,7 @@ async def test_a_bug_is_counted_and_comes_through() -> None:
 
 
 async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
-    metrics, exchange = FrontendMetrics(["test"]), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange([(b"origin", b"https://chat.example.org")])
     entered = asyncio.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
@@ -104,6 +106,7 @@ async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
     await task
     assert exchange.sent[0]["status"] == 503
     assert (b"retry-after", b"1") in exchange.sent[0]["headers"]
+    assert (b"asked", b"https://chat.example.org") in exchange.sent[0]["headers"]  # else a browser shows nothing of it
     assert b'"code":"shutting_down"' in exchange.sent[1]["body"]
     assert count(metrics, 503) == 1
 

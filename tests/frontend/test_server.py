@@ -46,6 +46,9 @@ class Application:
     def begin_shutdown(self) -> None:
         self.told_of_shutdown = True
 
+    def headers_for(self, request_headers: Any) -> list[tuple[bytes, bytes]]:
+        return [(b"asked", value) for name, value in request_headers if name == b"origin"]
+
     async def _answer(self, streamed: bool, send: Any) -> None:
         if streamed:
             await self._say(send, 200, b"first ", more=True)
@@ -212,6 +215,12 @@ async def test_callers_may_have_to_have_a_certificate(open_server: OpenServer, c
     context.load_cert_chain(certfile, keyfile)
     async with httpx.AsyncClient(base_url=client.base_url, verify=context) as known:
         assert (await known.get("/slow")).text == "done"
+
+
+async def test_the_application_says_what_refusals_say_to_browsers(open_server: OpenServer) -> None:
+    _, _, client = await open_server(0)
+    answer = await client.get("/slow", headers={"host": "a/b", "origin": "https://chat.example.org"})
+    assert (answer.status_code, answer.headers["asked"]) == (400, "https://chat.example.org")
 
 
 async def test_a_prefix_that_a_proxy_strips_is_known(open_server: OpenServer) -> None:

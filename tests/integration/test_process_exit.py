@@ -70,7 +70,7 @@ async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, even
         client.submit(1),
         ring.claim(),
         claim.reply({"x": torch.ones(5000)}),
-        submission._end.shell.sending.submit(1, ""),
+        submission._end.shell.sending.submit_in_turn(1, ""),
     ]
 
     def in_child() -> None:

@@ -399,7 +399,7 @@ class Session:
         if submission is not None:
             self._was_sent(submission, number)
         elif not self.ended:
-            self._begin(Wants.REQUEST, blocks, self.real.sending.submit(payload, ""), slots, number)
+            self._begin(Wants.REQUEST, blocks, self.real.sending.submit_in_turn(payload, ""), slots, number)
 
     def _was_sent(self, submission: Submission, number: int) -> None:
         require(not self.ended or submission.ended, "a request was sent when its session had ended")

@@ -1,0 +1,71 @@
+"""Which pages of other sites may call this server, and read what it answers (CORS).
+
+Starlette answers what a browser asks first. What every answer says to a browser is said here, once, because not all answers are
+made within the application: a request may be refused before it is one, or cut off by a shutdown. Without these headers a page
+sees a network error where the reason stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shmring.frontend.settings import CorsSettings
+
+__all__ = ["CrossOrigin", "HeadersFor", "RawHeaders"]
+
+RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
+
+#: Returns what an answer says to a browser; of the request's headers, whose names are in lower case.
+HeadersFor: TypeAlias = Callable[[RawHeaders], list[tuple[bytes, bytes]]]
+
+# What pages of other sites may read of an answer's head.
+_EXPOSED_HEADERS = (
+    *("X-Request-Id", "Retry-After"),
+    *("X-Shmring-Slab-Bytes", "X-Shmring-Copies", "X-Shmring-Synthetic", "X-Shmring-Ignored-Fields"),
+)
+
+
+class CrossOrigin(CORSMiddleware):
+    """Middleware that lets pages of other sites call. Errors are for them as well, so it is around what answers those.
+
+    Args:
+        app: what answers.
+        cors: which pages may call; if none may, this does nothing.
+    """
+
+    def __init__(self, app: ASGIApp, cors: CorsSettings) -> None:
+        super().__init__(
+            app,
+            allow_origins=cors.allowed_origins,
+            allow_credentials=cors.allow_credentials,
+            allow_methods=cors.allowed_methods,
+            allow_headers=cors.allowed_headers,
+            expose_headers=_EXPOSED_HEADERS,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers what a browser asks first; has the application answer everything else."""
+        await (super().__call__ if self.allow_origins else self.app)(scope, receive, send)
+
+    async def send(self, message: Message, send: Send, request_headers: Headers) -> None:
+        """Sends a part of an answer of the application."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self.headers_for(request_headers.raw)]
+        await send(message)
+
+    def headers_for(self, request_headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+        """Returns what an answer says to a browser; see :data:`HeadersFor`."""
+        if not self.allow_origins:
+            return []
+        headers = {"vary": "Origin"}
+        origin = next((value.decode("latin-1") for name, value in request_headers if name == b"origin"), None)
+        if origin is not None and self.is_allowed_origin(origin):
+            headers |= self.simple_headers
+            if self.preflight_explicit_allow_origin:  # not "*"
+                headers["Access-Control-Allow-Origin"] = origin
+        return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
