@@ -17,24 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What the parts of shmring use of each other's public classes, and no user needs.
 INTERNAL = {
-    shmring.Ring: """call_soon carry_out check_loop check_open check_process claim_in_turn claim_lingering claim_now
-        client_lost closed_error
-        count_protocol_error create device_slab_unmapped end_claim let_others_run log_drain loop next_in_turn release_on_device
-        request_arrived send_release take_up_device take_up_failed upload upload_nowait""",
-    shmring.Claim: """call_on_abort call_on_end check_running content_regions end finish finish_with forget_on_end frontend
-        mark_ended release_slots send_reply submit why_not_running""",
     shmring.RingClient: """acquire_in_turn attach check_process create detached keep_attaching resolve_device session
         submit_in_time submit_in_turn submit_unless_full use used_device_slots why_no_answer why_not_sent""",
     shmring.RoutingClient: "create submit_in_time submit_unless_full used_device_slots",
     shmring.Submission: """drop_replies end error give_back give_up has_reply raise_error take_reply unread_slots waiter
         was_left""",
     shmring.Slot: "cursor device_memory end is_on_host memory other_tensor record take",
-    shmring.Worker: """check_process connection_lost fail_answer fail_answer_later join peer_gave_up protocol_violated
-        send_answer take_record""",
-    shmring.Message: "end is_shared mark_answered unmark_answered",
-    shmring.threads.Claim: "arrived_s",
-    shmring.threads.Worker: "check_process fail_answer fail_answer_later send_answer",
-    shmring.threads.Message: "end is_shared mark_answered unmark_answered",
 }
 
 

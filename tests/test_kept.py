@@ -312,7 +312,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
         await turns()
         await eventually(lambda: kept_pinned(ring) == 0)
         await eventually(lambda: client.statistics().slots_in_use == 0)
-    ring._book.check()
+    ring._shell._book.check()
     assert client._session is not None
     client._session.host_slots.book.check()
 
@@ -394,7 +394,7 @@ async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(
     await eventually(lambda: ring.statistics().clients == 0)
     counts = ring.statistics()
     assert counts.free_nbytes + counts.kept_nbytes == counts.leasable_nbytes
-    ring._book.check()
+    ring._shell._book.check()
 
 
 async def test_several_slots_are_acquired_at_once(ring: shmring.Ring, connect: Any) -> None:
