@@ -89,9 +89,13 @@ class Claim(ClaimEnd):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        given = self._shell.given(self.client_id, self._submit, device, stream)
-        # Where this waits, the claim may be released: its slots may then be somebody else's.
-        payload = await self._shell.uploads.upload(*self._source(), device, stream, self._check_unreleased, given)
+        payload = await self._shell.uploads.upload(
+            *self._source(),
+            device,
+            stream,
+            self._check_unreleased,  # it may be released while this waits: its slots may then be somebody else's
+            self._shell.given(self.client_id, self._submit, device, stream),
+        )
         self._end.release(self, copying=True)
         return payload
 
@@ -103,8 +107,9 @@ class Claim(ClaimEnd):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        given = self._shell.given(self.client_id, self._submit, device, stream)
-        payload = self._shell.uploads.upload_nowait(*self._source(), device, stream, given)
+        payload = self._shell.uploads.upload_nowait(
+            *self._source(), device, stream, self._shell.given(self.client_id, self._submit, device, stream)
+        )
         self._end.release(self, copying=True)
         return payload
 
