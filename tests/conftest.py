@@ -430,7 +430,7 @@ async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmri
         await ring.close()
     await asyncio.gather(*tasks)
     for ring in rings:
-        ring._book.check()
+        ring._shell._book.check()
 
 
 @pytest.fixture
@@ -463,6 +463,6 @@ def settled(eventually: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitabl
             await eventually(is_whole, timeout)
         except AssertionError:
             raise AssertionError(f"the slab did not become whole within {timeout} s: {ring.statistics()}") from None
-        ring._book.check()
+        ring._shell._book.check()
 
     return wait

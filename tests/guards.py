@@ -26,14 +26,14 @@ GUARDS = (
     Guard(
         "a reply whose code ended its request does not wait for space",
         "shmring/ring/replies.py",
-        "claim.check_running()  # the payload's own code may have ended it",
+        "self._end.check_running(claim)  # the payload's own code may have ended it",
         "pass",
         "tests/test_ends_inside_calls.py::test_a_reply_whose_code_ends_its_request_waits_for_no_space",
     ),
     Guard(
         "a request that is aborted while it is decoded is not handed out",
         "shmring/core/engine_end.pyx",
-        "if claim.request.state_number != _RUNNING:  # a hook",
+        "if claim._request.state_number != _RUNNING:  # a hook",
         "if False:  # a hook",
         "tests/test_ends_inside_calls.py::test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out",
     ),
@@ -47,7 +47,7 @@ GUARDS = (
     Guard(
         "who closes a worker from inside does not tidy up",
         "shmring/threads/worker.py",
-        "while self._pidfd >= 0 and not (self._receiving.is_taken or self._sending.is_taken):",
+        "while self._pidfd >= 0 and not (self.receiving.is_taken or self._sending.is_taken):",
         "while self._pidfd >= 0:",
         "tests/test_ends_inside_calls.py::test_a_signal_handler_may_close_a_worker_whose_thread_waits",
     ),
@@ -68,7 +68,7 @@ GUARDS = (
     Guard(
         "a reply that was not sent in time was none",
         "shmring/threads/worker.py",
-        "                message.unmark_answered()\n",
+        "                self._end.unmark_answered(message)\n",
         "                pass\n",
         "tests/test_ends_inside_calls.py::test_a_reply_that_found_no_room_in_time_may_be_tried_again",
     ),
@@ -89,7 +89,7 @@ GUARDS = (
     Guard(
         "a reply that was cancelled before it was sent was none",
         "shmring/worker/worker.py",
-        "message.unmark_answered()  # nothing was sent",
+        "self._end.unmark_answered(message)  # nothing was sent",
         "pass",
         "tests/test_ends_inside_calls.py::test_a_reply_that_is_cancelled_before_it_was_sent_was_none",
     ),
@@ -285,8 +285,8 @@ GUARDS = (
     Guard(
         "memory is reused only when the pidfd reports the death",
         "shmring/ring/frontend.py",
-        "self._ring.carry_out(self._book.disconnect(self.client_id))",
-        "self._ring.carry_out(self._book.died(self.client_id))",
+        "self._carry_out(self._book.disconnect(self.client_id))",
+        "self._carry_out(self._book.died(self.client_id))",
         "tests/integration/test_process_death.py::test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory",
     ),
     Guard(
@@ -418,8 +418,8 @@ GUARDS = (
     Guard(
         "draining: the engine's views",
         "shmring/core/engine_end.pyx",
-        "                viewed[i] = claim.regions.leave(i)\n",
-        "                claim.regions.leave(i)\n                viewed[i] = False\n",
+        "                viewed[i] = claim._regions.leave(i)\n",
+        "                claim._regions.leave(i)\n                viewed[i] = False\n",
         "tests/test_claim.py::test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay",
     ),
     Guard(
@@ -881,7 +881,7 @@ GUARDS = (
     Guard(
         "who has encoded a message to workers looks at its claims again",
         "shmring/core/fan_out_end.pyx",
-        "                if claim.regions is None:\n                    raise",
+        "                if claim._regions is None:\n                    raise",
         "                if False:\n                    raise",
         "tests/test_inside_calls.py::test_code_that_runs_while_a_message_is_encoded_may_leave_the_claim_that_is_shared",
     ),
@@ -1158,7 +1158,7 @@ GUARDS = (
     Guard(
         "a reply in parts is bounded",
         "shmring/ring/workers.py",
-        "        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.ring.config.max_payload_nbytes):",
+        "        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.life.config.max_payload_nbytes):",
         "        if False:",
         "tests/test_workers.py::test_parts_without_end_are_bounded",
     ),
@@ -1263,7 +1263,7 @@ GUARDS = (
     Guard(
         "whoever has packed a message to workers looks whether its claims are there",
         "shmring/core/fan_out_end.pyx",
-        "                if claim.regions is None:\n                    raise",
+        "                if claim._regions is None:\n                    raise",
         "                if False:\n                    raise",
         "tests/simulation/test_midst.py::test_code_of_a_message_to_workers_may_leave_the_claim",
     ),

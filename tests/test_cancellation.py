@@ -292,7 +292,7 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
 ) -> None:
     ring = await serve(echo, name="deaf", message_ring_nbytes="128KiB")
     client = await connect("deaf")
-    frontend = next(iter(ring._frontends.values()))
+    frontend = next(iter(ring._shell._frontends.values()))
     read_on = hold(frontend.link)
     requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
     await eventually(lambda: not session_of(client).link.can_write)  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ async def ends(serve: Any, connect: Any, settled: Any) -> AsyncIterator[Ends]:
     client = await connect()
     yield Ends(ring, client)
     await client.close()
-    if not ring._closed:
+    if not ring._shell.life.is_over:
         await settled(ring)
 
 
@@ -103,7 +103,7 @@ async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nob
     """A handler that forgets to await: the frontend must not see a reply after the end, nor lose its connection."""
     submission, claim = await ends.claim("x")
     other, _ = await ends.claim("y")
-    ends.ring.copier.offload_nbytes = 1
+    ends.ring._shell._copier.offload_nbytes = 1
     replying = [asyncio.create_task(claim.reply({"x": tensor(nbytes)})) for _ in range(3)]
     with claim:
         await asyncio.sleep(0)
@@ -146,7 +146,7 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
 async def test_its_tensors_are_views_into_the_slab(ends: Ends) -> None:
     _, claim = await ends.claim({"t": torch.arange(5000), "a": np.arange(3000), "small": 1})
     with claim:
-        slab = ends.ring._slab
+        slab = ends.ring._shell._slab
         assert slab.find(claim.payload["t"].data_ptr()) is not None
         assert slab.find(claim.payload["a"].ctypes.data) is not None
         with pytest.raises(ValueError, match="read-only"):
@@ -451,7 +451,7 @@ async def test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order(en
             submissions[number].abort()
             left.remove(submissions[number].request_id)
             await eventually(lambda left=left: ends.ring.statistics().waiting == len(left))
-            assert [request_id for _, request_id in ends.ring._end.waiting] == left
+            assert [request_id for _, request_id in ends.ring._shell.end.waiting] == left
         with await ends.ring.claim() as claim:
             assert claim.payload == 4
 
@@ -520,7 +520,7 @@ async def test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing(end
         gc.enable()
 
 
-async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
+async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     submission, claim = await ends.claim("x")
     for _ in range(20):
         await claim.reply({"x": tensor(60_000)})
@@ -530,7 +530,10 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
             answer = await submission.next()
             del answer
         await waiting
-    assert claim.mark_ended() == [], "what is to be called when it ends"
+    called: list[Any] = []
+    monkeypatch.setattr(ends.ring._shell, "call_soon", called.extend)
+    ends.ring._shell.end.mark_ended(claim)
+    assert called == [], "what is to be called when it ends"
     claim.release()
     submission.abort()
 
@@ -539,7 +542,7 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
 async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(
     ends: Ends, eventually: Any, copied_on_a_thread: bool, settled: Any
 ) -> None:
-    ends.ring.copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
+    ends.ring._shell._copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
     end: Callable[[shmring.Submission], None]
     for steps in range(12):
         for end in (lambda submission: submission.abort(), lambda submission: None):
@@ -650,7 +653,7 @@ async def test_what_has_come_is_there_without_a_turn_of_the_loop(ends: Ends) -> 
 
 async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends: Ends, eventually: Any) -> None:
     """Also where the link to its frontend sleeps."""
-    [frontend] = ends.ring._frontends.values()
+    [frontend] = ends.ring._shell._frontends.values()
     await eventually(lambda: not frontend.link._awake)
     ends.client.submit_nowait("x")
     with pytest.raises(StopIteration) as there:
@@ -664,7 +667,7 @@ async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ends: End
     assert session is not None
     while session.link.can_write:
         session.link.send(Abort(1))  # a request that there is not
-    [frontend] = ends.ring._frontends.values()
+    [frontend] = ends.ring._shell._frontends.values()
     for _ in range(100):
         frontend.link.poll()
     submitting = ends.client.submit("y")

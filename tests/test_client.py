@@ -57,7 +57,7 @@ async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterato
     client = await connect()
     yield client
     await client.close()
-    if not ring._closed:
+    if not ring._shell.life.is_over:
         await settled(ring)
 
 
@@ -712,7 +712,7 @@ async def test_a_goodbye_counts_though_the_engine_had_more_to_say(
     client = await connect()
     await client.submit({"x": tensor(100_000)})
     await eventually(lambda: ring.statistics().running == 1)
-    read_on = hold(next(iter(ring._frontends.values())).link)
+    read_on = hold(next(iter(ring._shell._frontends.values())).link)
     await client.close()
     read_on()
     go_on.set()
@@ -761,7 +761,7 @@ async def test_what_was_copied_when_a_client_closes_goes_back_though_the_engine_
 ) -> None:
     ring = await serve(handle, message_ring_nbytes="128KiB")
     client = await connect()
-    read_on = hold(next(iter(ring._frontends.values())).link)
+    read_on = hold(next(iter(ring._shell._frontends.values())).link)
     requests = [asyncio.create_task(client.request({"do": "hang", "t": "x" * 30_000})) for _ in range(40)]
     await eventually(lambda: not session_of(client).link.can_write)
     requests.append(asyncio.create_task(client.request({"do": "hang", "x": tensor(50_000)})))
@@ -882,7 +882,7 @@ async def test_a_connect_that_is_cancelled_at_any_moment_keeps_nothing(
         result = (await asyncio.gather(connecting, return_exceptions=True))[0]
         if isinstance(result, shmring.Client):
             await result.close()
-        await eventually(lambda: not ring._handshakes._running)
+        await eventually(lambda: not ring._shell._handshakes._running)
         await settled(ring)
         if arrived:
             return

@@ -112,9 +112,9 @@ def gather(ring: shmring.threads.Ring, payload: object) -> tuple[threading.Threa
 @pytest.mark.timeout(20)
 def test_a_signal_handler_may_close_a_worker_whose_thread_waits(join: Any, timeout: float | None) -> None:
     worker = join()
-    with signalled("_receive", worker.close), pytest.raises(shmring.ClosedError, match=r"worker 0 .* is closed"):
+    with signalled("next", worker.close), pytest.raises(shmring.ClosedError, match=r"worker 0 .* is closed"):
         worker.receive(timeout)
-    assert worker._pidfd < 0, "who left last has tidied up"
+    assert worker._connection._pidfd < 0, "who left last has tidied up"
     worker.close()
 
 
@@ -125,12 +125,12 @@ def test_a_signal_handler_may_close_a_worker_whose_thread_waits_to_reply(
     worker = join()
     gathering, outcome = gather(ring, "?")
     with worker.receive(10) as message:
-        monkeypatch.setattr(worker, "_write", lambda record: False)  # as if the engine did not read
+        monkeypatch.setattr(worker._connection, "_write", lambda record: False)  # as if the engine did not read
         with signalled("_wait_and_write", worker.close), pytest.raises(shmring.ClosedError, match="is closed"):
             message.reply("x" * 100)
     gathering.join()
     assert isinstance(outcome[0], shmring.WorkerLostError)
-    assert worker._pidfd < 0
+    assert worker._connection._pidfd < 0
 
 
 @pytest.mark.timeout(20)
@@ -154,7 +154,7 @@ def test_a_hook_that_decodes_and_the_code_of_a_reply_may_close_a_worker(ring: sh
         message.reply(meddling(workers[1].close))
     gathering.join()
     assert isinstance(outcome[0], shmring.WorkerLostError)
-    assert all(worker._pidfd < 0 for worker in workers)
+    assert all(worker._connection._pidfd < 0 for worker in workers)
 
 
 @pytest.mark.timeout(20)
@@ -175,7 +175,7 @@ def test_whoever_would_wait_for_itself_is_told_so(ring: shmring.threads.Ring, jo
     ring.broadcast({"number": 1}, timeout=10)
     with worker.receive(10) as message:
         assert message.payload.number == 1
-    with signalled("_receive", receive_again):
+    with signalled("next", receive_again):
         while not handled:
             with pytest.raises(TimeoutError):
                 worker.receive(0.05)
@@ -189,10 +189,10 @@ def test_a_reply_that_found_no_room_in_time_may_be_tried_again(
     gathering, outcome = gather(ring, "?")
     with worker.receive(10) as message:
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "_write", lambda record: False)
+            patch.setattr(worker._connection, "_write", lambda record: False)
             with pytest.raises(TimeoutError, match="to read a reply"):
                 message.reply("first", timeout=0.01)
-        with worker._sending._lock, pytest.raises(TimeoutError, match="to read a reply"):
+        with worker._connection._sending._lock, pytest.raises(TimeoutError, match="to read a reply"):
             message.reply("second", timeout=0.01)  # another thread replies, and takes long
         message.reply("third", timeout=10)
     gathering.join()
@@ -210,7 +210,7 @@ def test_a_failure_that_an_interruption_cut_off_is_said_with_the_next_call(
     gathering, outcome = gather(ring, "?")
     message = worker.receive(10)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_write", interrupt)
+        patch.setattr(worker._connection, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             message.leave()
     with pytest.raises(shmring.WouldBlock):
@@ -226,7 +226,7 @@ def test_an_interruption_in_the_middle_of_a_reply_ends_the_worker_and_convicts_n
 ) -> None:
     worker = join()
     gathering, outcome = gather(ring, "?")
-    write, written = worker._write, list[bytes]()
+    write, written = worker._connection._write, list[bytes]()
 
     def write_one(record: bytes) -> bool:
         if written:
@@ -235,7 +235,7 @@ def test_an_interruption_in_the_middle_of_a_reply_ends_the_worker_and_convicts_n
         return bool(write(record))
 
     with worker.receive(10) as message, monkeypatch.context() as patch:
-        patch.setattr(worker, "_write", write_one)
+        patch.setattr(worker._connection, "_write", write_one)
         with pytest.raises(KeyboardInterrupt):
             message.reply("x" * 100_000)
     with pytest.raises(shmring.ClosedError, match="in the middle of a reply"):
@@ -289,7 +289,7 @@ async def join_here(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[...,
 
 
 def link_of(ring: shmring.Ring) -> Any:
-    [worker] = ring.workers._workers.values()
+    [worker] = ring._shell.workers._workers.values()
     return worker.link
 
 
@@ -389,8 +389,8 @@ async def test_a_reply_whose_code_ends_its_request_is_not_sent(
             claim.fail(ValueError("it went wrong"))
         else:
             submission.abort()
-            ring._end.take_next()  # as in a call that looks first
-            for frontend in ring._frontends.values():
+            ring._shell.end.take_next()  # as in a call that looks first
+            for frontend in ring._shell._frontends.values():
                 frontend.link.poll()
 
     async def send() -> None:
@@ -422,11 +422,12 @@ async def test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look(se
     ring, client = await serve(), await connect()
     await client.submit("x")
     claim = await ring.claim()
-    packed = ring.replies._pack(claim, "late")
+    packed = ring._shell.replies._pack(claim, "late")
     claim.done()
-    for send in (claim.send_reply, claim.finish_with):
+    end = ring._shell.end
+    for send in (end.send_reply, end.finish_with):
         with pytest.raises(shmring.LocalProtocolError, match="has ended"):
-            send(packed, None)
+            send(claim, packed, None)
 
 
 async def test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out(serve: Any, connect: Any, settled: Any) -> None:

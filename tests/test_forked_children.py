@@ -93,9 +93,6 @@ REFUSED: dict[type, dict[str, Call]] = {
         "run_batches": lambda ring: ring.run_batches(lambda claims: claims, 2),
         "drain": lambda ring: ring.drain(),
         "__anext__": lambda ring: ring.__anext__(),
-        "check_open": lambda ring: ring.check_open(),
-        "check_process": lambda ring: ring.check_process(),
-        "check_loop": lambda ring: ring.check_loop(),
     },
     shmring.Claim: {
         "payload": lambda claim: claim.payload,
@@ -112,7 +109,6 @@ REFUSED: dict[type, dict[str, Call]] = {
         "receive": lambda worker: worker.receive(),
         "receive_nowait": lambda worker: worker.receive_nowait(),
         "__anext__": lambda worker: worker.__anext__(),
-        "check_process": lambda worker: worker.check_process(),
     },
     shmring.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
     shmring.Client: _REQUESTS,
@@ -135,7 +131,6 @@ REFUSED: dict[type, dict[str, Call]] = {
         "receive": lambda worker: worker.receive(),
         "receive_nowait": lambda worker: worker.receive_nowait(),
         "__next__": lambda worker: next(worker),
-        "check_process": lambda worker: worker.check_process(),
     },
     threads.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
     threads.Client: _REQUESTS,
@@ -167,13 +162,8 @@ _ENDS: dict[str, Call] = {
 
 #: What returns: it ends something, which its parent must not notice, or only says what this object knows by itself.
 HARMLESS: dict[type, dict[str, Call]] = {
-    shmring.Ring: {**_CLOSED, "__aexit__": _left_in_loop, "closed_error": lambda ring: ring.closed_error()},
-    shmring.Claim: {
-        **_ENDS,
-        "finish": lambda claim: claim.finish(),
-        "check_running": lambda claim: claim.check_running(),
-        "why_not_running": lambda claim: claim.why_not_running(),
-    },
+    shmring.Ring: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.Claim: _ENDS,
     shmring.Worker: {**_CLOSED, "__aexit__": _left_in_loop},
     shmring.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
     shmring.Client: {**_CLOSED, "__aexit__": _left_in_loop},
@@ -190,19 +180,6 @@ HARMLESS: dict[type, dict[str, Call]] = {
     threads.Submission: {"abort": lambda submission: submission.abort()},
     threads.Slot: {**_CLOSED, "__exit__": _left},
     threads.Kept: {**_CLOSED, "__exit__": _left},
-}
-
-#: What is no call of users: the parts of an end call it on each other, behind the calls above. And what makes a new end.
-OF_PARTS: dict[type, str] = {
-    shmring.Ring: """call_soon carry_out claim_in_turn claim_lingering claim_now client_lost count_protocol_error
-        device_slab_unmapped end_claim let_others_run log_drain next_in_turn release_on_device request_arrived send_release
-        take_up_device take_up_failed upload upload_nowait create""",
-    shmring.Claim: """call_on_abort call_on_end finish_with forget_on_end mark_ended release_slots send_reply""",
-    shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
-        join""",
-    shmring.Message: "mark_answered unmark_answered",
-    threads.Worker: "fail_answer fail_answer_later send_answer",
-    threads.Message: "mark_answered unmark_answered",
 }
 
 _PROTOCOLS = ("__anext__", "__next__", "__exit__", "__aexit__")
@@ -227,7 +204,7 @@ def title(kind: type) -> str:
 @pytest.mark.parametrize("kind", REFUSED, ids=title)
 def test_every_public_call_is_in_one_of_the_lists(kind: type) -> None:
     """Properties that are not listed are read below, too; a call that is new has to be put into one of the lists."""
-    listed = [*map(bare, REFUSED[kind]), *map(bare, HARMLESS[kind]), *OF_PARTS.get(kind, "").split()]
+    listed = [*map(bare, REFUSED[kind]), *map(bare, HARMLESS[kind])]
     calls = {name for name in names_of(kind) if is_call(kind, name)}
     assert calls - set(listed) == set(), "what does a forked child get of this?"
     assert set(listed) - names_of(kind) == set(), "this is gone"

@@ -193,7 +193,7 @@ async def test_a_goodbye_that_finds_no_room_ends_the_connection(serve: Any, conn
     submission = await client.submit("x")
     (await ring.claim()).done()
     await submission.wait()
-    go_on = hold(next(iter(ring._frontends.values())).link)
+    go_on = hold(next(iter(ring._shell._frontends.values())).link)
     link, request_id = session_of(client).link, submission.request_id
     while link.can_write:
         link.send(shmring.core.messages.Abort(request_id))  # of one that has ended
@@ -230,7 +230,7 @@ async def test_a_slot_of_a_blocking_client_comes_back_when_it_is_left(serve: Any
         slot.tensor((1,), torch.uint8)
     with pytest.raises(shmring.ClosedError):
         _ = kept.payload
-    ring._book.check()
+    ring._shell._book.check()
     await asyncio.wait_for(_unpinned(ring), 10)
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.both_loops
 
 def refuse(ring: shmring.Ring) -> None:
     """The engine says to its only client that it is closing. The client has not heard it yet."""
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     assert frontend.link.writer.write(encode_message(Refused("closing")))
 
 
@@ -230,11 +230,11 @@ async def test_code_that_runs_while_a_message_is_encoded_may_leave_the_claim_tha
 
     async def make() -> None:
         if call == "share_nowait":
-            claim.share_nowait(calling(claim.finish))
+            claim.share_nowait(calling(claim.done))
         elif call == "share":
-            await claim.share(calling(claim.finish))
+            await claim.share(calling(claim.done))
         else:
-            await getattr(ring, call)(calling(claim.finish, first=pixels))
+            await getattr(ring, call)(calling(claim.done, first=pixels))
 
     with pytest.raises(shmring.LocalProtocolError, match="was released while"):
         await make()
@@ -248,7 +248,7 @@ async def test_code_that_runs_while_a_message_is_encoded_may_close_the_ring(shar
     closing: list[asyncio.Task[None]] = []
 
     def close() -> None:
-        ring.workers.close("closing")
+        ring._shell.workers.close("closing")
         closing.append(asyncio.create_task(ring.close()))
 
     payload = calling(close, last=bytes_of(nbytes))

@@ -314,7 +314,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
         await turns()
         await eventually(lambda: kept_pinned(ring) == 0)
         await eventually(lambda: client.statistics().slots_in_use == 0)
-    ring._book.check()
+    ring._shell._book.check()
     assert client.connected
     session_of(client).host_slots.book.check()
 
@@ -348,7 +348,7 @@ async def test_what_can_not_be_sent_leaves_nothing_behind(
         del view
     await eventually(lambda: client.statistics().slots_in_use == 0)
     session.host_slots.book.check()
-    ring._book.check()
+    ring._shell._book.check()
     assert ring.statistics().protocol_errors == 0
 
 
@@ -429,7 +429,7 @@ async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(
     await eventually(lambda: ring.statistics().clients == 0)
     counts = ring.statistics()
     assert counts.free_nbytes + counts.kept_nbytes == counts.leasable_nbytes
-    ring._book.check()
+    ring._shell._book.check()
 
 
 async def test_several_slots_are_acquired_at_once(ring: shmring.Ring, connect: Any) -> None:

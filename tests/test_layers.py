@@ -54,6 +54,9 @@ ALLOWED |= {
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }
 
+# Where parts are handed what they use, and know no type of who has them.
+WITHOUT_OWNERS = ("shmring/gpu", "shmring/memory", "shmring/ring", "shmring/threads", "shmring/transport", "shmring/worker")
+
 # The only types from above: what callers await of the core gives them what the shells around it have made.
 GIVEN_BY_SUBCLASSES = {
     "shmring.core.compiled": {
@@ -174,10 +177,21 @@ def test_nothing_imports_upward(path: Path) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Not even later, in functions. Only types may be of modules that need each other."""
+    require_no_circle(SOURCES, types_too=False)
+
+
+@pytest.mark.parametrize("package", WITHOUT_OWNERS)
+def test_no_part_knows_who_has_it(package: str) -> None:
+    """There, not even a type is of a module that needs this one: a part is handed what it uses, and not its owner."""
+    require_no_circle([path for path in SOURCES if path.is_relative_to(ROOT / package)], types_too=True)
+
+
+def require_no_circle(paths: list[Path], *, types_too: bool) -> None:
     imported: defaultdict[str, set[str]] = defaultdict(set)
-    for path in SOURCES:
+    modules = {module_name(path) for path in paths}
+    for path in paths:
         module = module_name(path)
-        imported[module] |= MODULES.intersection(imports(path, types_too=False)) - {module}
+        imported[module] |= modules.intersection(imports(path, types_too=types_too)) - {module}
     try:
         TopologicalSorter(imported).prepare()
     except CycleError as error:

@@ -266,12 +266,12 @@ async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
     await ring.close()
     await eventually(lambda: not client.connected)
     ring = await serve(echo)
-    while not ring._handshakes._running and not client.connected:
+    while not ring._shell._handshakes._running and not client.connected:
         await asyncio.sleep(0)
     for _ in range(steps):
         await asyncio.sleep(0)
     await client.close()
-    await eventually(lambda: not ring._handshakes._running)
+    await eventually(lambda: not ring._shell._handshakes._running)
     await settled(ring)
 
 

@@ -695,7 +695,7 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
 
     ring = await serve(calls={"one": get_one}, max_calls=1)
     client = await connect()
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     send = frontend.link.send
     answered: list[int] = []
 
@@ -790,9 +790,9 @@ async def test_a_ring_that_cannot_accept_any_more_says_so(
         accepted.close()
         raise RuntimeError("a bug")
 
-    ring._handshakes._shake_hands = break_down
+    ring._shell._handshakes._shake_hands = break_down
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(os.fspath(ring._handshakes._listener.path))
+        client.connect(os.fspath(ring._shell._handshakes._listener.path))
         await eventually(lambda: "accepts no further frontends" in caplog.text)
     assert "a bug" in caplog.text
 
@@ -869,7 +869,7 @@ async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_bac
     assert now.reply_nbytes - now.reply_free_nbytes == 1500 * 4096, "what is viewed is kept until the process ends"
     assert now.quarantined_nbytes == 0
     assert all(int(reply[0]) == (number + 100) % 251 for number, reply in enumerate(replies))
-    next(iter(ring._frontends.values())).died()
+    next(iter(ring._shell._frontends.values())).died()
     assert ring.statistics().reply_free_nbytes == now.reply_nbytes
 
 

@@ -83,7 +83,7 @@ def records(*messages: EngineMessage) -> list[bytes]:
 
 def tell(ring: shmring.Ring, client: shmring.Client, said: list[bytes]) -> None:
     """Has the engine say so to its only client, and that hear it at once."""
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     for record in said:
         assert frontend.link.writer.write(record)
     session_of(client).link.poll()
@@ -111,7 +111,7 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
     claim = await ring.claim()
     waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
-    [generation] = [slot.generation for slot in claim.submit.content.slots]
+    [generation] = [slot.generation for slot in claim._submit.content.slots]
     tell(ring, client, records(Release((generation,))))
     assert client.statistics().waiting == 0, "it has its space, and has not run yet"
     tell(ring, client, records(Refused("closing")))
@@ -255,7 +255,7 @@ async def test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead(
     serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
 ) -> None:
     ring, client = await serve(), await connect()
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     asked: list[bytes] = []
     frontend.take_message = asked.append  # it answers nothing by itself
     calls, answers = answer
@@ -295,7 +295,7 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(
 ) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
-    ring._slab.bytes_at(REPLIES_AT, len(header))[:] = list(header)
+    ring._shell._slab.bytes_at(REPLIES_AT, len(header))[:] = list(header)
     lie = reply_at(0, 100) if lies_in_slot else reply_in(REPLIES_AT, 100, HUNDRED)
     tell(ring, client, [lie, reply_of(7)])
     with pytest.raises(shmring.StaleDescriptorError):
@@ -308,14 +308,14 @@ async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, conne
     ring, client = await serve(), await connect()
     submission = await client.submit({"x": torch.zeros(1250)})
     with await ring.claim() as claim:
-        [slot] = claim.submit.content.slots
+        [slot] = claim._submit.content.slots
         assert slot.generation == (claim.client_id << 40) + 1
-        assert ring._slab.bytes_at(slot.offset, 24).tobytes() == slot_header(slot.generation, 5000)
+        assert ring._shell._slab.bytes_at(slot.offset, 24).tobytes() == slot_header(slot.generation, 5000)
         await claim.reply(torch.zeros(5001, dtype=torch.uint8))
-    [frontend] = ring._book.clients.values()
+    [frontend] = ring._shell._book.clients.values()
     [generation] = frontend.replies
-    start = ring._slab.nbytes - ring.statistics().reply_nbytes
-    assert ring._slab.bytes_at(start, 24).tobytes() == slot_header(generation, 5001)
+    start = ring._shell._slab.nbytes - ring.statistics().reply_nbytes
+    assert ring._shell._slab.bytes_at(start, 24).tobytes() == slot_header(generation, 5001)
     await submission.result()
 
 

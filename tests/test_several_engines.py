@@ -607,7 +607,7 @@ async def test_an_engine_publishes_what_it_has(
     await eventually(lambda: published() == (5, 5))
     claims = [await ring.claim() for _ in range(3)]
     assert published() == (5, 2)
-    claims[0].finish()
+    claims[0].done()
     assert published() == (4, 2)
     claims[1].fail(ValueError("no"))
     assert published() == (3, 2)

@@ -52,7 +52,7 @@ def outstanding(ring: shmring.Ring) -> int:
 
 def is_whole(ring: shmring.Ring) -> bool:
     now = ring.statistics()
-    ring.workers.book.check()
+    ring._shell.workers.book.check()
     return not now.broadcasts_outstanding and now.broadcast_free_nbytes == now.broadcast_nbytes and not now.slots_in_use
 
 
@@ -244,7 +244,6 @@ async def test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker
     assert (statistics.broadcast_in_place_nbytes, statistics.broadcast_copied_nbytes) == (100_000 + 24, 0)
     messages = [await worker.receive() for worker in workers]
     for message in messages:
-        assert message.is_shared
         assert message.beside == {"ids": [1, 2]}
         assert message.payload["x"].eq(9).all()
         assert message.payload["small"].tolist() == [0, 1, 2]
@@ -271,7 +270,7 @@ async def test_slots_of_claims_go_back_one_by_one_though_nobody_here_waits_for_t
         await submission.result()
         messages.append(await worker.receive())
     for slots_left, place in zip((2, 1, 0), order, strict=True):
-        await eventually(lambda: ring.workers._looking is None)  # it has asked
+        await eventually(lambda: ring._shell.workers._looking is None)  # it has asked
         messages[place].leave()
         await eventually(lambda expected=slots_left: client.statistics().slots_in_use == expected)
 
@@ -429,7 +428,7 @@ async def test_memory_that_is_read_is_waited_for(serve: Any, join: Any) -> None:
 async def test_a_full_ring_is_waited_for(serve: Any, join: Any, hold: Any) -> None:
     ring = await serve(**{**OPTIONS, "message_ring_nbytes": "16KiB", "worker_backlog": 128})
     worker = await join()
-    go_on = hold(worker._link)
+    go_on = hold(worker._connection._link)
     sent = 0
     with contextlib.suppress(shmring.WouldBlock):
         while True:
@@ -477,7 +476,7 @@ async def test_cancelling_leaves_the_book_right_and_passes_the_turn_on(
     for task in (first, second, gathering):
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert not ring.workers.end.gathers
+    assert not ring._shell.workers.end.gathers
     await eventually(lambda: is_whole(ring))
 
 
@@ -532,7 +531,7 @@ async def test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor
     ring = await serve(**OPTIONS, copy_offload_nbytes="4KiB")
     worker = await join()
     copying = threading.Event()
-    busy = [asyncio.create_task(ring.copier.run(copying.wait)) for _ in range(2)]  # all threads that there are
+    busy = [asyncio.create_task(ring._shell._copier.run(copying.wait)) for _ in range(2)]  # all threads that there are
     x = torch.ones(10_000)
     is_there = weakref.ref(x)
     sending = asyncio.ensure_future(ring.broadcast({"x": x}, timeout=0.01))
@@ -621,7 +620,7 @@ async def test_replies_are_in_order_of_rank(serve: Any, join: Any) -> None:
         replies = await ring.gather(5, timeout=5)
         assert [(reply["rank"], reply["t"].tolist()) for reply in replies] == [(rank, [rank] * 5) for rank in (1, 2, 3)]
     assert [reply["rank"] for reply in await ring.gather(1, to=[3, 1])] == [1, 3]
-    assert not ring.workers.end.gathers
+    assert not ring._shell.workers.end.gathers
     for task in tasks:
         task.cancel()
 
@@ -970,7 +969,7 @@ async def test_who_only_looks_hears_of_the_end(serve: Any, socket_dir: Path, eve
     def has_ended() -> bool:
         with contextlib.suppress(shmring.WouldBlock), worker.receive_nowait() as message:
             got.append(message.payload)
-        return bool(worker._reason)
+        return bool(worker._connection._reason)
 
     got: list[str] = []
     with pytest.raises(shmring.ClosedError, match="too slow"):
@@ -999,7 +998,7 @@ async def test_a_blocking_worker_looks_for_a_moment_before_it_sleeps(serve: Any,
     """As long as that helps: who gets one message after the other is not rung for each."""
     await serve(**OPTIONS)
     worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))
-    looking = worker._end.looking
+    looking = worker._connection._end.looking
 
     def receive_nothing(timeout: float = 0.001) -> None:
         with pytest.raises(TimeoutError):
@@ -1161,7 +1160,7 @@ async def test_noise_in_its_page_frees_nothing_of_others_and_only_its_own(serve:
     for place in range(256):
         for number in range(1, 5):
             poke(hostile.page, 2048 + 8 * place, number.to_bytes(8, "little"))
-            ring.workers.look()
+            ring._shell.workers.look()
     statistics = ring.statistics()
     assert [worker.unacknowledged for worker in statistics.workers] == [0, 4]
     for number, message in enumerate(messages):
@@ -1268,7 +1267,7 @@ async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any
 
 def tell(ring: shmring.Ring, *records: bytes) -> None:
     """Has the engine send this to its only worker, whatever it is."""
-    [worker] = ring.workers._workers.values()
+    [worker] = ring._shell.workers._workers.values()
     for record in records:
         assert worker.link.writer.write(record)
     worker.link.writer.ring_bell()
@@ -1302,7 +1301,7 @@ async def test_a_worker_closes_whatever_it_was_sent_and_has_not_received(serve: 
     await ring.broadcast({"x": torch.ones(1000)})
     tell(ring, WRONG["a message without a number"])
     await ring.broadcast({"x": torch.ones(1000)})
-    await eventually(lambda: len(worker._records) == 3)
+    await eventually(lambda: len(worker._connection._records) == 3)
     await worker.close()
     await eventually(lambda: is_whole(ring))
 
@@ -1315,10 +1314,10 @@ async def test_a_workers_name_can_be_printed(serve: Any, join: Any, eventually: 
     assert joined.startswith("worker 0 (\\x1b[31mred\\nERROR: not")
     gathering = asyncio.ensure_future(ring.gather(1))
     with await worker.receive() as message:
-        worker._link.send(AnswerFailed(message.sequence, "Err\x1b", "one\n\x1btwo"))
+        worker._connection._link.send(AnswerFailed(message.sequence, "Err\x1b", "one\n\x1btwo"))
         with pytest.raises(shmring.WorkerFailedError) as failed:
             await gathering
-        message.mark_answered()
+        worker._connection._end.mark_answered(message)
     assert str(failed.value) == "worker 0: Err\\x1b: one\n\\x1btwo"
 
 
@@ -1334,11 +1333,11 @@ async def test_an_engine_that_polls_takes_a_reply_without_its_loop(serve: Any, j
     with pytest.raises(StopIteration) as caught:
         ring.gather(1).__await__().send(None)
     assert caught.value.value == ["mine"]
-    assert not ring.workers.end.gathers
+    assert not ring._shell.workers.end.gathers
     assert writer.write(encode_message(AnswerFailed(2, "ValueError", "no")))
     with pytest.raises(shmring.WorkerFailedError, match="no"):
         ring.gather(2).__await__().send(None)
-    assert not ring.workers.end.gathers
+    assert not ring._shell.workers.end.gathers
 
 
 async def test_who_gathers_again_and_again_lets_the_loop_go_on(serve: Any, joined: Any) -> None:
@@ -1420,7 +1419,7 @@ async def test_memory_that_was_taken_for_a_worker_that_breaks_the_rules_comes_ba
         with contextlib.suppress(shmring.WorkerLostError):  # if it was named
             while ring.ranks:
                 ring.broadcast_nowait({"text": "x" * 40_000, "t": torch.zeros(2_000)}, to=to)
-        ring.workers.book.check()  # what is not free is what that worker was sent before
+        ring._shell.workers.book.check()  # what is not free is what that worker was sent before
 
 
 async def test_who_breaks_the_rules_while_a_gather_waits_fails_it(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
@@ -1434,7 +1433,7 @@ async def test_who_breaks_the_rules_while_a_gather_waits_fails_it(serve: Any, jo
         await ring.broadcast(number, to=[1])
     messages = [await honest.receive() for _ in range(16)]
     gathering = asyncio.ensure_future(ring.gather(long, to=[0, 1]))
-    await eventually(lambda: ring.workers._change is not None)  # it waits for the honest one to leave something
+    await eventually(lambda: ring._shell.workers._change is not None)  # it waits for the honest one to leave something
     poke(hostile.incoming, 0, b"\xff" * 256)
     for message in messages:
         message.leave()
@@ -1450,15 +1449,15 @@ async def test_a_gather_whose_time_is_over_as_a_worker_dies_fails_once(serve: An
     """Both may happen in one turn of the loop; who is gone by then has no rank any more that could be named."""
     ring = await serve(**OPTIONS)
     await join(0)
-    gathering = ring.workers.end.gather("all", None, 60)
+    gathering = ring._shell.workers.end.gather("all", None, 60)
 
     async def gather() -> None:
         await gathering
 
     waiting = asyncio.create_task(gather())
     await turns()
-    [worker] = ring.workers._workers.values()
-    ring.workers._died(worker)
+    [worker] = ring._shell.workers._workers.values()
+    ring._shell.workers._died(worker)
     gathering.time_out()
     with pytest.raises(shmring.WorkerLostError, match="worker 0 has died"):
         await waiting
@@ -1474,7 +1473,7 @@ async def test_a_gather_that_has_failed_is_forgotten(serve: Any, join: Any) -> N
     (await worker.receive()).leave()
     with pytest.raises(shmring.WorkerFailedError):
         await gathering
-    assert not ring.workers.end.gathers
+    assert not ring._shell.workers.end.gathers
 
 
 @pytest.mark.adjustable_clock
@@ -1515,9 +1514,9 @@ async def test_what_reaches_beyond_a_claims_slot_is_copied(serve: Any, connect: 
     await client.submit([slot.tensor((5000,), torch.uint8).fill_(1) for slot in slots])
     with await ring.claim() as claim:
         low, high = sorted(claim.payload, key=lambda view: view.data_ptr())
-        offset = ring._slab.find(low.data_ptr())
+        offset = ring._shell._slab.find(low.data_ptr())
         span = high.data_ptr() + 5000 - low.data_ptr()
-        await ring.broadcast(torch.from_numpy(ring._slab.bytes_at(offset, span)))
+        await ring.broadcast(torch.from_numpy(ring._shell._slab.bytes_at(offset, span)))
         assert ring.statistics().broadcast_in_place_nbytes == 0
         with await worker.receive() as message:
             assert len(message.payload) == span

@@ -1,7 +1,7 @@
 """What an engine awaits: its next request.
 
 :class:`EngineCalls` is the part of :class:`~shmring.Ring` that happens with every request. A request that has come is taken up at once when
-that is awaited; where one has to be waited for, a coroutine of the subclass does it.
+that is awaited; where one has to be waited for, a coroutine of the shell does it.
 """
 
 cimport cython
@@ -10,7 +10,7 @@ from libc.stdint cimport uint32_t
 
 
 cdef class EngineCalls:
-    """See above; the subclass says what waiting is.
+    """See above.
 
     Args:
         end: of this engine.
@@ -57,7 +57,7 @@ cdef class EngineCalls:
         """
         if not most:
             raise ValueError("claim_many(0) would wait for nothing; ask for at least 1 claim")
-        return self.claim_lingering(most, linger_s) if linger_s > 0 else _claiming(self, most)
+        return self._claim_lingering(most, linger_s) if linger_s > 0 else _claiming(self, most)
 
     def __aiter__(self) -> Self:
         return self
@@ -67,27 +67,9 @@ cdef class EngineCalls:
         claiming.is_next = True
         return claiming
 
-    def claim_lingering(self, most: int, linger_s: float) -> Coroutine[Any, Any, list[Claim]]:
+    def _claim_lingering(self, most: int, linger_s: float) -> Coroutine[Any, Any, list[Claim]]:
         """A coroutine that claims requests as they come, for so long; for the subclass."""
         raise NotImplementedError
-
-    def claim_in_turn(self) -> Coroutine[Any, Any, Claim]:
-        """A coroutine that waits for a request and claims it; for the subclass."""
-        raise NotImplementedError
-
-    def next_in_turn(self) -> Coroutine[Any, Any, Claim]:
-        """The same, where the end of the ring is ``StopAsyncIteration``; for the subclass."""
-        raise NotImplementedError
-
-    cpdef object claim_now(self):  # type: Claim | None
-        """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
-        cdef EngineEnd end = self._end
-        if not end.is_usable() or end.is_crowded:
-            return None
-        if not end.waiting_count:
-            end.hear()
-        return end.take_next() if end.is_open else None
-
 
     cdef object look(self):
         """Claims the next request if it comes soon; for who polls busily, and has no request in hand to work on meanwhile."""
@@ -99,7 +81,7 @@ cdef class EngineCalls:
         while True:
             with nogil:
                 goes_on = looking.goes_on()
-            claim = self.claim_now() if goes_on else None
+            claim = end.take_now() if goes_on else None
             if claim is not None or not goes_on:
                 return claim
 
@@ -113,11 +95,12 @@ cdef class _Claiming(Awaited):
     cdef bint is_next
 
     cdef PyObject* happen(self) except NULL:
-        claim = self.ring.claim_now()
+        cdef EngineEnd end = self.ring._end
+        claim = end.take_now()
         if claim is None:
             claim = self.ring.look()
         if claim is None:
-            return self.wait_in(self.ring.next_in_turn() if self.is_next else self.ring.claim_in_turn())
+            return self.wait_in(end.shell.next_in_turn() if self.is_next else end.shell.claim_in_turn())
         return self.came(claim)
 
     cdef PyObject* came(self, object claim) except NULL:
@@ -126,7 +109,7 @@ cdef class _Claiming(Awaited):
             return owned(claim)
         claims = [claim]
         while len(claims) < self.most:
-            claim = self.ring.claim_now()
+            claim = self.ring._end.take_now()
             if claim is None:
                 break
             claims.append(claim)

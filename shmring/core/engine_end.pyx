@@ -5,7 +5,7 @@ comes to its :class:`FrontendEnd`; a submission is checked and booked here, and 
 decodes its payload into views, and makes a claim of it. Leaving the claim releases its slots and finishes the request, of which
 one record tells the frontend. All of that is C, calls no event loop, and looks at no clock.
 
-What happens less often is for the *shell*, the :class:`~shmring.ring.ring.Ring`, which is handed in: other messages, failures,
+What happens less often is for the *shell*, the :class:`~shmring.ring.shell.Shell`, which is handed in: other messages, failures,
 aborts, replies, slots in device memory, and waking whoever waits for a claim. It calls back here and into the book.
 
 What lies in shared memory convicts nobody, since any process with the slab may have written it: a wrong header, or a payload in a
@@ -148,23 +148,24 @@ cdef class Line:
 cdef class ClaimEnd:
     """A request, from its submission to its end; the shell's claim is a subclass.
 
+    What is done with it is the :class:`EngineEnd`'s; the subclass has what users may do.
+
     Attributes:
-        submit: the submission.
         nbytes: of its slots.
         released: whether its slots were released, or will be when their copy to a GPU is over.
         ended: whether nothing more may be sent in answer to it.
         aborted: whether its frontend gave it up, or has gone.
     """
 
-    cdef readonly EngineEnd end
-    cdef readonly FrontendEnd frontend  # type: Frontend
-    cdef readonly Submit submit
+    cdef readonly EngineEnd _end
+    cdef readonly Submit _submit
+    cdef readonly ContentRegions _regions  # of its content, until it is released
     cdef readonly uint64_t nbytes
     cdef readonly bint released
     cdef readonly bint ended
     cdef readonly bint aborted
-    cdef RequestRecord request
-    cdef ContentRegions regions
+    cdef FrontendEnd _frontend
+    cdef RequestRecord _request
     cdef object _payload
     cdef list _abort_callbacks
     cdef list _end_callbacks
@@ -181,22 +182,17 @@ cdef class ClaimEnd:
     @property
     def client_id(self) -> int:
         """The frontend, as this engine numbers its connections."""
-        return self.frontend.client_id
+        return self._frontend.client_id
 
     @property
     def request_id(self) -> int:
         """The request, as that frontend numbers its submissions."""
-        return self.submit.request_id
+        return self._submit.request_id
 
     @property
     def name(self) -> str:
         """The caller's own name for the request; may be empty."""
-        return self.submit.name
-
-    @property
-    def content_regions(self) -> ContentRegions:
-        """The regions of its content."""
-        return self.regions
+        return self._submit.name
 
     @property
     def payload(self):
@@ -210,11 +206,11 @@ cdef class ClaimEnd:
             LocalProtocolError: the claim has released it.
             ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
-        if self.end._forks != forks():
-            raise self.end.shell.closed_error()
+        if self._end._forks != forks():
+            raise self._end.shell.closed_error()
         if self._payload is _RELEASED:
             raise LocalProtocolError(
-                f"request {self.submit.request_id} was released; keep what you need of its payload before"
+                f"request {self._submit.request_id} was released; keep what you need of its payload before"
             )
         return self._payload
 
@@ -223,128 +219,38 @@ cdef class ClaimEnd:
 
     def __exit__(self, kind, error: BaseException | None, traceback) -> bool:
         if error is None:
-            self._finish()
+            self._end.finish(self)
             return False
         self.fail(error)
-        return isinstance(error, AbortedError) and self.aborted and error.request_id == self.submit.request_id
+        return isinstance(error, AbortedError) and self.aborted and error.request_id == self._submit.request_id
 
     def fail(self, error: BaseException) -> None:
         """For the subclass."""
         raise NotImplementedError
 
-    def __dealloc__(self) -> None:
-        if self._is_known:  # so its end is there: nothing clears a claim's references before this
-            self.end._unknow(self)
-
-    def __del__(self) -> None:
-        if not self._is_in_hands or (self.ended and self.released) or not self.end.is_usable():
+    def on_abort(self, callback: Callable[[], object]) -> None:
+        """Calls back in the loop when the request is aborted; at once if it was."""
+        if self.aborted:
+            callback()
             return
-        give_back_soon(self.end.shell.loop, self._give_back)
-
-    def _give_back(self) -> None:
-        """It was dropped, and nothing has ended it since."""
-        if not (self.ended and self.released) and self.end.is_usable():
-            warn_of(f"request {self.submit.request_id} was dropped before its claim was left; use `with claim:`", self)
-            self.fail(LocalProtocolError("the engine dropped the request without an answer"))
-
-    def finish(self) -> None:
-        """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
-        self._finish()
-
-    cdef int _finish(self) except -1:
-        if self.ended:
-            self.end.shell.carry_out(self.release_slots())
-        else:
-            self.end._finish(self, None, None)
-        return 0
-
-    def send_reply(self, Packed reply not None, slot: SlotRef | None) -> bool:
-        """Sends a reply.
-
-        Args:
-            reply: packed, and copied to its slot if it needs one.
-            slot: ``SlotRef`` of that, or None.
-
-        Returns:
-            Whether it was sent; False: the ring is full.
-
-        Raises:
-            AbortedError, LocalProtocolError: the request has ended.
-        """
-        return self.end._send_reply(self, reply, slot)
-
-    def finish_with(self, Packed reply not None, slot: SlotRef | None) -> bool:
-        """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
-
-        Args:
-            reply, slot: as of :meth:`send_reply`.
-
-        Returns:
-            Whether it was sent; False: the request was aborted while its slots were released.
-
-        Raises:
-            AbortedError, LocalProtocolError: the request has ended.
-        """
-        if self.ended:
-            self.check_running()
-        return self.end._finish(self, reply, slot)
-
-    def check_running(self) -> None:
-        """Raises unless the request can still be answered; for the subclass."""
-        raise NotImplementedError
-
-    def release_slots(self, *, copying: bool = False) -> list[EngineEffect]:
-        """Releases the slots; twice is once.
-
-        Args:
-            copying: whether a copy of them is under way, which counts as a view.
-
-        Returns:
-            What follows from it in the book.
-        """
-        cdef uint64_t few[_FEW_RELEASED]
-        cdef uint64_t* released = few
-        cdef Py_ssize_t count = 0
-        cdef list effects
-        if self.released:
-            return []
-        if self.submit.content.slot_count > _FEW_RELEASED:
-            released = <uint64_t*>malloc(self.submit.content.slot_count * sizeof(uint64_t))
-            if released == NULL:
-                raise MemoryError
-        try:
-            effects = self.end._release(self, copying, released, &count)
-            if count:
-                self.end.shell.send_release(self.frontend, [released[i] for i in range(count)])
-            return effects or []
-        finally:
-            if released != few:
-                free(released)
-
-    def mark_ended(self, *, aborted: bool = False) -> list[Callable[[], object]]:
-        """Nothing more may be sent in answer; returns the callbacks that are to be called now."""
-        callbacks = (self._end_callbacks or []) + ((self._abort_callbacks or []) if aborted else [])
-        self._abort_callbacks = self._end_callbacks = None
-        self.ended = True
-        self.aborted = self.aborted or aborted
-        return callbacks
-
-    def call_on_abort(self, callback: Callable[[], object]) -> None:
-        """Keeps a callback for the case that the request is aborted."""
         if self._abort_callbacks is None:
             self._abort_callbacks = []
         self._abort_callbacks.append(callback)
 
-    def call_on_end(self, callback: Callable[[], object]) -> None:
-        """Keeps a callback for the request's end, in whichever way."""
-        if self._end_callbacks is None:
-            self._end_callbacks = []
-        self._end_callbacks.append(callback)
+    def __dealloc__(self) -> None:
+        if self._is_known:  # so its end is there: nothing clears a claim's references before this
+            self._end._unknow(self)
 
-    def forget_on_end(self, callback: Callable[[], object]) -> None:
-        """Takes that back, if it was not called yet."""
-        if self._end_callbacks and callback in self._end_callbacks:
-            self._end_callbacks.remove(callback)
+    def __del__(self) -> None:
+        if not self._is_in_hands or (self.ended and self.released) or not self._end.is_usable():
+            return
+        give_back_soon(self._end.shell.loop, self._give_back)
+
+    def _give_back(self) -> None:
+        """It was dropped, and nothing has ended it since."""
+        if not (self.ended and self.released) and self._end.is_usable():
+            warn_of(f"request {self._submit.request_id} was dropped before its claim was left; use `with claim:`", self)
+            self.fail(LocalProtocolError("the engine dropped the request without an answer"))
 
 
 cdef class EngineEnd:
@@ -494,16 +400,16 @@ cdef class EngineEnd:
         if content.fence and not is_on_device:
             raise RemoteProtocolError("an event came without a slot in device memory")
         claim = new_instance(self._claim_type, ())
-        claim.request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
-        claim.end = self
-        claim.frontend = frontend
-        claim.submit = submit
+        claim._request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
+        claim._end = self
+        claim._frontend = frontend
+        claim._submit = submit
         claim._client_id, claim._request_id = frontend.client_id, submit.request_id
         claim._is_costly = content.value_count > _LIGHT_COUNT or content.payload_nbytes > _LIGHT_NBYTES
         for i in range(content.slot_count):
             claim.nbytes += content.slot_numbers[i].nbytes
             if content.slot_numbers[i].lease_id == KEPT_LEASE:  # in many requests: the book numbers each use of it
-                content.slot_numbers[i].generation = (<EngineSlotRecord>claim.request.slots[i]).generation
+                content.slot_numbers[i].generation = (<EngineSlotRecord>claim._request.slots[i]).generation
                 self.received_nbytes -= content.slot_numbers[i].nbytes
         self.submitted += 1
         self.received_nbytes += claim.nbytes
@@ -517,7 +423,15 @@ cdef class EngineEnd:
         if self._load is not None:
             self._load.put(self._known, self.waiting_count, self.received_nbytes)
 
-    cpdef object take_next(self):
+    cpdef object take_now(self):  # type: Claim | None
+        """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
+        if not self.is_usable() or self.is_crowded:
+            return None
+        if not self.waiting_count:
+            self.hear()
+        return self.take_next() if self.is_open else None
+
+    cpdef object take_next(self):  # type: Claim | None
         """Takes the next request up that is worth a claim; None if none is waiting, or the turn is over."""
         cdef ClaimEnd claim, taken
         while not self.is_turn_over:
@@ -526,7 +440,7 @@ cdef class EngineEnd:
                 break
             self._withdraw(claim)
             taken = self._take_up(claim)
-            self._charge(claim.submit.content)
+            self._charge(claim._submit.content)
             if taken is not None:
                 return taken
         return None
@@ -560,7 +474,7 @@ cdef class EngineEnd:
 
     cdef int _append(self, ClaimEnd claim) except -1:
         """A request waits, behind the others."""
-        cdef FrontendEnd frontend = claim.frontend
+        cdef FrontendEnd frontend = claim._frontend
         cdef Line line = self._line
         self._know(claim)
         if claim._is_costly:
@@ -576,7 +490,7 @@ cdef class EngineEnd:
 
     cdef int _withdraw(self, ClaimEnd claim) except -1:
         """A request waits no more."""
-        cdef FrontendEnd frontend = claim.frontend
+        cdef FrontendEnd frontend = claim._frontend
         if not claim._is_costly:
             self._line.withdraw(claim)
         else:
@@ -693,21 +607,21 @@ cdef class EngineEnd:
         return self._known - self.waiting_count
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
-        cdef Content content = claim.submit.content
+        cdef Content content = claim._submit.content
         cdef bint is_payload_shared = content.payload_nbytes != 0
-        self.book.claim_request(claim.request)
-        claim.regions = regions_of(content, claim.frontend.client_id, self.regions, self._mapping)
+        self.book.claim_request(claim._request)
+        claim._regions = regions_of(content, claim._frontend.client_id, self.regions, self._mapping)
         try:
             self._check_headers(claim)
             if is_payload_shared:
                 content.check_payload(self._payload_in_slot(content), self._bounds)
             place = None
             if content.fence:
-                place = self.shell.take_up_device(claim)
-            claim._payload = self._decoder.decode(claim.regions, place)
-            if claim.request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
+                place = self.shell.take_up_device(claim._client_id, claim._submit)
+            claim._payload = self._decoder.decode(claim._regions, place)
+            if claim._request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
                 raise AbortedError(
-                    f"request {claim.submit.request_id} was aborted while it was taken up", request_id=claim.submit.request_id
+                    f"request {claim._submit.request_id} was aborted while it was taken up", request_id=claim._submit.request_id
                 )
         except RemoteProtocolError as error:
             self.shell.take_up_failed(claim, error, breaks_rules=not is_payload_shared)
@@ -730,8 +644,8 @@ cdef class EngineEnd:
         cdef SlotNumbers* slot
         cdef uint64_t numbers[2]
         cdef uint32_t i
-        for i in range(claim.submit.content.slot_count):
-            slot = claim.submit.content.slot_numbers + i
+        for i in range(claim._submit.content.slot_count):
+            slot = claim._submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
                 continue  # in device memory stands no header, and what is kept is what the book says
             if not read_header(self._mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]):
@@ -743,6 +657,75 @@ cdef class EngineEnd:
                 )
         return 0
 
+    # -- what is done with a claim -----------------------------------------------------------------------------------
+
+    def frontend_of(self, ClaimEnd claim not None) -> Frontend:
+        """Returns the frontend whose request it is; it may be forgotten here."""
+        return claim._frontend
+
+    def check_running(self, ClaimEnd claim not None) -> None:
+        """Raises unless the request can still be answered.
+
+        Raises:
+            AbortedError: the frontend gave it up, or has gone.
+            LocalProtocolError: it has ended.
+        """
+        if claim.ended:
+            self.shell.refuse(claim)
+
+    cpdef object finish(self, ClaimEnd claim):  # type: None
+        """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
+        if claim.ended:
+            self.release(claim)
+        else:
+            self._finish(claim, None, None)
+
+    def release(self, ClaimEnd claim not None, *, copying: bool = False) -> None:
+        """Releases the slots; twice is once.
+
+        Args:
+            copying: whether a copy of them is under way, which counts as a view.
+        """
+        cdef uint64_t few[_FEW_RELEASED]
+        cdef uint64_t* released = few
+        cdef Py_ssize_t count = 0
+        cdef list effects
+        if claim.released:
+            return
+        if claim._submit.content.slot_count > _FEW_RELEASED:
+            released = <uint64_t*>malloc(claim._submit.content.slot_count * sizeof(uint64_t))
+            if released == NULL:
+                raise MemoryError
+        try:
+            effects = self._release(claim, copying, released, &count)
+            if count:
+                self.shell.send_release(claim._frontend, [released[i] for i in range(count)])
+        finally:
+            if released != few:
+                free(released)
+        if effects:
+            self.shell.carry_out(effects)
+
+    def mark_ended(self, ClaimEnd claim not None, *, aborted: bool = False) -> None:
+        """Nothing more may be sent in answer; the callbacks for this are called soon."""
+        callbacks = (claim._end_callbacks or []) + ((claim._abort_callbacks or []) if aborted else [])
+        claim._abort_callbacks = claim._end_callbacks = None
+        claim.ended = True
+        claim.aborted = claim.aborted or aborted
+        if callbacks:
+            self.shell.call_soon(callbacks)
+
+    def call_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
+        """Keeps a callback for the request's end, in whichever way."""
+        if claim._end_callbacks is None:
+            claim._end_callbacks = []
+        claim._end_callbacks.append(callback)
+
+    def forget_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
+        """Takes that back, if it was not called yet."""
+        if claim._end_callbacks and callback in claim._end_callbacks:
+            claim._end_callbacks.remove(callback)
+
     # -- replies -----------------------------------------------------------------------------------------------------
 
     cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
@@ -751,15 +734,27 @@ cdef class EngineEnd:
             return 0
         numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
         put_header(self._mapping.at(numbers.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, numbers)
-        self.book.reply_sent(claim.frontend.client_id, slot.generation)
+        self.book.reply_sent(claim._frontend.client_id, slot.generation)
         return 0
 
-    cdef bint _send_reply(self, ClaimEnd claim, Packed reply, slot) except -1:
-        cdef FrontendEnd frontend = claim.frontend
+    def send_reply(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+        """Sends a reply.
+
+        Args:
+            reply: packed, and copied to its slot if it needs one.
+            slot: ``SlotRef`` of that, or None.
+
+        Returns:
+            Whether it was sent; False: the ring is full.
+
+        Raises:
+            AbortedError, LocalProtocolError: the request has ended.
+        """
+        cdef FrontendEnd frontend = claim._frontend
         cdef SlotNumbers numbers
-        cdef uint64_t request_id = claim.submit.request_id
+        cdef uint64_t request_id = claim._submit.request_id
         if claim.ended:  # whatever has run since its caller looked
-            claim.check_running()
+            self.shell.refuse(claim)
         try:
             if frontend._writer is None or not frontend._writer.is_writable() \
                     or not frontend._writer.has_room(<uint32_t>reply_nbytes(reply, request_id)):
@@ -777,6 +772,22 @@ cdef class EngineEnd:
         self._count_reply(reply)
         return True
 
+    def finish_with(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+        """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
+
+        Args:
+            reply, slot: as of :meth:`send_reply`.
+
+        Returns:
+            Whether it was sent; False: the request was aborted while its slots were released.
+
+        Raises:
+            AbortedError, LocalProtocolError: the request has ended.
+        """
+        if claim.ended:
+            self.shell.refuse(claim)
+        return self._finish(claim, reply, slot)
+
     cdef int _count_reply(self, Packed reply) noexcept:
         self.replies += 1
         self.reply_copies += reply.copied
@@ -789,7 +800,7 @@ cdef class EngineEnd:
         """Releases a claim's slots in the book; those that are viewed drain. ``released``: generations to be told of."""
         cdef uint8_t few[_FEW_RELEASED]
         cdef uint8_t* viewed = few
-        cdef uint32_t slots = claim.submit.content.slot_count, i
+        cdef uint32_t slots = claim._submit.content.slot_count, i
         cdef bint is_any_viewed = False
         count[0] = 0
         if claim.released:
@@ -797,7 +808,7 @@ cdef class EngineEnd:
         claim.released = True
         claim._payload = _RELEASED
         if not slots:
-            claim.regions = None
+            claim._regions = None
             return None
         if slots > _FEW_RELEASED:
             viewed = <uint8_t*>malloc(slots)
@@ -805,15 +816,15 @@ cdef class EngineEnd:
                 raise MemoryError
         try:
             for i in range(slots):
-                viewed[i] = claim.regions.leave(i)
+                viewed[i] = claim._regions.leave(i)
                 is_any_viewed = is_any_viewed or viewed[i]
-            if claim.submit.content.fence:
-                for i, drains in enumerate(self.shell.release_on_device(claim, copying)):
+            if claim._submit.content.fence:
+                for i, drains in enumerate(self.shell.release_on_device(claim._client_id, claim._submit, copying)):
                     viewed[i] = viewed[i] or drains
             if is_any_viewed and self._debug and not copying:
-                self.shell.log_drain(claim)
-            claim.regions = None  # which keep the slab mapped
-            return self.book.release_request(claim.frontend.record, claim.request, viewed, released, count)
+                self.shell.log_drain(claim._submit)
+            claim._regions = None  # which keep the slab mapped
+            return self.book.release_request(claim._frontend.record, claim._request, viewed, released, count)
         finally:
             if viewed != few:
                 free(viewed)
@@ -823,31 +834,31 @@ cdef class EngineEnd:
 
         Releasing drops the payload, and so may run its code: whether the request still runs is asked after it.
         """
-        cdef FrontendEnd frontend = claim.frontend
+        cdef FrontendEnd frontend = claim._frontend
         cdef SlotNumbers numbers
         cdef bint is_sent = False
         cdef uint64_t few[_FEW_RELEASED]
         cdef uint64_t* released = few
         cdef Py_ssize_t count = 0
         cdef list effects
-        if claim.submit.content.slot_count > _FEW_RELEASED:
-            released = <uint64_t*>malloc(claim.submit.content.slot_count * sizeof(uint64_t))
+        if claim._submit.content.slot_count > _FEW_RELEASED:
+            released = <uint64_t*>malloc(claim._submit.content.slot_count * sizeof(uint64_t))
             if released == NULL:
                 raise MemoryError
         try:
             claim.ended = True
             self._unknow(claim)
             effects = self._release(claim, False, released, &count)
-            if count > _MANY or (count and claim.request.state_number != _RUNNING):
+            if count > _MANY or (count and claim._request.state_number != _RUNNING):
                 self.shell.send_release(frontend, [released[i] for i in range(count)])
                 count = 0
-            if claim.request.state_number == _RUNNING:  # else it was aborted meanwhile, and its frontend knows
-                self.book.end_request(frontend.record, claim.request, _FINISH)
+            if claim._request.state_number == _RUNNING:  # else it was aborted meanwhile, and its frontend knows
+                self.book.end_request(frontend.record, claim._request, _FINISH)
                 self.finished += 1
                 if reply is not None:
                     self._lend_reply(claim, slot, &numbers)
                     self._count_reply(reply)
-                self._send_done(frontend, claim.submit.request_id, released, <uint32_t>count, reply, &numbers)
+                self._send_done(frontend, claim._submit.request_id, released, <uint32_t>count, reply, &numbers)
                 is_sent = True
         finally:
             if released != few:
@@ -855,7 +866,7 @@ cdef class EngineEnd:
         if effects:
             self.shell.carry_out(effects)
         if claim._end_callbacks:
-            self.shell.call_soon(claim.mark_ended())
+            self.mark_ended(claim)
         claim._abort_callbacks = None
         return is_sent
 

@@ -77,10 +77,10 @@ cdef class ClaimedSlots(HeldSlots):
         cdef SlotNumbers* slot
         cdef uint64_t start
         cdef uint32_t i, place
-        if claim.regions is None:
+        if claim._regions is None:
             return False  # it was released
-        for i in range(claim.regions.content.slot_count):
-            slot = claim.regions.content.slot_numbers + i
+        for i in range(claim._regions.content.slot_count):
+            slot = claim._regions.content.slot_numbers + i
             start = self._address + slot.offset + SLOT_HEADER_NBYTES
             if address < start or address - start > slot.nbytes or nbytes > slot.nbytes - (address - start):
                 continue
@@ -352,15 +352,15 @@ cdef class FanOutEnd:
                 raise MemoryError
             for place in range(count):
                 claim, i = found[place]
-                if claim.regions is None:
+                if claim._regions is None:
                     raise LocalProtocolError(
                         f"request {claim.request_id} was released while a message with tensors of it was encoded; share it before"
                     )
-                slot = claim.regions.content.slot_numbers + i
+                slot = claim._regions.content.slot_numbers + i
                 parcel.slots[place] = slot[0]
                 parcel.slots[place].lease_id = 0
                 parcel.nbytes += slot.nbytes
-                parcel.regions[place] = claim.regions.region(i + 1)
+                parcel.regions[place] = claim._regions.region(i + 1)
                 hold_region(parcel.regions[place])
                 parcel.slot_count += 1
         return parcel

@@ -90,18 +90,17 @@ cdef class MessageEnd:
     Attributes:
         sequence: its number, the same for all workers that get it.
         wants_reply: whether the engine waits for a reply of each worker.
-        is_shared: whether it is a claim that is shared, with something beside.
         left: whether it was left.
         answered: whether it was replied to.
     """
 
-    cdef readonly WorkerEnd end
+    cdef readonly WorkerEnd _end
     cdef readonly uint64_t sequence
     cdef readonly bint wants_reply
-    cdef readonly bint is_shared
     cdef readonly bint left
     cdef readonly bint answered
     cdef bint _is_in_hands                   # it was received
+    cdef readonly bint _is_shared            # it is a claim that is shared, with something beside
     cdef Acknowledgement* _acknowledgement   # NULL: it was left
     cdef ContentRegions _regions
     cdef object _payload
@@ -124,7 +123,7 @@ cdef class MessageEnd:
     cdef int _leave(self, object error) except -1:
         if self._leave_end() and self.wants_reply and not self.answered:
             error = error or LocalProtocolError("the worker left the message without a reply")
-            self.end.shell.fail_answer(self.sequence, error)
+            self._end.shell.fail_answer(self.sequence, error)
         return 0
 
     def __del__(self) -> None:
@@ -132,7 +131,7 @@ cdef class MessageEnd:
             return
         warn_of(f"message {self.sequence} was dropped before it was left; use `with message:`", self)
         if self._leave_end() and self.wants_reply and not self.answered:
-            self.end.shell.fail_answer_later(
+            self._end.shell.fail_answer_later(
                 self.sequence, LocalProtocolError("the worker dropped the message without a reply")
             )
 
@@ -160,7 +159,7 @@ cdef class MessageEnd:
         return self._shown(self._beside)
 
     cdef object _shown(self, object what):
-        cdef WorkerEnd end = self.end
+        cdef WorkerEnd end = self._end
         if end._page.forks != forks():
             end.shell.check_process()
         if self.left:
@@ -183,25 +182,6 @@ cdef class MessageEnd:
         if acknowledgement != NULL:
             leave_owner(&acknowledgement.owner)
         return True
-
-    def mark_answered(self) -> bool:
-        """It has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
-
-        Raises:
-            LocalProtocolError: it was replied to before, or left.
-        """
-        if self.answered:
-            raise LocalProtocolError(f"message {self.sequence} was replied to before")
-        if self.left:
-            raise LocalProtocolError(f"message {self.sequence} was left; reply to it before, inside its block")
-        self.answered = True
-        return self.wants_reply
-
-    def unmark_answered(self) -> None:
-        """Takes that back: nothing was sent. If the message was left meanwhile, the engine is told that no reply will come."""
-        self.answered = False
-        if self.left:
-            self.end.shell.fail_answer(self.sequence, LocalProtocolError("the worker gave up replying, and left the message"))
 
 
 cdef class WorkerEnd:
@@ -377,9 +357,9 @@ cdef class WorkerEnd:
                 or not read_unsigned(&cursor, &flags) or not read_array(&cursor, &slots) or slots > self._bounds.tensors:
             raise RemoteProtocolError("a message to workers is not as this protocol has it")
         message = self._message_type.__new__(self._message_type)
-        message.end, message.sequence = self, sequence
+        message._end, message.sequence = self, sequence
         self._last_sequence = sequence
-        message.wants_reply, message.is_shared = (flags & WANTS_ANSWER) != 0, (flags & IS_SHARED) != 0
+        message.wants_reply, message._is_shared = (flags & WANTS_ANSWER) != 0, (flags & IS_SHARED) != 0
         acknowledgement = <Acknowledgement*>malloc(sizeof(Acknowledgement))
         if acknowledgement == NULL:
             raise MemoryError
@@ -426,7 +406,7 @@ cdef class WorkerEnd:
                 self._bounds,
             )
         try:
-            if not message.is_shared:
+            if not message._is_shared:
                 message._payload = self._decoder.decode(regions, None)
             else:
                 message._payload, message._beside = self._shared_decoder.decode(regions, None)
@@ -458,6 +438,26 @@ cdef class WorkerEnd:
         to = put_unsigned(put_array(<uint8_t*>PyBytes_AS_STRING(record), 2 + packed.content_members()), ANSWER)
         packed.put_content(put_unsigned(to, number), NULL)
         return record
+
+    def mark_answered(self, MessageEnd message not None) -> bool:
+        """A message has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
+
+        Raises:
+            LocalProtocolError: it was replied to before, or left.
+        """
+        if message.answered:
+            raise LocalProtocolError(f"message {message.sequence} was replied to before")
+        if message.left:
+            raise LocalProtocolError(f"message {message.sequence} was left; reply to it before, inside its block")
+        message.answered = True
+        return message.wants_reply
+
+    def unmark_answered(self, MessageEnd message not None) -> None:
+        """Takes that back: nothing was sent. If the message was left meanwhile, the engine is told that no reply will come."""
+        message.answered = False
+        if message.left:
+            error = LocalProtocolError("the worker gave up replying, and left the message")
+            self.shell.fail_answer(message.sequence, error)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 

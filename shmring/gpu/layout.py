@@ -51,7 +51,7 @@ class Given:
 
 
 #: Where no tensor is there already.
-NOTHING_GIVEN = Given(frozenset(), lambda ref: None, lambda: torch.empty(0))
+NOTHING_GIVEN: Given = Given(frozenset(), lambda ref: None, lambda: torch.empty(0))
 
 
 class Layout:

@@ -8,19 +8,20 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Awaitable, Iterable
+from typing import Any
 
-from shmring.core.compiled import ClaimEnd, done
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shmring.core.compiled import ClaimEnd, Content, ContentRegions, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
-from shmring.errors import AbortedError, LocalProtocolError
-
-if TYPE_CHECKING:
-    import torch
-
-    from shmring.gpu.cuda import Stream
-    from shmring.ring.ring import Ring
+from shmring.gpu.cuda import Stream
+from shmring.gpu.upload import BytesOf, Decode
+from shmring.ring.shell import Shell
 
 __all__ = ["Claim"]
 
@@ -47,9 +48,9 @@ class Claim(ClaimEnd):
     __slots__ = ()
 
     @property
-    def _ring(self) -> Ring:
-        ring: Ring = self.end.shell
-        return ring
+    def _shell(self) -> Shell:
+        shell: Shell = self._end.shell
+        return shell
 
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "ended" if self.ended else "running"
@@ -88,8 +89,14 @@ class Claim(ClaimEnd):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        payload = await self._ring.upload(self, device, stream, self._check_unreleased)
-        self._release(copying=True)
+        payload = await self._shell.uploads.upload(
+            *self._source(),
+            device,
+            stream,
+            self._check_unreleased,  # it may be released while this waits: its slots may then be somebody else's
+            self._shell.given(self.client_id, self._submit, device, stream),
+        )
+        self._end.release(self, copying=True)
         return payload
 
     def to_nowait(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
@@ -100,20 +107,20 @@ class Claim(ClaimEnd):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        payload = self._ring.upload_nowait(self, device, stream)
-        self._release(copying=True)
+        payload = self._shell.uploads.upload_nowait(
+            *self._source(), device, stream, self._shell.given(self.client_id, self._submit, device, stream)
+        )
+        self._end.release(self, copying=True)
         return payload
 
     def _check_unreleased(self) -> None:
-        self.check_running()
+        self._end.check_running(self)
         _ = self.payload
 
-    def on_abort(self, callback: Callable[[], object]) -> None:
-        """Calls back in the loop when the request is aborted; at once if it was."""
-        if self.aborted:
-            callback()
-        else:
-            self.call_on_abort(callback)
+    def _source(self) -> tuple[Content, BytesOf, Decode]:
+        """Returns what is copied, where its bytes are, and what makes the payload of it."""
+        regions, decoder = self._regions, self._shell.decoder
+        return regions.content, functools.partial(_bytes_of, regions), functools.partial(decoder.decode_again, regions)
 
     async def reply(self, payload: object) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
@@ -126,8 +133,8 @@ class Claim(ClaimEnd):
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it can never fit the reply reserve, or a message.
         """
-        self.check_running()
-        await self._ring.replies.send(self, payload)
+        self._end.check_running(self)
+        await self._shell.replies.send(self, payload)
 
     def reply_nowait(self, payload: object) -> None:
         """Sends an answer if that needs no waiting; the copy is made in the loop.
@@ -136,8 +143,8 @@ class Claim(ClaimEnd):
             WouldBlock: there is no reply space now, or the frontend reads slowly.
             AbortedError, TypeError, CapacityError: as :meth:`reply`.
         """
-        self.check_running()
-        self._ring.replies.send_nowait(self, payload)
+        self._end.check_running(self)
+        self._shell.replies.send_nowait(self, payload)
 
     def share(
         self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None
@@ -160,7 +167,7 @@ class Claim(ClaimEnd):
             WorkerLostError: there is no worker of a rank in ``to``.
             TypeError, CapacityError, ClosedError: as :meth:`Ring.broadcast`.
         """
-        return self._ring.workers.share(self, beside, to, timeout)
+        return self._shell.workers.share(self, beside, to, timeout)
 
     def share_nowait(self, beside: object = None, *, to: Iterable[int] | None = None) -> tuple[int, ...]:
         """The same if nothing has to be waited for.
@@ -169,7 +176,7 @@ class Claim(ClaimEnd):
             WouldBlock: workers are behind, or others wait to send.
             LocalProtocolError, WorkerLostError, TypeError, CapacityError, ClosedError: as :meth:`share`.
         """
-        return self._ring.workers.share_nowait(self, beside, to)
+        return self._shell.workers.share_nowait(self, beside, to)
 
     def done(self, reply: object = _NOTHING) -> Awaitable[None]:
         """Releases the slots and tells the frontend that the request is finished.
@@ -183,47 +190,31 @@ class Claim(ClaimEnd):
         """
         if reply is not _NOTHING:
             return self._done_with(reply)
-        self.finish()
+        self._end.finish(self)
         return done
 
     async def _done_with(self, reply: object) -> None:
-        self.check_running()
-        await self._ring.replies.send_last(self, reply)
+        self._end.check_running(self)
+        await self._shell.replies.send_last(self, reply)
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
-        self._release()
-        self._end(RequestEvent.ERROR, error)
+        self._end.release(self)
+        self._end_with(RequestEvent.ERROR, error)
 
     def time_out(self, message: str) -> None:
         """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
-        self._release()
-        self._end(RequestEvent.DEADLINE, TimeoutError(message))
+        self._end.release(self)
+        self._end_with(RequestEvent.DEADLINE, TimeoutError(message))
 
     def release(self) -> None:
         """Releases the slots before the request ends; twice is once."""
-        self._release()
+        self._end.release(self)
 
-    def _release(self, *, copying: bool = False) -> None:
-        self._ring.carry_out(self.release_slots(copying=copying))
-
-    def _end(self, event: RequestEvent, error: BaseException) -> None:
+    def _end_with(self, event: RequestEvent, error: BaseException) -> None:
         if not self.ended:
-            self._ring.end_claim(self, event, error)
+            self._shell.end_claim(self, event, error)
 
-    def check_running(self) -> None:
-        """Raises unless the request can still be answered.
 
-        Raises:
-            AbortedError: the frontend gave it up, or has gone.
-            LocalProtocolError: it has ended.
-        """
-        if self.ended:
-            raise self.why_not_running()
-
-    def why_not_running(self) -> AbortedError | LocalProtocolError:
-        """The error of whoever would still answer it."""
-        if self.aborted:
-            by = "its frontend" if self.end.is_open else "the end of its ring"
-            return AbortedError(f"request {self.request_id} was aborted by {by}", request_id=self.request_id)
-        return LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
+def _bytes_of(regions: ContentRegions, number: int) -> NDArray[np.uint8]:
+    return np.frombuffer(memoryview(regions.memory(number)), np.uint8)

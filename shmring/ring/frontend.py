@@ -15,12 +15,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from shmring.core.compiled import ENDED, FrontendEnd, RingMemory, check_count, check_kept, decode_values, take_bells
+from shmring.core.compiled import ENDED, EngineEnd, FrontendEnd, RingMemory, check_count, check_kept, decode_values, take_bells
+from shmring.core.effects import EngineEffect
 from shmring.core.messages import (
     MAX_FINDS,
     Abort,
@@ -41,12 +42,11 @@ from shmring.core.messages import (
 )
 from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
+from shmring.gpu.device_claims import DeviceClaims
+from shmring.ring.life import Life
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
-
-if TYPE_CHECKING:
-    from shmring.ring.ring import Ring
 
 __all__ = ["CallHandler", "Frontend", "fit_text"]
 
@@ -65,8 +65,12 @@ class Frontend(FrontendEnd):
     """A connected frontend.
 
     Args:
-        ring: that it belongs to.
-        client_id: in its book, which knows it already.
+        life, end: of its engine.
+        calls: control calls that it may make, by name.
+        device_claims: of the device slab: none or one.
+        carry_out: carries effects of the book out.
+        lost: called when nothing more comes from it, with its id.
+        client_id: in the book, which knows it already.
         peer: whose socket is taken over.
         watch: of its process; taken over.
         incoming, outgoing: its message rings.
@@ -76,26 +80,41 @@ class Frontend(FrontendEnd):
     """
 
     def __init__(
-        self, ring: Ring, client_id: int, peer: Peer, watch: ProcessWatch, incoming: RingMemory, outgoing: RingMemory
+        self,
+        life: Life,
+        end: EngineEnd,
+        calls: Mapping[str, CallHandler],
+        device_claims: tuple[DeviceClaims, ...],
+        carry_out: Callable[[list[EngineEffect]], None],
+        lost: Callable[[int], None],
+        client_id: int,
+        peer: Peer,
+        watch: ProcessWatch,
+        incoming: RingMemory,
+        outgoing: RingMemory,
     ) -> None:
-        super().__init__(ring.engine_end, client_id)
+        super().__init__(end, client_id)
         self.pid = peer.pid
         self.name = printable(peer.hello.name)
         self.connected = True
         self.watch = watch
-        self._ring = ring
-        self._book = ring.engine_end.book
+        self._life = life
+        self._book = end.book
+        self._handlers = calls
+        self._device_claims = device_claims
+        self._carry_out = carry_out
+        self._lost = lost
         self._calls: set[asyncio.Task[None]] = set()
         self._goodbyes: list[Goodbye] = []  # what it has said so far of what it will still use
         self._lingering: socket.socket | None = None  # ends when it uses nothing of that any more
         # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
-        max_backlog_nbytes = ring.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
+        max_backlog_nbytes = life.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
         self.link = Link(
             self,
             peer.socket,
             incoming,
             outgoing,
-            ring.poller,
+            life.poller,
             max_backlog_nbytes=max_backlog_nbytes,
         )
         self.attach(self.link.writer, self.link.reader)
@@ -108,13 +127,13 @@ class Frontend(FrontendEnd):
 
     def describe(self, error: BaseException) -> tuple[str, str]:
         """Returns an error's type and text as they can travel, whatever is in them."""
-        return type(error).__name__[:256], fit_text(str(error), self._ring.record_nbytes)
+        return type(error).__name__[:256], fit_text(str(error), self._life.record_nbytes)
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def take_message(self, record: bytes) -> None:
         """One message, other than a submission, is one event."""
-        client_id, book, carry_out = self.client_id, self._book, self._ring.carry_out
+        client_id, book, carry_out, config = self.client_id, self._book, self._carry_out, self._life.config
         message = decode_frontend_message(record)
         match message:
             case Abort(request_id):
@@ -128,7 +147,7 @@ class Frontend(FrontendEnd):
             case Find(token, key):
                 carry_out(book.find(client_id, token, key))
             case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                check_kept(payload, nbytes, is_copied, self._ring.config.max_tensors, self._ring.config.max_values)
+                check_kept(payload, nbytes, is_copied, config.max_tensors, config.max_values)
                 slot = SlotRef(lease_id, offset, nbytes, generation)
                 carry_out(book.keep(client_id, token, key, slot, is_copied, payload))
             case Unpin(generations):
@@ -141,18 +160,18 @@ class Frontend(FrontendEnd):
                 raise RemoteProtocolError("Hello was sent a second time")
 
     def _call(self, call: Call) -> None:
-        if len(self._calls) >= self._ring.config.max_calls:
-            raise RemoteProtocolError(f"more than max_calls ({self._ring.config.max_calls}) calls were made at a time")
+        if len(self._calls) >= self._life.config.max_calls:
+            raise RemoteProtocolError(f"more than max_calls ({self._life.config.max_calls}) calls were made at a time")
         try:  # here, and not in the task: what that takes counts toward this frontend's turn
-            arguments = decode_values(call.arguments, self._ring.config.max_values)
+            arguments = decode_values(call.arguments, self._life.config.max_values)
         except (RemoteProtocolError, msgspec.MsgspecError) as error:
             arguments = error
-        task = self._ring.loop.create_task(self._answer_call(call, arguments))
+        task = self._life.loop.create_task(self._answer_call(call, arguments))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
     async def _answer_call(self, call: Call, arguments: Any) -> None:
-        handlers, record_nbytes = self._ring.call_handlers, self._ring.record_nbytes
+        handlers, record_nbytes = self._handlers, self._life.record_nbytes
         try:
             handler = handlers.get(call.method)
             if handler is None:
@@ -169,7 +188,7 @@ class Frontend(FrontendEnd):
                     needed=len(encoded),
                     capacity=capacity,
                 )
-            check_count("the result", encoded, self._ring.config.max_values)
+            check_count("the result", encoded, self._life.config.max_values)
             result = CallResult(call.call_id, encoded)
             with contextlib.suppress(PeerLostError):  # then it goes nowhere
                 await self.link.drain()
@@ -209,17 +228,22 @@ class Frontend(FrontendEnd):
         """It uses nothing any more but what it names."""
         self.connected = False
         if not any(goodbye.maps_device_slab for goodbye in goodbyes):
-            self._ring.device_slab_unmapped(self.client_id)
+            self._unmapped_device_slab()
         lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
         generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
         pinned = [generation for goodbye in goodbyes for generation in goodbye.pinned_generations]
-        self._ring.carry_out(self._book.goodbye(self.client_id, lease_ids, generations, pinned))
+        self._carry_out(self._book.goodbye(self.client_id, lease_ids, generations, pinned))
         self.link.close(self._expect_last_use if any(goodbye.lingers for goodbye in goodbyes) else None)
+
+    def _unmapped_device_slab(self) -> None:
+        """It does not map the device slab (any more)."""
+        for device_claims in self._device_claims:
+            device_claims.unmapped(self.client_id)
 
     def _expect_last_use(self, connected: socket.socket) -> None:
         self._lingering = connected
         if self.client_id in self._book.clients:
-            self._ring.loop.add_reader(connected.fileno(), self._hear_last_use)
+            self._life.loop.add_reader(connected.fileno(), self._hear_last_use)
         else:  # nothing of what it named was its own
             self.forget()
 
@@ -231,12 +255,12 @@ class Frontend(FrontendEnd):
             return
         self._end_lingering()
         if heard == ENDED:
-            self._ring.device_slab_unmapped(self.client_id)
-            self._ring.carry_out(self._book.died(self.client_id))
+            self._unmapped_device_slab()
+            self._carry_out(self._book.died(self.client_id))
 
     def _end_lingering(self) -> None:
         if self._lingering is not None:
-            self._ring.loop.remove_reader(self._lingering.fileno())
+            self._life.loop.remove_reader(self._lingering.fileno())
             self._lingering.close()
             self._lingering = None
 
@@ -249,7 +273,7 @@ class Frontend(FrontendEnd):
         """It broke the rules: it is told why, and disconnected."""
         if not self.connected:
             return
-        self._ring.count_protocol_error()
+        self._life.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", self, error)
         self.dismiss(self.describe(error)[1])
 
@@ -266,15 +290,15 @@ class Frontend(FrontendEnd):
             task.cancel()
         if self.connected:
             self.connected = False
-            self._ring.carry_out(self._book.disconnect(self.client_id))
-        self._ring.client_lost(self.client_id)
+            self._carry_out(self._book.disconnect(self.client_id))
+        self._lost(self.client_id)
 
     def died(self) -> None:
         """The kernel says that its process is dead."""
         self.connected = False
         self.link.abort()
-        self._ring.device_slab_unmapped(self.client_id)
-        self._ring.carry_out(self._book.died(self.client_id))
+        self._unmapped_device_slab()
+        self._carry_out(self._book.died(self.client_id))
 
 
 def fit_text(text: str, record_nbytes: int) -> str:

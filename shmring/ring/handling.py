@@ -11,21 +11,20 @@ import functools
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmring.core.printable import printable_lines
 from shmring.errors import AbortedError, ClosedError
 from shmring.ring.claim import Claim
-
-if TYPE_CHECKING:
-    from shmring.ring.ring import Ring
 
 __all__ = ["handle_batches", "handle_claims"]
 
 logger = logging.getLogger("shmring.ring")
 
 
-async def handle_claims(ring: Ring, handler: Callable[[Claim], Awaitable[object]], max_concurrency: int) -> None:
+async def handle_claims(
+    claim_next: Callable[[], Awaitable[Claim]], handler: Callable[[Claim], Awaitable[object]], max_concurrency: int
+) -> None:
     """See :meth:`Ring.run`."""
     if max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, not {max_concurrency}")
@@ -34,7 +33,7 @@ async def handle_claims(ring: Ring, handler: Callable[[Claim], Awaitable[object]
         while True:
             await free.acquire()
             try:
-                claim = await ring.claim()
+                claim = await claim_next()
             except ClosedError:
                 break
             start(claim, _handle(claim, handler)).add_done_callback(lambda _: free.release())
@@ -81,13 +80,13 @@ async def _handle(claim: Claim, handler: Callable[[Claim], Awaitable[object]]) -
 
 
 async def handle_batches(
-    ring: Ring, handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], most: int, linger_s: float
+    claim_some: Callable[[], Awaitable[list[Claim]]], handler: Callable[[list[Claim]], Awaitable[Sequence[object]]]
 ) -> None:
     """See :meth:`Ring.run_batches`."""
     async with _seen_out() as start:
         while True:
             try:
-                claims = await ring.claim_many(most, linger_s=linger_s)
+                claims = await claim_some()
             except ClosedError:
                 break
             for claim, reply in await _replies_to(claims, handler):

@@ -11,20 +11,20 @@ import itertools
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+from shmring.core.compiled import EngineBook, RingMemory
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, Join, Welcome
 from shmring.errors import ClosedError, PeerLostError, RemoteProtocolError, SlabError
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.memory.slab import Slab
 from shmring.ring.frontend import Frontend
+from shmring.ring.life import Life
 from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.rings import map_rings, sealed_rings
-
-if TYPE_CHECKING:
-    from shmring.ring.ring import Ring
 
 __all__ = ["Handshakes"]
 
@@ -40,12 +40,14 @@ class Handshakes:
     """Who comes to a ring. Lives in its loop, and begins at once.
 
     Args:
-        ring: that they come to.
+        life, book: of their engine.
         listener: taken over.
         geometry: of the slab.
         slab, load_fd: what a frontend maps.
         device_claims: of the device slab: none or one.
         frontends: that are there, by id; new ones are put there.
+        make_frontend: makes one of its id, its peer, the watch of its process, and the memory of the rings from it and to it.
+        admit_worker: makes a peer a worker.
 
     Attributes:
         refused: connections that were refused so far.
@@ -53,27 +55,33 @@ class Handshakes:
 
     def __init__(
         self,
-        ring: Ring,
+        life: Life,
+        book: EngineBook,
         listener: Listener,
         geometry: Geometry,
         slab: Slab,
         load_fd: int,
         device_claims: tuple[DeviceClaims, ...],
         frontends: dict[int, Frontend],
+        make_frontend: Callable[[int, Peer, ProcessWatch, RingMemory, RingMemory], Frontend],
+        admit_worker: Callable[[Peer], Awaitable[None]],
     ) -> None:
         self.refused = 0
-        self._ring = ring
-        self._config = ring.config
+        self._life = life
+        self._config = life.config
+        self._book = book
         self._listener = listener
         self._geometry = geometry
         self._slab = slab
         self._load_fd = load_fd
         self._device_claims = device_claims
         self._frontends = frontends
+        self._make_frontend = make_frontend
+        self._admit_worker = admit_worker
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
-        self._accepting = ring.loop.create_task(self._accept(), name=f"shmring-accept-{ring.name}")
+        self._accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
         self._accepting.add_done_callback(self._accepting_ended)
 
     async def close(self) -> None:
@@ -89,19 +97,19 @@ class Handshakes:
     async def _accept(self) -> None:
         while True:
             try:
-                connected, _ = await self._ring.loop.sock_accept(self._listener.socket)
+                connected, _ = await self._life.loop.sock_accept(self._listener.socket)
             except OSError as error:
                 self.refused += 1
                 logger.warning("can't accept a frontend: %s; if there are too many open files, raise their limit", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            task = self._ring.loop.create_task(self._shake_hands(connected))
+            task = self._life.loop.create_task(self._shake_hands(connected))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
     def _accepting_ended(self, accepting: asyncio.Task[None]) -> None:
         if not accepting.cancelled():
-            logger.critical("ring %r accepts no further frontends", self._ring.name, exc_info=accepting.exception())
+            logger.critical("ring %r accepts no further frontends", self._life.name, exc_info=accepting.exception())
 
     async def _shake_hands(self, connected: socket.socket) -> None:
         """Admits a new connection, or refuses it; never lets its troubles out."""
@@ -119,7 +127,7 @@ class Handshakes:
             finally:
                 self._greeting -= 1
             if isinstance(peer.hello, Join):
-                await self._ring.workers.admit(peer)
+                await self._admit_worker(peer)
             else:
                 self._admit(peer, peer.hello)
         except (RemoteProtocolError, PeerLostError, SlabError, ClosedError, TimeoutError, OSError) as error:
@@ -140,7 +148,7 @@ class Handshakes:
             raise RemoteProtocolError(reason)
         client_id = next(self._client_ids)
         # First of all, so that there is no moment at which it could die unnoticed.
-        watch = ProcessWatch(self._ring.loop, peer.pidfd, lambda: frontend.died())
+        watch = ProcessWatch(self._life.loop, peer.pidfd, lambda: frontend.died())
         try:
             frontend = self._make_welcome(client_id, peer, hello, watch)
         except BaseException:
@@ -175,8 +183,8 @@ class Handshakes:
         ring_fds = sealed_rings(ring_nbytes)
         try:
             to_frontend, to_engine = map_rings(ring_fds, ring_nbytes)
-            base_lease = self._ring.engine_end.book.connect(client_id, hello.lease_nbytes)
-            frontend = Frontend(self._ring, client_id, peer, watch, to_engine, to_frontend)
+            base_lease = self._book.connect(client_id, hello.lease_nbytes)
+            frontend = self._make_frontend(client_id, peer, watch, to_engine, to_frontend)
             self._frontends[client_id] = frontend
             for device_claims in self._device_claims:
                 device_claims.announced(client_id)
@@ -195,7 +203,7 @@ class Handshakes:
         config = self._config
         return Welcome(
             version=PROTOCOL_VERSION,
-            epoch=self._ring.epoch,
+            epoch=self._life.epoch,
             client_id=client_id,
             slab_nbytes=self._geometry.slab_nbytes,
             block_nbytes=BLOCK_NBYTES,
@@ -204,12 +212,12 @@ class Handshakes:
             max_calls=config.max_calls,
             max_leases=config.max_leases,
             message_ring_nbytes=int(config.message_ring_nbytes),
-            max_record_nbytes=self._ring.record_nbytes,
+            max_record_nbytes=self._life.record_nbytes,
             inline_nbytes=int(config.inline_nbytes),
             max_payload_nbytes=int(config.max_payload_nbytes),
             max_tensors=config.max_tensors,
             max_values=config.max_values,
             base_lease=base_lease,
             device_slab=next((device_claims.handle for device_claims in self._device_claims), None),
-            kept_nbytes=self._ring.engine_end.book.kept.max_blocks * BLOCK_NBYTES,
+            kept_nbytes=self._book.kept.max_blocks * BLOCK_NBYTES,
         )

@@ -7,25 +7,17 @@ Each memory says when nobody uses a slot any more, and gives itself back at the 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from shmring.config import RingConfig
-from shmring.core.compiled import Lending, PayloadDecoder, Regions
+from shmring.core.compiled import Lending, Regions
 from shmring.core.states import Lease
-from shmring.gpu.cuda import Cuda, Stream
-from shmring.gpu.layout import Given
+from shmring.gpu.cuda import Cuda
 from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
-from shmring.ring.claim import Claim
 
 __all__ = ["ClaimedMemory", "HostClaims"]
 
@@ -57,7 +49,6 @@ class HostClaims:
         pinned: what of it is registered with CUDA.
         cuda: how to call CUDA.
         copier: has the threads.
-        decoder: of payloads.
         config: of the ring.
 
     Attributes:
@@ -66,9 +57,7 @@ class HostClaims:
         uploads: copies to GPUs.
     """
 
-    def __init__(
-        self, slab: Slab, pinned: PinnedSlab, cuda: Cuda, copier: Copier, decoder: PayloadDecoder, config: RingConfig
-    ) -> None:
+    def __init__(self, slab: Slab, pinned: PinnedSlab, cuda: Cuda, copier: Copier, config: RingConfig) -> None:
         self.slab = slab
         self.regions = Regions()
         self.uploads = Uploads(
@@ -80,7 +69,6 @@ class HostClaims:
             offload_nbytes=int(config.copy_offload_nbytes),
         )
         self._pinned = pinned
-        self._decoder = decoder
 
     def collect(self) -> list[tuple[int, int]]:
         """See :class:`ClaimedMemory`."""
@@ -99,25 +87,6 @@ class HostClaims:
             "device_copied_nbytes": self.uploads.copied_nbytes,
         }
 
-    # -- copies to a GPU -----------------------------------------------------------------------------------------------
-
-    async def upload(
-        self, claim: Claim, device: torch.device | str | int, stream: Stream | None, check: Callable[[], object], given: Given
-    ) -> Any:
-        """Copies a claim's tensors to a device. See :meth:`Claim.to`.
-
-        Args:
-            check: raises if the claim was released while this waited: its slots may then be somebody else's.
-            given: tensors that are there already.
-        """
-        decode = functools.partial(self._decoder.decode_again, claim.content_regions)
-        return await self.uploads.upload(claim.submit.content, _bytes_of(claim), decode, device, stream, check, given)
-
-    def upload_nowait(self, claim: Claim, device: torch.device | str | int, stream: Stream | None, given: Given) -> Any:
-        """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
-        decode = functools.partial(self._decoder.decode_again, claim.content_regions)
-        return self.uploads.upload_nowait(claim.submit.content, _bytes_of(claim), decode, device, stream, given)
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -131,9 +100,3 @@ class HostClaims:
         """Gives the slab up, of which views may live on; and no death of a view is heard of any more."""
         self.regions.close()
         self.slab.close()
-
-
-def _bytes_of(claim: Claim) -> Callable[[int], NDArray[np.uint8]]:
-    """Returns where a claim's bytes are, by the number of their region."""
-    regions = claim.content_regions
-    return lambda number: np.frombuffer(memoryview(regions.memory(number)), np.uint8)

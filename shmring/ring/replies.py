@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from shmring.core.compiled import Packed
+from shmring.core.compiled import ClaimEnd, EngineEnd, Packed
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
@@ -23,10 +22,8 @@ from shmring.line import Line, Place, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_packer
-from shmring.ring.claim import Claim
-
-if TYPE_CHECKING:
-    from shmring.ring.ring import Ring
+from shmring.ring.life import Life
+from shmring.transport.link import Link
 
 __all__ = ["Replies"]
 
@@ -35,60 +32,73 @@ class Replies:
     """The replies that an engine sends. Lives in a loop.
 
     Args:
-        ring: that they belong to.
+        life, end: of their engine.
         geometry: of the slab.
         slab: that they are copied to.
         copier: has the turns of copies, and the threads.
+        carry_out: carries effects of the book out.
     """
 
-    def __init__(self, ring: Ring, geometry: Geometry, slab: Slab, copier: Copier) -> None:
-        self._ring = ring
-        self._book = ring.engine_end.book
+    def __init__(
+        self,
+        life: Life,
+        end: EngineEnd,
+        geometry: Geometry,
+        slab: Slab,
+        copier: Copier,
+        carry_out: Callable[[list[EngineEffect]], None],
+    ) -> None:
+        config = life.config
+        self._life = life
+        self._end = end
+        self._book = end.book
         self._reserve_nbytes = geometry.reply_nbytes
         self._slab = slab
         self._copier = copier
-        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes), ring.config.max_values)
-        self._inline_nbytes = int(ring.config.inline_nbytes)
+        self._carry_out = carry_out
+        self._packer = make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values)
+        self._inline_nbytes = int(config.inline_nbytes)
         self._line: Line[ReplySlot] = Line()
 
     def __len__(self) -> int:
         """How many wait for space."""
         return len(self._line)
 
-    async def send(self, claim: Claim, payload: object) -> None:
+    async def send(self, claim: ClaimEnd, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
-        await self._send(claim, self._pack(claim, payload), claim.send_reply)
+        await self._send(claim, self._pack(claim, payload), self._end.send_reply)
 
-    async def send_last(self, claim: Claim, payload: object) -> None:
+    async def send_last(self, claim: ClaimEnd, payload: object) -> None:
         """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
-        await self._send(claim, self._pack(claim, payload), claim.finish_with)
+        await self._send(claim, self._pack(claim, payload), self._end.finish_with)
 
-    async def _send(self, claim: Claim, packed: Packed, send: Callable[[Packed, SlotRef | None], bool]) -> None:
+    async def _send(self, claim: ClaimEnd, packed: Packed, send: Callable[[ClaimEnd, Packed, SlotRef | None], bool]) -> None:
+        link = self._end.frontend_of(claim).link
         slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes else None
         sent = False
         try:
-            claim.check_running()
+            self._end.check_running(claim)
             if slot is not None:
                 await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
-            await self._writable(claim)
-            while not (sent := send(packed, self._ref(packed, slot))):
-                claim.frontend.link.expect_space()
-                await self._writable(claim)
+            await self._writable(claim, link)
+            while not (sent := send(claim, packed, self._ref(packed, slot))):
+                link.expect_space()
+                await self._writable(claim, link)
         finally:
             if slot is not None and not sent:
-                self._ring.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
-    async def _writable(self, claim: Claim) -> None:
+    async def _writable(self, claim: ClaimEnd, link: Link) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
         with contextlib.suppress(PeerLostError):  # then the claim is aborted
-            await claim.frontend.link.drain()
-        claim.check_running()
+            await link.drain()
+        self._end.check_running(claim)
 
-    def send_nowait(self, claim: Claim, payload: object) -> None:
+    def send_nowait(self, claim: ClaimEnd, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
         packed = self._pack(claim, payload)
         would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
-        if not claim.frontend.link.can_write:
+        if not self._end.frontend_of(claim).link.can_write:
             raise would_block
         slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes) if packed.slot_nbytes else None
         if slot is None and packed.slot_nbytes:
@@ -98,12 +108,12 @@ class Replies:
             if slot is not None:
                 self._copier.count_in_turn(packed.slot_nbytes)
                 packed.copy_into(self._slab.address + _content_start(slot))
-            sent = claim.send_reply(packed, self._ref(packed, slot))
+            sent = self._end.send_reply(claim, packed, self._ref(packed, slot))
             if not sent:
                 raise would_block
         finally:
             if slot is not None and not sent:
-                self._ring.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
     def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
         """Describes a reply's slot.
@@ -116,36 +126,40 @@ class Replies:
         lease_id = COPY_OUT if is_short else 0
         return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
-    def _pack(self, claim: Claim, payload: object) -> Packed:
-        self._ring.check_open()
-        packed = self._packer.pack(payload, self._inline_nbytes, self._ring.record_nbytes)
-        claim.check_running()  # the payload's own code may have ended it
+    def _pack(self, claim: ClaimEnd, payload: object) -> Packed:
+        self._life.check_open()
+        packed = self._packer.pack(payload, self._inline_nbytes, self._life.record_nbytes)
+        self._end.check_running(claim)  # the payload's own code may have ended it
         return packed
 
-    async def _acquire(self, claim: Claim, nbytes: int) -> ReplySlot:
+    async def _acquire(self, claim: ClaimEnd, nbytes: int) -> ReplySlot:
         slot = self._book.acquire_reply(claim.client_id, nbytes)
         if slot is not None:
             return slot
-        self._ring.check_loop()
+        self._life.check_loop()
         place = self._line.enter()
         self._book.queue_reply(claim.client_id, place, nbytes)
-        give_up = functools.partial(_give_up, place, claim)
-        claim.call_on_end(give_up)
+        give_up = functools.partial(self._give_up, place, claim)
+        self._end.call_on_end(claim, give_up)
         try:
             return await self._line.stay(place, self._discard, self._gave_up_waiting)
         finally:
-            claim.forget_on_end(give_up)
+            self._end.forget_on_end(claim, give_up)
             del place, give_up
+
+    def _give_up(self, place: Place[ReplySlot], claim: ClaimEnd) -> None:
+        if not place.done():
+            place.set_exception(self._life.ended_error(claim))
 
     def granted(self, place: Place[ReplySlot], slot: ReplySlot) -> list[EngineEffect]:
         """Somebody who waits has its slot; returns what follows."""
         return [] if give(place, slot) else self._discarded(slot)
 
     def _gave_up_waiting(self, place: Place[ReplySlot]) -> None:
-        self._ring.carry_out(self._book.cancel_reply(place))
+        self._carry_out(self._book.cancel_reply(place))
 
     def _discard(self, slot: ReplySlot) -> None:
-        self._ring.carry_out(self._discarded(slot))
+        self._carry_out(self._discarded(slot))
 
     def _discarded(self, slot: ReplySlot) -> list[EngineEffect]:
         client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
@@ -154,8 +168,3 @@ class Replies:
 
 def _content_start(slot: ReplySlot) -> int:
     return slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
-
-
-def _give_up(place: Place[ReplySlot], claim: Claim) -> None:
-    if not place.done():
-        place.set_exception(claim.why_not_running())

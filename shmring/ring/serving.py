@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
+import mmap
+import secrets
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from shmring.config import RingConfig, RingOptions, configured
+from shmring.core.geometry import Geometry
+from shmring.gpu.cuda import Cuda, TorchCuda
+from shmring.gpu.device import DeviceMemory, whole_nbytes
+from shmring.gpu.driver import Driver
+from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler
+from shmring.ring.life import Life
+from shmring.ring.reserve import reserve
 from shmring.ring.ring import Ring
+from shmring.ring.shell import Shell
+from shmring.transport.endpoint import Listener, socket_path
 
-__all__ = ["Serving", "serve"]
+__all__ = ["Serving", "create_shell", "serve"]
+
+_Shell = TypeVar("_Shell", bound=Shell)
+
+
+async def create_shell(
+    shell_type: type[_Shell],
+    name: str,
+    config: RingConfig,
+    *,
+    payload_type: Any = Any,
+    calls: Mapping[str, CallHandler] | None = None,
+    cuda: Cuda | None = None,
+    device_memory: DeviceMemory | None = None,
+) -> _Shell:
+    """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`.
+
+    Args:
+        shell_type: of what is created.
+        cuda, device_memory: how to call CUDA.
+    """
+    path = socket_path(name, config.socket_dir)
+    geometry = Geometry.of(
+        int(config.slab_nbytes),
+        None if config.reply_nbytes is None else int(config.reply_nbytes),
+        whole_nbytes(int(config.device_slab_nbytes)),
+        page_nbytes=mmap.PAGESIZE,
+    )
+    life = Life(name, config, secrets.randbits(63))
+    listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
+    cuda = cuda or TorchCuda()
+    try:
+        reserved = await reserve(name, geometry, life.epoch, config, cuda, device_memory or Driver())
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        return shell_type(
+            life,
+            geometry=geometry,
+            reserved=reserved,
+            cuda=cuda,
+            listener=listener,
+            payload_type=payload_type,
+            calls=calls or {},
+            claim_type=Claim,
+        )
+    except BaseException:  # msgspec knows no such payload_type
+        reserved.close()
+        listener.close()
+        raise
 
 
 class Serving:
@@ -60,4 +121,8 @@ def serve(
     Source: objects that can be awaited or used with ``async with`` are how ``websockets`` does it.
     """
     settled = configured(RingConfig, config, overrides)
-    return Serving(lambda: Ring.create(name, settled, payload_type=payload_type, calls=calls))
+
+    async def create() -> Ring:
+        return Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))
+
+    return Serving(create)

@@ -1,9 +1,9 @@
 """The engine's end towards its workers: who joins and leaves, and who waits.
 
-Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.compiled.FanOutEnd`, as the ring
-is around its end. A message that finds memory, place and room is sent there, at once. One that does not, or that takes long to
-copy, stands in line here, and nobody overtakes it: so messages are sent in the order of the calls, and whoever is cancelled
-passes the turn on.
+Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.compiled.FanOutEnd`, as
+:class:`~shmring.ring.shell.Shell` is around the :class:`~shmring.core.compiled.EngineEnd`. A message that finds memory, place
+and room is sent there, at once. One that does not, or that takes long to copy, stands in line here, and nobody overtakes it: so
+messages are sent in the order of the calls, and whoever is cancelled passes the turn on.
 
 An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of
 claims are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a
@@ -22,7 +22,7 @@ import logging
 import operator
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
@@ -50,16 +50,16 @@ from shmring.core.messages import (
 from shmring.core.printable import printable, printable_lines
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
 from shmring.line import Line, give
+from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
+from shmring.ring.frontend import fit_text
+from shmring.ring.life import Life
 from shmring.statistics import WorkerStatistics
 from shmring.transport.endpoint import Peer, answer_peer, handshake_frame, refuse
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
-
-if TYPE_CHECKING:
-    from shmring.ring.ring import Ring
 
 __all__ = ["Workers"]
 
@@ -91,9 +91,9 @@ class _Worker(JoinedWorker):
         self.page = page
         self.parts: list[bytes] = []
         self.parts_nbytes = 0
-        to_worker, to_engine = map_rings(ring_fds, int(workers.ring.config.message_ring_nbytes))
+        to_worker, to_engine = map_rings(ring_fds, int(workers.life.config.message_ring_nbytes))
         self.link = _WorkerLink(
-            self, peer.socket, to_engine, to_worker, workers.ring.poller, max_backlog_nbytes=_BACKLOG_NBYTES
+            self, peer.socket, to_engine, to_worker, workers.life.poller, max_backlog_nbytes=_BACKLOG_NBYTES
         )
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class _Worker(JoinedWorker):
     def _take_part(self, part: AnswerPart) -> None:
         self.parts.append(part.data)
         self.parts_nbytes += len(part.data)
-        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.ring.config.max_payload_nbytes):
+        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.life.config.max_payload_nbytes):
             raise RemoteProtocolError(f"a reply in parts exceeds {_MOST_ANSWERS} times max_payload_nbytes")
         if not part.more:
             record, self.parts, self.parts_nbytes = b"".join(self.parts), [], 0
@@ -147,17 +147,16 @@ class Workers:
     """The workers of a ring.
 
     Args:
-        ring: whose they are.
-        end: its compiled end.
-        slab: its slab.
-        record_nbytes: of a record, at most.
+        life, end, slab: of their engine.
+        copier: has the turns of copies, and the threads.
     """
 
-    def __init__(self, ring: Ring, end: EngineEnd, slab: Slab, record_nbytes: int) -> None:
-        self.ring = ring
-        self.loop = ring.loop
-        config = ring.config
+    def __init__(self, life: Life, end: EngineEnd, slab: Slab, copier: Copier) -> None:
+        self.life = life
+        self.loop = life.loop
+        config = life.config
         self._slab = slab
+        self._copier = copier
         self._reserving: asyncio.Future[tuple[int, Mapping]] | None = None
         self._fd = -1
         self._memory: Mapping | None = None
@@ -170,7 +169,7 @@ class Workers:
             make_decoder(),
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
-            record_nbytes=record_nbytes,
+            record_nbytes=life.record_nbytes,
             at_once_nbytes=int(config.copy_offload_nbytes),
             max_tensors=config.max_tensors,
             max_values=config.max_values,
@@ -257,7 +256,7 @@ class Workers:
                     await self._changed(self.book.want_memory)
                 if not parcel.is_copied and (address := self.end.address_of(parcel)):
                     assert self._memory is not None
-                    await self.ring.copier.copy(parcel.packed, self._memory, address)
+                    await self._copier.copy(parcel.packed, self._memory, address)
                     self.end.copied(parcel)
                 while True:
                     self._check_open()
@@ -355,11 +354,11 @@ class Workers:
 
     def closed(self) -> Exception:
         """For the end: why nothing is sent."""
-        return self.ring.closed_error()
+        return self.life.closed_error()
 
     def check_loop(self) -> None:
         """For the end: raises LocalProtocolError in another loop than the ring's."""
-        self.ring.check_loop()
+        self.life.check_loop()
 
     def _check_open(self) -> None:
         if not self.end.is_open:
@@ -367,12 +366,22 @@ class Workers:
 
     # -- workers come ----------------------------------------------------------------------------------------------
 
-    async def wait(self, count: int) -> None:
+    async def wait(self, count: int, timeout: float | None) -> tuple[int, ...]:
         """See :meth:`Ring.wait_workers`."""
-        while len(self.book.ranks) < count:
-            self._check_open()
-            await self._joined.wait(lambda _: None)
-        self._check_open()
+        self.life.check_open()
+        self.life.check_loop()
+        bound = asyncio.timeout(timeout)
+        try:
+            async with bound:
+                while len(self.book.ranks) < count:
+                    self._check_open()
+                    await self._joined.wait(lambda _: None)
+                self._check_open()
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise TimeoutError(f"waited {timeout:g} s for {count} workers, and there are {list(self.book.ranks)}") from None
+        return self.book.ranks
 
     async def admit(self, peer: Peer) -> None:
         """Makes a peer a worker, or tells it why not. Its pidfd is taken over.
@@ -422,10 +431,10 @@ class Workers:
         """Reserves memory for broadcasts, once; on a thread, since that touches all of it."""
         if self._memory is None:
             if self._reserving is None or (self._reserving.done() and self._reserving.exception() is not None):
-                config = self.ring.config
+                config = self.life.config
                 nbytes = -(-int(config.broadcast_nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
                 self._reserving = self.loop.run_in_executor(
-                    None, lambda: reserve_for_one_writer(f"{self.ring.name}-broadcasts", nbytes, prefault=config.prefault)
+                    None, lambda: reserve_for_one_writer(f"{self.life.name}-broadcasts", nbytes, prefault=config.prefault)
                 )
             reserved = await asyncio.shield(self._reserving)
             self._check_open()
@@ -434,7 +443,7 @@ class Workers:
                 self.end.reserve(self._memory)
 
     def _make(self, peer: Peer, watch: ProcessWatch) -> _Worker:
-        config = self.ring.config
+        config = self.life.config
         assert self._memory is not None
         fds: list[int] = []
         try:
@@ -457,11 +466,11 @@ class Workers:
                 os.close(fd)
 
     def _welcome(self) -> WorkerWelcome:
-        config = self.ring.config
+        config = self.life.config
         assert self._memory is not None
         return WorkerWelcome(
             version=PROTOCOL_VERSION,
-            epoch=self.ring.epoch,
+            epoch=self.life.epoch,
             slab_nbytes=self._slab.nbytes,
             leased_nbytes=self._slab.nbytes - self._slab.reply_nbytes,
             broadcast_nbytes=self._memory.nbytes,
@@ -476,17 +485,18 @@ class Workers:
 
     def drop(self, rank: int, reason: str) -> None:
         """See :meth:`Ring.drop_worker`."""
+        self.life.check_open()
         record = self.book.member(_rank(rank))
         if record is None:
             raise self.book.no_workers((rank,))
         worker = self._workers[record]
-        worker.link.send(Refused(reason))
+        worker.link.send(Refused(fit_text(reason, self.life.record_nbytes)))
         self.part(worker, "was dropped")
         worker.link.close()
 
     def refuse(self, worker: _Worker, error: RemoteProtocolError) -> None:
         """Ends the connection of a worker that broke the rules."""
-        self.ring.count_protocol_error()
+        self.life.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
         worker.link.send(Refused(f"RemoteProtocolError: {error}"[:1024]))
         self.part(worker, "broke the protocol")

@@ -20,8 +20,11 @@ from typing import Any, Unpack
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, configured
+from shmring.core.compiled import ClaimEnd
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
+from shmring.ring.serving import create_shell
+from shmring.ring.shell import Shell
 from shmring.threads.blocking import Blocking, blocking, done_in_loop, read_through
 from shmring.threads.loop_thread import LoopCall, LoopThread, within
 
@@ -164,7 +167,7 @@ class _Arrivals:
             claim = self.claims.get(key)
             if claim is None:
                 continue  # it was taken just now
-            again_s = claim.arrived_s + untaken_s - now
+            again_s = claim._arrived_s + untaken_s - now
             if again_s > 0:
                 break
             again_s = untaken_s
@@ -183,19 +186,19 @@ def _gone(key: _Key) -> AbortedError:
     return AbortedError(f"client {key[0]} is not connected: request {key[1]} will not come", request_id=key[1])
 
 
-class _LoopRing(ring_in_loop.Ring):
-    """The ring in its loop. It claims whatever arrives, and says what will never be claimed."""
+class _Shell(Shell):
+    """The inside of a ring. It claims whatever arrives, and says what will never be claimed."""
 
-    arrivals: _Arrivals
+    _arrivals: _Arrivals
 
     def start(self, arrivals: _Arrivals) -> None:
-        """Begins to claim what arrives; within the turn of the loop that made this ring."""
-        self.arrivals = arrivals
-        self.engine_end.is_awaited = True
+        """Begins to claim what arrives; within the turn of the loop that made this."""
+        self._arrivals = arrivals
+        self.end.is_awaited = True
 
     def request_arrived(self) -> None:
-        while (claim := self._take_next()) is not None:
-            self.arrivals.arrived(claim)
+        while (claim := self.end.take_next()) is not None:
+            self._arrivals.arrived(claim)
 
     def is_connected(self, client_id: int) -> bool:
         """Whether requests of a client may still come."""
@@ -203,13 +206,13 @@ class _LoopRing(ring_in_loop.Ring):
         return frontend is not None and frontend.connected
 
     def client_lost(self, client_id: int) -> None:
-        self.arrivals.client_gone(client_id)
+        self._arrivals.client_gone(client_id)
 
-    def take_up_failed(self, claim: in_loop.Claim, error: Exception, *, breaks_rules: bool) -> None:
+    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
         super().take_up_failed(claim, error, breaks_rules=breaks_rules)
         client_id, request_id = claim.client_id, claim.request_id
         text = f"request {request_id} of client {client_id} can't be taken up: {type(error).__name__}: {error}"
-        self.arrivals.lost((client_id, request_id), RemoteProtocolError(text))
+        self._arrivals.lost((client_id, request_id), RemoteProtocolError(text))
 
 
 class Claim(Blocking[in_loop.Claim]):
@@ -226,13 +229,13 @@ class Claim(Blocking[in_loop.Claim]):
         nbytes: bytes of tensors in its slots.
     """
 
-    __slots__ = ("_is_left", "arrived_s", "client_id", "name", "nbytes", "request_id")
+    __slots__ = ("_arrived_s", "_is_left", "client_id", "name", "nbytes", "request_id")
 
     def __init__(self, thread: LoopThread, claim: in_loop.Claim, arrived_s: float) -> None:
         self._thread = thread
         self._in_loop = claim
         self._is_left = False
-        self.arrived_s = arrived_s  # in the time of the loop
+        self._arrived_s = arrived_s  # in the time of the loop
         self.client_id: int = claim.client_id
         self.request_id: int = claim.request_id
         self.name: str = claim.name
@@ -337,7 +340,7 @@ class Claim(Blocking[in_loop.Claim]):
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
 
 
-class Ring(Blocking[_LoopRing]):
+class Ring(Blocking[ring_in_loop.Ring]):
     """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
 
     Iterate over it for claims, in order of arrival; several threads may do so at once.
@@ -359,13 +362,12 @@ class Ring(Blocking[_LoopRing]):
         self.name = name
         self.config = config
 
-        async def create() -> _LoopRing:
-            ring = await _LoopRing.create(name, config, payload_type=payload_type, calls=calls)
-            assert isinstance(ring, _LoopRing)
-            self._in_loop = ring
-            self._arrivals = _Arrivals(self._thread, ring.is_connected, untaken_s)
-            ring.start(self._arrivals)
-            return ring
+        async def create() -> ring_in_loop.Ring:
+            shell = await create_shell(_Shell, name, config, payload_type=payload_type, calls=calls)
+            self._arrivals = _Arrivals(self._thread, shell.is_connected, untaken_s)
+            shell.start(self._arrivals)
+            self._in_loop = ring_in_loop.Ring(shell)
+            return self._in_loop
 
         self._thread = LoopThread(f"ring {name!r}", create)
         self._thread.open()

@@ -66,27 +66,24 @@ class Message(MessageEnd):
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
         """
-        worker: Worker = self.end.shell
-        worker.send_answer(self, payload, timeout)
+        connection: _Connection = self._end.shell
+        connection.send_answer(self, payload, timeout)
 
 
-class Worker:
-    """A worker's end, for any thread. Made by :func:`join`; iterate over it for messages, in the engine's order.
+class _Connection:
+    """A worker's connection to its engine: messages and replies, of one thread each at a time, and how it ends.
 
     Attributes:
-        name: the engine's name.
-        rank: this worker's.
-        config: as configured.
+        receiving: the turn of the thread that receives.
     """
 
-    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
+    def __init__(self, name: str, rank: int, joined: Joined, payload_type: Any) -> None:
         self.name = name
         self.rank = rank
-        self.config = config
         self._origin = Origin()
         self._socket = joined.socket
         self._pidfd = joined.pidfd
-        self._receiving = _Turn("receives")
+        self.receiving = _Turn("receives")
         self._sending = _Turn("replies")
         self._unsaid: deque[bytes] = deque()  # failures that could not be said, each of a message: bounded as those are
         self._reason: ShmringError | None = None  # why nothing more will come
@@ -100,54 +97,7 @@ class Worker:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def receive(self, timeout: float | None = None) -> Message:
-        """Waits for the next message. Leave it: ``with worker.receive() as message:``.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            TimeoutError: none came.
-            ClosedError: this worker is closed, or the engine has dropped it or is closing.
-            EngineDeadError: the engine is dead.
-            RemoteProtocolError: the engine broke the rules; the connection has ended.
-            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
-            LocalProtocolError: this thread receives already, and runs a signal handler or a hook of ``payload_type`` meanwhile.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._take(self._receiving, timeout):
-            raise _timeout_error(timeout)
-        try:
-            wait_s, busy_s = -1.0, self.config.busy_poll_s
-            while True:
-                if deadline is not None:
-                    wait_s = max(0.0, deadline - time.monotonic())
-                message = self._receive(wait_s, busy_s)
-                if message is not None:
-                    return message
-                if not wait_s:
-                    raise _timeout_error(timeout)
-                busy_s = -1.0  # it has looked for so long already
-        finally:
-            self._leave(self._receiving)
-
-    def receive_nowait(self) -> Message:
-        """Returns the next message if it has come.
-
-        Raises:
-            WouldBlock: none has, or another thread waits for it.
-            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
-        """
-        if self._receiving.take_now():
-            try:
-                message = self._receive(0.0, -1.0)
-            finally:
-                self._leave(self._receiving)
-            if message is not None:
-                return message
-        raise WouldBlock("no message has come")
-
-    def _receive(self, wait_s: float, busy_s: float) -> Message | None:
+    def next(self, wait_s: float, busy_s: float) -> Message | None:
         """As :meth:`WorkerEnd.receive`. None: nothing has come in time, or something may have since."""
         self.check_process()
         if self._unsaid:
@@ -192,24 +142,13 @@ class Worker:
         elif heard & ENDED:
             self._has_ended = True
 
-    def __iter__(self) -> Worker:
-        return self
-
-    def __next__(self) -> Message:
-        try:
-            return self.receive()
-        except ClosedError:
-            if self._origin.forked:
-                raise
-            raise StopIteration from None
-
     # -- replies -----------------------------------------------------------------------------------------------------
 
     def send_answer(self, message: Message, payload: object, timeout: float | None) -> None:
         """For :meth:`Message.reply`."""
         self._check_alive()
         record = self._end.pack_answer(payload, message.sequence)
-        if not message.mark_answered():
+        if not self._end.mark_answered(message):
             return
         parts = deque(records_of(record, self._writer.largest_record_nbytes))
         count = len(parts)
@@ -217,7 +156,7 @@ class Worker:
             self._send(parts, timeout)
         except BaseException:
             if len(parts) == count:  # nothing was sent
-                message.unmark_answered()
+                self._end.unmark_answered(message)
             elif parts:  # nothing else can follow half of a reply
                 self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
             raise
@@ -243,7 +182,7 @@ class Worker:
             LocalProtocolError: this thread is sending already.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._take(self._sending, timeout):
+        if not self.take(self._sending, timeout):
             raise self._unread(timeout)
         try:
             for records in (self._unsaid, parts):
@@ -251,7 +190,7 @@ class Worker:
                     self._wait_and_write(records[0], deadline, timeout)
                     records.popleft()
         finally:
-            self._leave(self._sending)
+            self.leave(self._sending)
 
     def _wait_and_write(self, record: bytes, deadline: float | None, timeout: float | None) -> None:
         while True:
@@ -301,24 +240,21 @@ class Worker:
             raise self._origin.stray(f"worker {self.rank} of engine {self.name!r}", "join anew")
 
     def close(self) -> None:
-        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
-
-        Threads that wait for a message get ``ClosedError``. This never waits; signal handlers and finalisers may call it.
-        """
+        """See :meth:`Worker.close`."""
         if self._origin.forked or self._pidfd < 0:
             return
         self._is_closing = True
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._tidy_up()
 
-    def _take(self, turn: _Turn, timeout: float | None) -> bool:
+    def take(self, turn: _Turn, timeout: float | None) -> bool:
         """Waits for a turn; returns whether it came in time."""
         if turn.take_now():
             return True
         self.check_process()  # who has it may be a thread of the process that forked this one
         return turn.take(timeout)
 
-    def _leave(self, turn: _Turn) -> None:
+    def leave(self, turn: _Turn) -> None:
         """Who leaves a closed worker last tidies up."""
         turn.pass_on()
         if self._is_closing:
@@ -327,8 +263,8 @@ class Worker:
     def _tidy_up(self) -> None:
         """Gives everything back, unless somebody is inside, who does it when leaving."""
         # Looked at again after each try: who left meanwhile may have found this thread inside, and relies on it.
-        while self._pidfd >= 0 and not (self._receiving.is_taken or self._sending.is_taken):
-            if self._receiving.take_now():
+        while self._pidfd >= 0 and not (self.receiving.is_taken or self._sending.is_taken):
+            if self.receiving.take_now():
                 try:
                     if self._sending.take_now():
                         try:
@@ -336,7 +272,7 @@ class Worker:
                         finally:
                             self._sending.pass_on()
                 finally:
-                    self._receiving.pass_on()
+                    self.receiving.pass_on()
 
     def _give_back(self) -> None:
         if self._pidfd < 0:
@@ -348,6 +284,88 @@ class Worker:
         take_bells(self._socket.fileno())
         self._socket.close()
         os.close(pidfd)
+
+
+class Worker:
+    """A worker's end, for any thread. Made by :func:`join`; iterate over it for messages, in the engine's order.
+
+    Attributes:
+        name: the engine's name.
+        rank: this worker's.
+        config: as configured.
+    """
+
+    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
+        self.name = name
+        self.rank = rank
+        self.config = config
+        self._connection = _Connection(name, rank, joined, payload_type)
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """Waits for the next message. Leave it: ``with worker.receive() as message:``.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: none came.
+            ClosedError: this worker is closed, or the engine has dropped it or is closing.
+            EngineDeadError: the engine is dead.
+            RemoteProtocolError: the engine broke the rules; the connection has ended.
+            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
+            LocalProtocolError: this thread receives already, and runs a signal handler or a hook of ``payload_type`` meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        connection = self._connection
+        if not connection.take(connection.receiving, timeout):
+            raise _timeout_error(timeout)
+        try:
+            wait_s, busy_s = -1.0, self.config.busy_poll_s
+            while True:
+                if deadline is not None:
+                    wait_s = max(0.0, deadline - time.monotonic())
+                message = connection.next(wait_s, busy_s)
+                if message is not None:
+                    return message
+                if not wait_s:
+                    raise _timeout_error(timeout)
+                busy_s = -1.0  # it has looked for so long already
+        finally:
+            connection.leave(connection.receiving)
+
+    def receive_nowait(self) -> Message:
+        """Returns the next message if it has come.
+
+        Raises:
+            WouldBlock: none has, or another thread waits for it.
+            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
+        """
+        connection = self._connection
+        if connection.receiving.take_now():
+            try:
+                message = connection.next(0.0, -1.0)
+            finally:
+                connection.leave(connection.receiving)
+            if message is not None:
+                return message
+        raise WouldBlock("no message has come")
+
+    def __iter__(self) -> Worker:
+        return self
+
+    def __next__(self) -> Message:
+        try:
+            return self.receive()
+        except ClosedError:
+            self._connection.check_process()
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
+
+        Threads that wait for a message get ``ClosedError``. This never waits; signal handlers and finalisers may call it.
+        """
+        self._connection.close()
 
     def __enter__(self) -> Worker:
         return self

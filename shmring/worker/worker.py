@@ -65,23 +65,16 @@ class Message(MessageEnd):
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
         """
-        worker: Worker = self.end.shell
-        await worker.send_answer(self, payload)
+        connection: _Connection = self._end.shell
+        await connection.send_answer(self, payload)
 
 
-class Worker:
-    """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
-
-    Attributes:
-        name: the engine's name.
-        rank: this worker's.
-        config: as configured.
-    """
+class _Connection:
+    """A worker's connection to its engine: what has come, replies, and how it ends."""
 
     def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
         self.name = name
         self.rank = rank
-        self.config = config
         self._loop = asyncio.get_running_loop()
         self._origin = Origin()
         self._records: deque[bytes] = deque()
@@ -101,41 +94,14 @@ class Worker:
             raise
         self._link.start()
 
-    @classmethod
-    async def join(cls, name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker:
-        """See :func:`join`."""
-        return cls(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
-
     # -- messages --------------------------------------------------------------------------------------------------
 
-    async def receive(self) -> Message:
-        """Waits for the next message. Leave it: ``with await worker.receive() as message:``.
+    def next_in_turn(self) -> Message | None:
+        """Opens the next record, unless others wait for it."""
+        return None if self._receivers else self.next()
 
-        Raises:
-            ClosedError: this worker is closed, or the engine has dropped it or is closing.
-            EngineDeadError: the engine is dead.
-            RemoteProtocolError: the engine broke the rules; the connection has ended.
-            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
-        """
-        while True:
-            message = self._next()
-            if message is not None:
-                return message
-            await self._record_came()
-
-    def receive_nowait(self) -> Message:
-        """Returns the next message if it has come.
-
-        Raises:
-            WouldBlock: none has, or others wait for it.
-            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
-        """
-        message = None if self._receivers else self._next()
-        if message is None:
-            raise WouldBlock("no message has come")
-        return message
-
-    def _next(self) -> Message | None:
+    def next(self) -> Message | None:
+        """Opens the next record; None: none has come."""
         self.check_process()
         if not self._records and self._reason is None:
             self._link.poll()
@@ -152,7 +118,8 @@ class Worker:
             raise
         return message
 
-    async def _record_came(self) -> None:
+    async def record_came(self) -> None:
+        """Waits for a record, or for the end."""
         self._check_loop()
         await self._receivers.wait(lambda _: self._wake())
 
@@ -164,24 +131,13 @@ class Worker:
                 left -= 1
                 give(place, None)
 
-    def __aiter__(self) -> Worker:
-        return self
-
-    async def __anext__(self) -> Message:
-        try:
-            return await self.receive()
-        except ClosedError:
-            if self._origin.forked:
-                raise
-            raise StopAsyncIteration from None
-
     # -- replies -----------------------------------------------------------------------------------------------------
 
     async def send_answer(self, message: Message, payload: object) -> None:
         """For :meth:`Message.reply`."""
         self._check_alive()
         record = self._end.pack_answer(payload, message.sequence)
-        if not message.mark_answered():
+        if not self._end.mark_answered(message):
             return
         parts = deque(records_of(record, self._link.largest_record_nbytes))
         try:
@@ -192,7 +148,7 @@ class Worker:
                 self._answering.release()
                 raise
         except BaseException:
-            message.unmark_answered()  # nothing was sent
+            self._end.unmark_answered(message)  # nothing was sent
             raise
         self._link.send_record(parts.popleft())
         if not parts:
@@ -287,7 +243,7 @@ class Worker:
     # -- its end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
+        """See :meth:`Worker.close`."""
         if self._origin.forked or self._is_closed:
             return
         self._check_loop()
@@ -301,6 +257,63 @@ class Worker:
         self._link.close()
         await asyncio.sleep(0)  # lets the link report its end
 
+
+class Worker:
+    """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
+
+    Attributes:
+        name: the engine's name.
+        rank: this worker's.
+        config: as configured.
+    """
+
+    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
+        self.name = name
+        self.rank = rank
+        self.config = config
+        self._connection = _Connection(name, rank, config, joined, payload_type)
+
+    async def receive(self) -> Message:
+        """Waits for the next message. Leave it: ``with await worker.receive() as message:``.
+
+        Raises:
+            ClosedError: this worker is closed, or the engine has dropped it or is closing.
+            EngineDeadError: the engine is dead.
+            RemoteProtocolError: the engine broke the rules; the connection has ended.
+            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
+        """
+        while True:
+            message = self._connection.next()
+            if message is not None:
+                return message
+            await self._connection.record_came()
+
+    def receive_nowait(self) -> Message:
+        """Returns the next message if it has come.
+
+        Raises:
+            WouldBlock: none has, or others wait for it.
+            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
+        """
+        message = self._connection.next_in_turn()
+        if message is None:
+            raise WouldBlock("no message has come")
+        return message
+
+    def __aiter__(self) -> Worker:
+        return self
+
+    async def __anext__(self) -> Message:
+        try:
+            return await self.receive()
+        except ClosedError:
+            self._connection.check_process()
+            raise StopAsyncIteration from None
+
+    async def close(self) -> None:
+        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
+        await self._connection.close()
+
     async def __aenter__(self) -> Worker:
         return self
 
@@ -308,6 +321,10 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker:
+    return Worker(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
 
 
 class Joining:
@@ -318,7 +335,7 @@ class Joining:
         self._worker: Worker | None = None
 
     def __await__(self) -> Generator[Any, None, Worker]:
-        return Worker.join(*self._arguments).__await__()
+        return _join(*self._arguments).__await__()
 
     async def __aenter__(self) -> Worker:
         self._worker = await self

@@ -35,7 +35,8 @@ from shmring.client.connecting import Connecting, open_client
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
-from shmring.ring.serving import Serving
+from shmring.ring.serving import Serving, create_shell
+from shmring.ring.shell import Shell
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"
@@ -66,7 +67,10 @@ class HostMemory(Gpu):
         return Accelerator(name=NAME, memory_nbytes=8 << 30, driver="550.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
 
     def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[Ring]:
-        return Serving(lambda: Ring.create(name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
+        async def create() -> Ring:
+            return Ring(await create_shell(Shell, name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
+
+        return Serving(create)
 
     def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Client]:
         config = ClientConfig(**options)

@@ -14,7 +14,6 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,6 +21,7 @@ import shmring
 from shmring.cancellation import uninterrupted
 from shmring.core.effects import ClientGone, EngineEffect, Reclaimed
 from shmring.ring.frontend import Frontend
+from shmring.ring.shell import Shell
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Gone, Held, Journal
@@ -76,8 +76,8 @@ class _Engine:
     def check_book(self) -> None:
         assert self.ring is not None
         try:
-            self.ring._book.check()
-            self.ring.workers.look()
+            self.ring._shell._book.check()
+            self.ring._shell.workers.look()
         except AssertionError as error:
             self.journal.wrong("violation", f"the engine's book: {error}")
 
@@ -170,17 +170,17 @@ class _Engine:
         self.journal.write(Held(order.sender, order.number, time.monotonic_ns(), self.pid, waited_ns(self.pid)))
 
 
-def _observe(ring: shmring.Ring, engine: _Engine) -> None:
+def _observe(engine: _Engine) -> None:
     """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
-    carry_out, died = ring.carry_out, Frontend.died
+    carry_out, died = Shell.carry_out, Frontend.died
     reclaimed: dict[int, int] = {}
     heard: dict[int, tuple[int, int]] = {}  # of deaths, by pid: when, and how long this process had waited for a core
     effects_seen = 0
 
-    def observed(effects: list[EngineEffect]) -> None:
+    def observed(shell: Shell, effects: list[EngineEffect]) -> None:
         nonlocal effects_seen
-        pids = {client_id: frontend.pid for client_id, frontend in ring._frontends.items()}  # of some there is none afterwards
-        carry_out(effects)
+        pids = {client_id: frontend.pid for client_id, frontend in shell._frontends.items()}  # of some there is none afterwards
+        carry_out(shell, effects)
         for effect in effects:  # with what followed from them
             if isinstance(effect, Reclaimed):
                 reclaimed[effect.client_id] = reclaimed.get(effect.client_id, 0) + effect.nbytes
@@ -195,15 +195,15 @@ def _observe(ring: shmring.Ring, engine: _Engine) -> None:
         heard[frontend.pid] = time.monotonic_ns(), waited_ns(engine.pid)
         died(frontend)
 
-    ring_: Any = ring
-    ring_.carry_out = observed
-    setattr(Frontend, "died", heard_of)  # noqa: B010  # this process has one ring
+    setattr(Shell, "carry_out", observed)  # noqa: B010  # this process has one ring
+    setattr(Frontend, "died", heard_of)  # noqa: B010
 
 
 async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
     """Serves until the driver has gone, or has had enough."""
     logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     engine, plan = _Engine(assignment), assignment.plan
+    _observe(engine)
     ring = engine.ring = await shmring.serve(
         assignment.name,
         slab_nbytes=plan.slab_nbytes,
@@ -215,7 +215,6 @@ async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
         payload_type=Order,
         calls={"statistics": engine.statistics},
     )
-    _observe(ring, engine)
     channel.answer(control.Ready())
     serving = asyncio.create_task(ring.run(engine.handle, _MAX_CONCURRENCY))
     while not isinstance(await channel.question(), control.Leave):

@@ -20,7 +20,6 @@ from shmring.core import compiled
 from shmring.core.compiled import (
     ClaimEnd,
     EngineBook,
-    EngineCalls,
     EngineEnd,
     FrontendEnd,
     HeldSlots,
@@ -92,7 +91,7 @@ def in_a_turn(ends: Ends) -> Any:
 def between_turns(ends: Ends) -> Any:
     """An engine that asks for a request looks into the rings itself."""
     ends.reader.awake, ends.reader.records_left = True, 1
-    return EngineCalls(ends.end, 0.0).claim_now()
+    return ends.end.take_now()
 
 
 # Each has a dtype of its own: what is known of one is remembered, and the function is not called again.
@@ -116,7 +115,7 @@ def test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was(
     assert claim.name == "a name"
     assert claim.payload["after"] == "text behind it"
     assert claim.payload["words"].tolist() == ["rare"]
-    claim.finish()
+    ends.end.finish(claim)
     ends.regions.close()
 
 

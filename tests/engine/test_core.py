@@ -545,13 +545,13 @@ async def test_the_deadline_of_an_answer_that_waits_for_its_reader_ends_it_and_f
         return [StepOutput(EncodeReply(torch.full((1, 10_000), float(value_of(part))))) for part in batch]
 
     async with engine_and_client(compute, socket_dir, options={"reply_nbytes": 65536}) as (core, client):
-        blocking = core.ring._book.acquire_reply(client.ring.client_id, 40_000)  # of a reserve that has no room for two
+        blocking = core.ring._shell._book.acquire_reply(client.ring.client_id, 40_000)  # of a reserve that has no room for two
         assert blocking is not None
         with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
             await encode(client, request_of(2, deadline=time.monotonic() + 0.05))
         waiting = asyncio.create_task(encode(client, request_of(3)))
         await until(lambda: core.ring.statistics().replies_waiting == 1)
-        core.ring.carry_out(core.ring._book.discard_reply(client.ring.client_id, blocking.generation))
+        core.ring._shell.carry_out(core.ring._shell._book.discard_reply(client.ring.client_id, blocking.generation))
         assert (await waiting)[0, 0] == 3
         assert core.ring.statistics().replies_waiting == 0
         await until(lambda: not core._flushing)

@@ -69,9 +69,9 @@ async def ask(ring: shmring.Ring, connect: Any) -> AsyncIterator[Any]:
 
 def occupy_the_reply_reserve(ring: shmring.Ring, client_id: int) -> Any:
     """Takes nearly all of it; returns what frees it."""
-    blocking = ring._book.acquire_reply(client_id, 60_000)
+    blocking = ring._shell._book.acquire_reply(client_id, 60_000)
     assert blocking is not None
-    return lambda: ring.carry_out(ring._book.discard_reply(client_id, blocking.generation))
+    return lambda: ring._shell.carry_out(ring._shell._book.discard_reply(client_id, blocking.generation))
 
 
 async def test_it_knows_its_payload_and_its_size(ask: Any) -> None:

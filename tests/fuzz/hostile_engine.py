@@ -66,6 +66,7 @@ from shmring.core.messages import (
 from shmring.errors import RemoteProtocolError
 from shmring.transport.load import create_load_page
 from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
+from shmring.worker.joining import join_in_time
 from shmring.worker.worker import Message, Worker
 from tests.fuzz.scripts import MOST_TURNS, NAME, Steps, changed, check_error, listening, over, play, stage, turns
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
@@ -651,10 +652,14 @@ def _broadcast(steps: Steps, sequence: int) -> bytes:
     return msgspec.msgpack.encode([_BROADCAST, sequence, sequence % 8, wants, *bodies[kind % len(bodies)]])
 
 
+async def _joined(config: WorkerConfig) -> Worker:
+    return Worker(NAME, 0, config, await join_in_time(NAME, 0, "label", config), Any)
+
+
 async def _worker_scene(data: bytes, *, changes: bool) -> None:
     steps = Steps(data)
     config = WorkerConfig(socket_dir=listening()[1], connect_timeout_s=2.0, prefault=False)
-    attempt = asyncio.ensure_future(Worker.join(NAME, 0, config, Any, "label"))
+    attempt = asyncio.ensure_future(_joined(config))
     engine = await _met(attempt, steps)
     assert engine is not None
     broadcast_fd = os.memfd_create("broadcasts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

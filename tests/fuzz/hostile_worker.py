@@ -181,13 +181,13 @@ class _Served:
 
     def check(self) -> None:
         """The books are sound. Who waits may have memory for a message that is in no book yet."""
-        self.ring._book.check()
+        self.ring._shell._book.check()
         if all(task.done() for task in self.tasks):
-            self.ring.workers.book.check()
+            self.ring._shell.workers.book.check()
 
     async def end(self) -> None:
         """The hostile worker is dead; the others are served, and nothing of it is left."""
-        workers = self.ring.workers
+        workers = self.ring._shell.workers
         self.hostile.socket.close()
         for worker in list(workers._workers.values()):
             if worker.rank == 0:

@@ -257,7 +257,7 @@ class _Claim(ClaimEnd):
 
 
 class _Engine:
-    """The shell of an engine's end: what :class:`~shmring.ring.ring.Ring` does for it, without connections."""
+    """The shell of an engine's end: what :class:`~shmring.ring.shell.Shell` does for it, without connections."""
 
     def __init__(self, book: EngineBook | None = None) -> None:
         self.book = EngineBook(_GEOMETRY, _LIMITS) if book is None else book
@@ -328,12 +328,12 @@ class _Engine:
 
     def finish(self, claim: _Claim) -> None:
         """The engine finishes a request that it has taken up."""
-        claim.finish()
+        self.end.finish(claim)
         self.collect()
 
     def release(self, claim: _Claim) -> None:
         """The engine leaves a request that it could not take up."""
-        self.carry_out(claim.release_slots())
+        self.end.release(claim)
 
     def collect(self) -> None:
         """Views have died."""
@@ -351,7 +351,7 @@ class _Engine:
             if not effect.was_running:
                 self.end.forget_waiting(*key)
             elif (claim := self.end.forget_claim(*key)) is not None:
-                claim.mark_ended(aborted=True)
+                self.end.mark_ended(claim, aborted=True)
 
     def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
         """A request can't be taken up."""
@@ -436,7 +436,7 @@ def slot_headers(data: bytes) -> None:
     claim = engine.end.take_next()
     if header == _header(slot):
         assert claim.payload.nbytes == nbytes
-        claim.finish()
+        engine.end.finish(claim)
     else:
         assert claim is None
         [(error, breaks_rules)] = engine.failures
@@ -608,7 +608,7 @@ def workers(data: bytes) -> None:
     book.check()
     assert not book.outstanding
     assert book.free_blocks == 4
-    claim.finish()
+    engine.end.finish(claim)
     claim = None
     engine.collect()
     engine.book.check()
@@ -695,7 +695,7 @@ class _Sharing:
     def finish(self, chosen: int) -> None:
         """The engine finishes a request."""
         if self.claims:
-            self.claims.pop(list(self.claims)[chosen % len(self.claims)]).finish()
+            self.engine.end.finish(self.claims.pop(list(self.claims)[chosen % len(self.claims)]))
 
     def look(self) -> None:
         """The engine looks at the pages. Who has said that it left a message has; nobody else holds less than before."""

@@ -39,7 +39,7 @@ def slab() -> Iterator[Slab]:
 
 
 def copy_stream(ring: shmring.Ring, device: int = 0) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = ring._host_claims.uploads._lanes[device].stream  # type: ignore[attr-defined]
+    stream: torch.cuda.Stream = ring._shell._host_claims.uploads._lanes[device].stream  # type: ignore[attr-defined]
     return stream
 
 
@@ -264,7 +264,7 @@ async def test_nothing_is_reused_before_its_event(serve: Any, connect: Any) -> N
     poison = torch.full((1,), 201, dtype=torch.uint8, device="cuda")
 
     async def answer(claim: shmring.Claim) -> None:
-        if claim.request_id % 50 == 0 and ring._host_claims.uploads._lanes:  # type: ignore[attr-defined]
+        if claim.request_id % 50 == 0 and ring._shell._host_claims.uploads._lanes:  # type: ignore[attr-defined]
             with torch.cuda.stream(copy_stream(ring)):
                 torch.cuda._sleep(1_000_000)
         arrived = await claim.to("cuda")

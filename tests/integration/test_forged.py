@@ -161,7 +161,7 @@ def other_lease(forger: Forger, ring: shmring.Ring) -> dict[str, int]:
     """A lease of the honest client."""
     [lease] = [
         lease
-        for client in ring._book.clients.values()
+        for client in ring._shell._book.clients.values()
         if client.client_id != forger.welcome.client_id
         for lease in client.leases.values()
     ]
@@ -288,7 +288,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
     assert ring.statistics().protocol_errors == 1
     assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
     await eventually(lambda: ring.statistics().slots_in_use == 0)
-    ring._book.check()
+    ring._shell._book.check()
     # Its process (this one) lives, so what it leased is kept from everybody.
     assert ring.statistics().quarantined_nbytes == forger.lease.nbytes
     forger.close()
@@ -356,7 +356,7 @@ async def test_what_is_no_message_ends_its_connection(ring: shmring.Ring, forger
     *_, last = await forger.messages()
     assert isinstance(last, Refused)
     assert ring.statistics().protocol_errors == 1
-    ring._book.check()
+    ring._shell._book.check()
 
 
 TAIL, HEAD, LENGTH = 0, 64, 4096
@@ -379,7 +379,7 @@ async def test_a_count_that_cannot_be_true_ends_its_connection(
     client = await connect("honest")
     memoryview(getattr(forger, ring_of))[at : at + 8] = value.to_bytes(8, "little")
     if ring_of == "incoming":  # the engine looks at it when the ring seems to be full, or it is to answer
-        frontend = next(each for each in ring._frontends.values() if each.client_id == forger.welcome.client_id)
+        frontend = next(each for each in ring._shell._frontends.values() if each.client_id == forger.welcome.client_id)
         while frontend.connected and frontend.link.can_write:
             frontend.link.send(Refused("x" * 10_000))
             await asyncio.sleep(0)
@@ -387,7 +387,7 @@ async def test_a_count_that_cannot_be_true_ends_its_connection(
     await eventually(lambda: ring.statistics().protocol_errors == 1)
     assert reason in caplog.text
     assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
-    ring._book.check()
+    ring._shell._book.check()
 
 
 async def test_a_length_that_cannot_be_true_ends_its_connection(ring: shmring.Ring, forger: Forger) -> None:

@@ -113,7 +113,7 @@ async def ring(socket_dir: Path) -> AsyncIterator[shmring.Ring]:
         yield ring
         await ring.close()
         await running
-        ring._book.check()
+        ring._shell._book.check()
 
 
 KEY = bytes(range(32))
@@ -178,7 +178,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
             assert ring.statistics().protocol_errors == 1
             assert await client.request(content.payload, timeout=5) == 5000
         await eventually(lambda: ring.statistics().slots_in_use == 0)
-        ring._book.check()
+        ring._shell._book.check()
         forger.close()
 
 

@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"broadcast_nbytes": "256KiB", "worker_backlog": 8}
 
 def is_whole(ring: shmring.Ring) -> bool:
     now = ring.statistics()
-    ring.workers.book.check()
+    ring._shell.workers.book.check()
     return not now.broadcasts_outstanding and now.broadcast_free_nbytes == now.broadcast_nbytes and not now.slots_in_use
 
 
@@ -94,9 +94,9 @@ async def test_a_death_is_heard_of_by_its_pidfd_and_not_by_looking_now_and_then(
     await victim.said()
     for number in ("1", "2"):
         assert await victim.said() == ["held", number]
-    assert ring.workers.book.outstanding == 2
+    assert ring._shell.workers.book.outstanding == 2
     victim.signal(signal.SIGKILL)
-    await eventually(lambda: not ring.workers.book.outstanding)  # no statistics: they look
+    await eventually(lambda: not ring._shell.workers.book.outstanding)  # no statistics: they look
     await eventually(lambda: is_whole(ring))
     assert submission.request_id == 1
 
@@ -109,7 +109,7 @@ async def test_a_worker_that_is_killed_in_a_gather_has_died_and_has_not_left(ser
     gathering = asyncio.ensure_future(ring.gather({}, timeout=20))
     await victim.said()
     assert await victim.said() == ["held", "1"]
-    [worker] = ring.workers._workers.values()
+    [worker] = ring._shell.workers._workers.values()
     pidfd, death = worker.watch._pidfd, select.poll()
     asyncio.get_running_loop().remove_reader(pidfd)
     death.register(pidfd, select.POLLIN)

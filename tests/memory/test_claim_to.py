@@ -22,6 +22,8 @@ from shmring.errors import AbortedError, LocalProtocolError
 from shmring.gpu import pinned as pinned_module
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
+from shmring.ring.serving import create_shell
+from shmring.ring.shell import Shell
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -37,7 +39,7 @@ async def serve_on(cuda: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
     async def start(payload_type: Any = Any, **options: Any) -> Ring:
         settings: dict[str, Any] = {"slab_nbytes": "1MiB", "staging_nbytes": "1MiB", "socket_dir": str(socket_dir)}
         config = RingConfig(**(settings | options))
-        ring = await Ring.create("test", config, payload_type=payload_type, cuda=cuda)
+        ring = Ring(await create_shell(Shell, "test", config, payload_type=payload_type, cuda=cuda))
         rings.append(ring)
         return ring
 
@@ -45,7 +47,7 @@ async def serve_on(cuda: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
     cuda.release()
     for ring in rings:
         await ring.close()
-        ring._book.check()
+        ring._shell._book.check()
     gc.collect()
     assert cuda.registered == {}
     assert pinned_module._registered == set()
@@ -286,7 +288,7 @@ async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
     assert "the slab stays pinned until this process ends" in caplog.text
     assert cuda.registered
     cuda.release()
-    ring._host_claims._pinned.close()
+    ring._shell._host_claims._pinned.close()
 
 
 async def test_a_failed_copy_leaves_the_claim_as_it_was(

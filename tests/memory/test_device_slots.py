@@ -29,6 +29,8 @@ from shmring.gpu import device as device_module
 from shmring.gpu import device_slots as device_slots_module
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
+from shmring.ring.serving import create_shell
+from shmring.ring.shell import Shell
 from tests.records import submit_of, tensor_extension
 from tests.sessions import session_of
 
@@ -60,11 +62,11 @@ def nothing_stays(device_memory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def pretend_to_be_elsewhere(ring: Ring) -> None:
     """Has clients in this process find a ring's device slab as those in another one do: not made here, so to be opened."""
-    slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
+    slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
     own_handle = slab.handle
     slab.handle = msgspec.structs.replace(own_handle, memory=b"own" + own_handle.memory[:61])
     device_module._mappings[slab.handle.memory] = device_module._mappings.pop(own_handle.memory)
-    handshakes = ring._handshakes
+    handshakes = ring._shell._handshakes
     welcome = handshakes._welcome
     handshakes._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)  # type: ignore[method-assign]
 
@@ -83,9 +85,11 @@ class Ends:
     async def serve(self, payload_type: Any = Any, **options: Any) -> Ring:
         settings: dict[str, Any] = {"slab_nbytes": "1MiB", "device_slab_nbytes": "2MiB", "socket_dir": self._socket_dir}
         config = RingConfig(**(settings | options))
-        ring = await Ring.create("test", config, payload_type=payload_type, cuda=self.cuda, device_memory=self.memory)
+        ring = Ring(
+            await create_shell(Shell, "test", config, payload_type=payload_type, cuda=self.cuda, device_memory=self.memory)
+        )
         self._rings.append(ring)
-        if ring._device_claims:
+        if ring._shell._device_claims:
             pretend_to_be_elsewhere(ring)
         return ring
 
@@ -114,7 +118,7 @@ class Ends:
             await client.close()
         for ring in self._rings:
             await ring.close()
-            ring._book.check()
+            ring._shell._book.check()
 
 
 def queue_fill(cuda: Any, stream: Any, tensor: torch.Tensor, value: int) -> None:
@@ -361,7 +365,7 @@ async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring, eventually: Event
         assert ring.statistics().device_slab_leased_nbytes > 0
     await eventually(lambda: ring.statistics().device_slab_free_nbytes == 2 * MIB)
     assert client.statistics().device_leased_nbytes == 0
-    ring._book.check()
+    ring._shell._book.check()
 
 
 # -- the engine's release ------------------------------------------------------------------------------------------------
@@ -652,7 +656,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
     await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
-    next(iter(ring._frontends.values())).died()
+    next(iter(ring._shell._frontends.values())).died()
     await settled(ring)
     assert ring.statistics().device_slab_free_nbytes == 2 * MIB
 
@@ -691,7 +695,7 @@ async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
     del view
     # The client's mapping goes with the last view; the engine's slab has stayed, which only the end of the process changes.
     await eventually(lambda: gc.collect() >= 0 and ends.memory.opened == [])
-    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
@@ -704,7 +708,7 @@ async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
     await eventually(lambda: ends.memory.opened == [])  # the client's session has ended, and it has let go
     with pytest.raises(shmring.EngineDeadError):
         await client.slot(10, device="cuda")
-    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(
@@ -732,7 +736,7 @@ async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends, ev
     client = await ends.connect(reconnect=True)
     await handed_over(ends, client)
     (await ring.claim()).done()
-    first_slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
+    first_slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
     await ring.close()
     second = await ends.serve()
     await client.wait_connected(5)
@@ -783,7 +787,7 @@ async def test_a_session_that_is_lost_while_it_attaches_leaves_nothing_mapped(
     with pytest.raises((shmring.EngineDeadError, ClosedError)):
         await asking
     await eventually(lambda: ends.memory.opened == [] and "close" in dict(ends.memory.log))
-    ring._device_claims[0].unmapped(1)  # type: ignore[union-attr]
+    ring._shell._device_claims[0].unmapped(1)  # type: ignore[union-attr]
 
 
 async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, client: Client) -> None:
@@ -792,7 +796,7 @@ async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, c
     with pytest.raises((ClosedError, LocalProtocolError)):
         slot.tensor((1,), torch.uint8)
     slot.close()
-    ring._device_claims[0].unmapped(1)  # type: ignore[union-attr]
+    ring._shell._device_claims[0].unmapped(1)  # type: ignore[union-attr]
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------------
@@ -826,7 +830,7 @@ async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) ->
 
 async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
     ring = await ends.serve(device_slab_device="cuda:2")
-    assert ring._device_claims[0].handle.uuid == "GPU-c"  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0].handle.uuid == "GPU-c"  # type: ignore[union-attr]
     assert ends.cuda.devices == {0, 2}, "0 is of the streams that this test has made"
     with pytest.raises(ValueError, match="device_slab_device must be"):
         RingConfig(device_slab_device="cpu")
@@ -896,7 +900,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     await client.close()
     await ring.close()
     assert "stays allocated until this process ends: a GPU has not said that it is done with it" in caplog.text
-    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("failing", ["record", "synchronize"])
@@ -916,7 +920,7 @@ async def test_a_frontend_keeps_such_a_slot_too(
     device_module._mappings.pop(handle)
     device_slots_module._MAPPED_WITH.clear()
     ends.memory.opened.clear()
-    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 # -- who lies ------------------------------------------------------------------------------------------------------------
@@ -982,11 +986,11 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         await eventually(lambda: ring.statistics().protocol_errors == 1)
         assert reason in caplog.text
         assert ring.statistics().clients == 1
-        ring._book.check()
+        ring._shell._book.check()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await eventually(lambda: not liar.session.device_slots.is_mapped)  # a thread of this process does it
-    ring._frontends[2].died() if 2 in ring._frontends else ring._device_claims[0].unmapped(2)  # type: ignore[union-attr]
+    ring._shell._frontends[2].died() if 2 in ring._shell._frontends else ring._shell._device_claims[0].unmapped(2)  # type: ignore[union-attr]
 
 
 async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:

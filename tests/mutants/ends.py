@@ -251,23 +251,10 @@ FAULTS = (
     *faults_in(
         "shmring/core/engine_calls.pyx",
         (
-            "who claims at once overtakes those who wait",
-            "if not end.is_usable() or end.is_crowded",
-            "if not end.is_usable()",
-            "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
-        ),
-        (
             "one claim more is taken than was asked for",
             "while len(claims) < self.most",
             "while len(claims) <= self.most",
             "tests/test_awaiting.py::test_claims_are_taken_together",
-        ),
-        (
-            "a request is taken up by a ring that has ended while it heard",
-            "return end.take_next() if end.is_open else None",
-            "return end.take_next()",
-            "tests/test_awaiting.py",
-            "Equivalent: nothing that an engine hears closes its ring within that call.",
         ),
         (
             "the end of a ring is an error where it is gone through",
@@ -278,6 +265,19 @@ FAULTS = (
     ),
     *faults_in(
         "shmring/core/engine_end.pyx",
+        (
+            "who claims at once overtakes those who wait",
+            "if not self.is_usable() or self.is_crowded",
+            "if not self.is_usable()",
+            "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
+        ),
+        (
+            "a request is taken up by a ring that has ended while it heard",
+            "return self.take_next() if self.is_open else None",
+            "return self.take_next()",
+            "tests/test_awaiting.py",
+            "Equivalent: nothing that an engine hears closes its ring within that call.",
+        ),
         (
             "of those that wait, the one behind remembers the one that has gone",
             "after._before = <PyObject*>before",
@@ -304,8 +304,8 @@ FAULTS = (
         ),
         (
             "more slots come back in one record than it has room for",
-            "count > _MANY or (count and claim.request.state_number != _RUNNING)",
-            "(count and claim.request.state_number != _RUNNING)",
+            "count > _MANY or (count and claim._request.state_number != _RUNNING)",
+            "(count and claim._request.state_number != _RUNNING)",
             "tests/test_ring.py::test_slots_of_a_request_that_are_too_many_for_a_message_come_back",
         ),
         (
@@ -316,7 +316,7 @@ FAULTS = (
         ),
         (
             "callbacks are called at each end of a request",
-            "self._abort_callbacks = self._end_callbacks = None",
+            "claim._abort_callbacks = claim._end_callbacks = None",
             "pass",
             "tests/test_claim.py -k abort",
             "Equivalent: a request ends once, and those who end it have asked before.",
@@ -347,7 +347,7 @@ FAULTS = (
         ),
         (
             "the frontend is told of no release where its request was aborted before",
-            "count > _MANY or (count and claim.request.state_number != _RUNNING)",
+            "count > _MANY or (count and claim._request.state_number != _RUNNING)",
             "count > _MANY",
             "tests/test_claim.py -k abort",
             "Equivalent: an abort has marked the claim as ended, and that is asked before.",

@@ -26,10 +26,12 @@ from shmring.errors import AbortedError, LocalProtocolError, PeerLostError, Remo
 from shmring.memory.slab import Slab
 from shmring.ring import frontend as frontend_module
 from shmring.ring import handshakes as handshakes_module
-from shmring.ring import ring as ring_module
+from shmring.ring import shell as shell_module
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import Frontend
+from shmring.ring.life import Life
 from shmring.ring.ring import Ring
+from shmring.ring.shell import Shell
 from shmring.ring.workers import Workers
 from tests.simulation.around import Connected, CopyingThreads, End, Watch, standing_on
 from tests.simulation.books import Books
@@ -132,7 +134,7 @@ class Handling:
     @property
     def slots(self) -> tuple[SlotRef, ...]:
         """In the order of its tensors; those that are kept content with the numbers that the book has given them."""
-        return tuple(self.claim.submit.content.slots)
+        return tuple(self.claim._submit.content.slots)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -165,24 +167,24 @@ class Engine:
         workers = functools.partial(FanOut, self) if scenario.workers else Workers
         with (
             self.loop.running(),
-            standing_on(ring_module, EngineBook=kind.engine, Copier=CopyingThreads, Workers=workers),
+            standing_on(shell_module, EngineBook=kind.engine, Copier=CopyingThreads, Workers=workers),
         ):
-            self.ring = Ring(
-                "simulated",
-                ring_config(scenario),
-                epoch=epoch,
+            shell = Shell(
+                Life("simulated", ring_config(scenario), epoch),
                 geometry=scenario.geometry,
                 reserved=cast(Any, reserved),
                 cuda=cast(Any, None),
                 listener=cast(Any, SimpleNamespace(socket=None)),
                 payload_type=Any,
                 calls={},
+                claim_type=Claim,
             )
+            self.ring, self.shell = Ring(shell), shell
         os.close(self.slab_fd)
-        self.end = self.ring.engine_end
+        self.end = self.shell.end
         self.book = self.end.book
-        self.copier = cast(CopyingThreads, self.ring.copier)
-        self.fan_out = self.ring.workers if isinstance(self.ring.workers, FanOut) else None
+        self.copier = cast(CopyingThreads, self.shell._copier)
+        self.fan_out = self.shell.workers if isinstance(self.shell.workers, FanOut) else None
         self.claims: list[Handling] = []
         self.draining: list[Draining] = []
         self._clients: dict[int, Client] = {}
@@ -191,7 +193,7 @@ class Engine:
     @property
     def clients(self) -> dict[int, Client]:
         """Connections that the ring has, ended ones included."""
-        return {client_id: self._clients[client_id] for client_id in self.ring._frontends}
+        return {client_id: self._clients[client_id] for client_id in self.shell._frontends}
 
     # -- connections ---------------------------------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Engine:
         welcomes: list[Welcome] = []
         self._shake_hands(wire, lambda peer, welcome, *descriptors: welcomes.append(welcome))
         [welcome] = welcomes
-        frontend = self.ring._frontends[welcome.client_id]
+        frontend = self.shell._frontends[welcome.client_id]
         self._clients[welcome.client_id] = Client(process, wire, frontend, cast(Any, frontend.watch))
         return wire, welcome
 
@@ -231,7 +233,7 @@ class Engine:
                 send_welcome=send_welcome,
             ),
         ):
-            self.ring._handshakes._admit(cast(Any, peer), hello)
+            self.shell._handshakes._admit(cast(Any, peer), hello)
 
     def sees_end(self, client_id: int) -> None:
         """A connection has ended; what it brought and was not read is lost."""
@@ -271,7 +273,7 @@ class Engine:
         self.claims.clear()
         self.draining.clear()
         self.end.detach()
-        self.ring._host_claims.unmap()
+        self.shell._host_claims.unmap()
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
@@ -283,10 +285,10 @@ class Engine:
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:
         """Records are read: those that were forged are refused, and no others."""
-        errors = self.ring._counters.protocol_errors
+        errors = self.shell.life.protocol_errors
         forging = [client.wire for client in self.clients.values() if client.wire.holds_forged]
         yield
-        accused = self.ring._counters.protocol_errors - errors
+        accused = self.shell.life.protocol_errors - errors
         taken = sum(not wire.holds_forged for wire in forging)
         require(accused >= taken, "a forged message was accepted")
         require(accused <= taken, "an honest frontend is accused")

@@ -36,7 +36,7 @@ from tests.simulation.wire import Link, Wire, map_beside, map_slab
 if TYPE_CHECKING:
     from shmring.core.compiled import EngineEnd, Packed
     from shmring.memory.slab import Slab
-    from shmring.ring.ring import Ring
+    from shmring.ring.life import Life
     from tests.simulation.engine import Engine, Handling
     from tests.simulation.worker import WorkerProcess
 
@@ -153,14 +153,14 @@ class FanOut(Workers):
         readable: the memory of slab and broadcasts, as workers map it.
     """
 
-    def __init__(self, engine: Engine, ring: Ring, end: EngineEnd, slab: Slab, record_nbytes: int) -> None:
+    def __init__(self, engine: Engine, life: Life, end: EngineEnd, slab: Slab, copier: CopyingThreads) -> None:
         scenario = engine.scenario
-        super().__init__(ring, end, slab, record_nbytes)
+        super().__init__(life, end, slab, cast(Any, copier))
         self.engine = engine
         self.truth = FanOutTruth(self, scenario.workers + 2)
         self._memory, self.readable = map_beside(engine.slab_fd, engine.slab.nbytes, scenario.broadcast_blocks * BLOCK_NBYTES)
         self.end.reserve(self._memory)
-        cast(CopyingThreads, ring.copier).aside = self._copies
+        copier.aside = self._copies
         self.connections: list[EngineWorker] = []
         self.calls: list[Call] = []
         self.next_call = 1

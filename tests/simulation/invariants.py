@@ -42,7 +42,7 @@ def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
     """What the engine will read or reads is what its book says, inside leases of its client, and nowhere twice."""
     count = 0
     for (client_id, _), waiting in engine.end.waiting.items():
-        for slot in waiting.submit.content.slots:
+        for slot in waiting._submit.content.slots:
             count += 1
             _own(engine, client_id, slot.generation, EngineSlot.PUBLISHED, owners)
     for handling in engine.claims:

@@ -138,7 +138,7 @@ def replies_are_mixed_up(patch: Patch) -> None:
     def mutated(worker: WorkerProcess, index: int) -> None:
         message = worker.in_hands[index]
         record = worker._end.pack_answer([message.payload[0], 0], message.sequence)
-        message.mark_answered()
+        worker._end.mark_answered(message)
         worker.wire.towards_engine.queue(record)
 
     patch.setattr(WorkerProcess, "reply", mutated)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from shmring.client.session import Session as RealSession
-from shmring.ring.claim import Claim
+from shmring.ring.shell import Shell
 from tests.simulation.exploration import explore
 from tests.simulation.failure import replay
 from tests.simulation.scenario import IN_CODE, Kind, Scenario
@@ -107,7 +107,7 @@ def test_something_happens_in_the_midst_of_every_call_that_lets_it() -> None:
 
 
 def nobody_looks_whether_a_claim_goes_on(patch: Patch) -> None:
-    patch.setattr(Claim, "check_running", lambda claim: None)
+    patch.setattr(Shell, "refuse", lambda shell, claim: None)
 
 
 def nobody_looks_whether_a_session_goes_on(patch: Patch) -> None:

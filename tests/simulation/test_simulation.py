@@ -26,7 +26,7 @@ from shmring.line import Line, Place, give
 from shmring.memory.slots import HostSlots, Slots
 from shmring.ring.claim import Claim
 from shmring.ring.replies import Replies
-from shmring.ring.ring import Ring
+from shmring.ring.shell import Shell
 from tests.model.observed import ObservedClientBook, ObservedEngineBook
 from tests.model.state import FIELDS
 from tests.simulation import books
@@ -344,7 +344,7 @@ def requests_end_twice(patch: Patch) -> None:
         return True
 
     mutate(patch, end=end)
-    patch.setattr(Claim, "_end", lambda claim, event, error: claim._ring.end_claim(claim, event, error))
+    patch.setattr(Claim, "_end_with", lambda claim, event, error: claim._shell.end_claim(claim, event, error))
 
 
 def a_block_is_lost(patch: Patch) -> None:
@@ -415,15 +415,15 @@ def nobody_is_told_of_the_end(patch: Patch) -> None:
 
 
 def an_abort_takes_what_a_handler_reads(patch: Patch) -> None:
-    forget_claim = Ring._request_aborted
+    forget_claim = Shell._request_aborted
 
-    def mutated(ring: Ring, effect: Any) -> None:
-        claim = ring._end.claims.get((effect.client_id, effect.request_id))
-        forget_claim(ring, effect)
+    def mutated(shell: Shell, effect: Any) -> None:
+        claim = shell.end.claims.get((effect.client_id, effect.request_id))
+        forget_claim(shell, effect)
         if claim is not None:
             claim.release()
 
-    patch.setattr(Ring, "_request_aborted", mutated)
+    patch.setattr(Shell, "_request_aborted", mutated)
 
 
 @pytest.mark.timeout(900)  # 60,000 steps take more than a minute

@@ -135,7 +135,7 @@ class WorkerProcess:
         answer = [payload[0], self.rank, self.midst.code]
         record = self._end.pack_answer(answer, message.sequence)
         try:
-            require(message.mark_answered(), "a message that wants a reply wants none")
+            require(self._end.mark_answered(message), "a message that wants a reply wants none")
         except LocalProtocolError:
             require(message.left, "a message can't be answered")
             return
@@ -181,7 +181,7 @@ class WorkerProcess:
         for message in self.in_hands:
             payload = message.payload
             require_intact(payload, payload[0])
-            number = (message.beside if message.is_shared else payload)[0]
+            number = (message.beside if message._is_shared else payload)[0]
             require(self._calls[number].sequence == message.sequence, "a worker gets another message than was sent")
         for view in self.views:
             require_intact(view.payload, view.payload[0])

@@ -258,14 +258,14 @@ async def test_both_ends_poll_and_sleep_again(
 
     ring = await serve(busy_poll_s=0.1)
     client = await connect(busy_poll_s=0.1)
-    pollers = [ring.poller, session_of(client).link._poller]
+    pollers = [ring._shell.life.poller, session_of(client).link._poller]
     for poller in pollers:
         poller._busy_poll_s = 60.0  # or a busy machine makes it seem that they sleep
     running = asyncio.create_task(ring.run(handle))
     for value in range(20):
         assert await client.request({"x": torch.full((1000,), value)}) == 1000 * value
     bells = session_of(client).link.bells
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     assert bells + frontend.link.bells <= 4, "who polls needs no bell"
     assert all(poller._armed for poller in pollers)
     for poller in pollers:
@@ -281,7 +281,7 @@ async def test_a_frontend_that_hears_of_the_end_while_it_looks_for_a_reply(serve
     """Its session lets go of the ring that it reads there and then."""
     ring, client = await serve(busy_poll_s=0.1), await connect(busy_poll_s=0.1)
     submission = await client.submit([1])
-    for frontend in ring._frontends.values():
+    for frontend in ring._shell._frontends.values():
         frontend.send(Refused("no more"))
     with pytest.raises(shmring.EngineDeadError, match="no more"):
         await submission.next()
@@ -329,7 +329,7 @@ async def test_who_polls_and_has_nothing_in_hand_looks_before_the_loop_goes_on(
 async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
     ring = await serve()
     client = await connect()
-    await eventually(lambda: not ring.poller._armed and not session_of(client).link._poller._armed)
+    await eventually(lambda: not ring._shell.life.poller._armed and not session_of(client).link._poller._armed)
 
 
 @pytest.mark.parametrize("seconds", [-0.001, 0.2])
@@ -391,7 +391,7 @@ async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> Non
             pass
         with pytest.raises(StopAsyncIteration):
             await submission.next()
-    [frontend] = ring._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     async with asyncio.timeout(5):
         while frontend.link._awake or session_of(client).link._awake:
             await asyncio.sleep(0.001)

@@ -34,7 +34,7 @@ async def main(name: str, socket_dir: str, slab_nbytes: str) -> None:
 
     async def statistics() -> dict[str, int]:
         assert ring is not None
-        ring._book.check()
+        ring._shell._book.check()
         return dataclasses.asdict(ring.statistics())
 
     ring = await shmring.serve(

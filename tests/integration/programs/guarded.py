@@ -77,7 +77,7 @@ async def engine(name: str, socket_dir: str, concurrency: str, backing: Backing 
 
     async def statistics() -> dict[str, int]:
         assert ring is not None
-        ring._book.check()
+        ring._shell._book.check()
         return dataclasses.asdict(ring.statistics())
 
     async def never() -> None:

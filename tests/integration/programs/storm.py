@@ -62,7 +62,7 @@ async def work(ring: shmring.Ring, steps: list[int]) -> None:
                     await claim.reply(answer)
             del claim
         claims.clear()
-        book = ring._book
+        book = ring._shell._book
         book.check()
         assert book.count_slots(EngineSlot.CLAIMED) == book.count_slots(EngineSlot.DRAINING) == 0, "held beyond the step"
         steps[0] += 1

@@ -94,7 +94,7 @@ async def run_engine(name: str, socket_dir: str) -> None:
 
     async def statistics() -> dict[str, int]:
         assert ring is not None
-        ring._book.check()
+        ring._shell._book.check()
         return dataclasses.asdict(ring.statistics())
 
     async def reached_here() -> list[str]:

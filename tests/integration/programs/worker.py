@@ -29,7 +29,7 @@ def handle(message: Any) -> None:
         "got",
         message.sequence,
         int(payload["x"].sum()) if "x" in payload else 0,
-        *([message.beside] if message.is_shared else []),
+        *([message.beside] if message._is_shared else []),
     )
 
 

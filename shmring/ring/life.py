@@ -1,0 +1,72 @@
+"""One life of an engine, as all parts of its end see it: who it is, where it lives, and whether it may be used here and now."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shmring.config import RingConfig
+from shmring.core.compiled import ClaimEnd, Origin, largest_record_nbytes
+from shmring.errors import AbortedError, ClosedError, LocalProtocolError
+from shmring.transport.loops import check_loop
+from shmring.transport.polling import Poller
+
+__all__ = ["Life"]
+
+
+class Life:
+    """See above. It begins in the loop that it is made in.
+
+    Attributes:
+        name: the engine's name.
+        config: as configured.
+        epoch: identity of this life.
+        loop: the event loop it lives in.
+        poller: of that loop.
+        record_nbytes: of a message, at most.
+        is_over: whether the ring is closed.
+        protocol_errors: how often a frontend or a worker broke the rules.
+    """
+
+    def __init__(self, name: str, config: RingConfig, epoch: int) -> None:
+        self.name = name
+        self.config = config
+        self.epoch = epoch
+        self.loop = asyncio.get_running_loop()
+        self.poller = Poller(self.loop, config.busy_poll_s)
+        self.record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
+        self.is_over = False
+        self.protocol_errors = 0
+        self._origin = Origin()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, which must not touch its parent's sockets."""
+        return self._origin.forked
+
+    def check_open(self) -> None:
+        """Raises :class:`ClosedError` unless the ring may be used in this process."""
+        if self.is_over or self._origin.forked:
+            raise self.closed_error()
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop than the ring's; :class:`ClosedError` in a forked child."""
+        self.check_process()
+        check_loop(self.loop, f"this ring {self.name!r}")
+
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise self.closed_error()
+
+    def ended_error(self, claim: ClaimEnd) -> AbortedError | LocalProtocolError:
+        """Returns why a request that has ended can't be answered."""
+        if claim.aborted:
+            by = "the end of its ring" if self.is_over else "its frontend"
+            return AbortedError(f"request {claim.request_id} was aborted by {by}", request_id=claim.request_id)
+        return LocalProtocolError(f"request {claim.request_id} has ended; answer before leaving its claim")
+
+    def closed_error(self) -> ClosedError:
+        """Returns why the ring can't be used."""
+        if not self._origin.forked:
+            return ClosedError(f"ring {self.name!r} is closed")
+        return self._origin.stray(f"ring {self.name!r}", "serve your own")

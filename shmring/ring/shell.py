@@ -1,0 +1,478 @@
+"""What the engine's end does inside of :class:`~shmring.ring.ring.Ring`, less often than with every message.
+
+Theory of operation: :class:`Shell` is the asyncio shell around the :class:`~shmring.core.compiled.EngineEnd`, which does what
+happens with every message. Here is what happens less often: somebody waits for a claim, requests are aborted or fail, the ring
+closes. Parts of it are frontends (``frontend.py``) and how they come (``handshakes.py``), replies that wait for space
+(``replies.py``), workers (``workers.py``), and each memory in which slots are handed over (``host_claims.py``). Each part is
+handed what it uses, and not this. There is no ``await`` between reading the book and acting on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shmring.cancellation import uninterrupted
+from shmring.config import RingConfig
+from shmring.core.compiled import ClaimEnd, EngineBook, EngineEnd, Submit
+from shmring.core.effects import (
+    Answered,
+    ClientGone,
+    EngineEffect,
+    Granted,
+    Recalled,
+    Reclaimed,
+    Released,
+    ReplyGranted,
+    RequestAborted,
+)
+from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
+from shmring.core.messages import SLOT_HEADER_NBYTES, Failed, FailureKind, LeaseRecall, Release
+from shmring.core.printable import printable_lines
+from shmring.core.states import EngineSlot, RequestEvent
+from shmring.errors import AbortedError, ClosedError, RemoteProtocolError, StaleDescriptorError
+from shmring.gpu.cuda import Cuda, CudaError, Stream
+from shmring.gpu.device_claims import DeviceClaims
+from shmring.gpu.layout import NOTHING_GIVEN, Given
+from shmring.line import Line
+from shmring.memory.copier import Copier
+from shmring.memory.living import lent_tensors, report
+from shmring.memory.tensors import make_decoder
+from shmring.memory.views import Place
+from shmring.ring.frontend import CallHandler, Frontend, fit_text
+from shmring.ring.handshakes import Handshakes
+from shmring.ring.host_claims import ClaimedMemory, HostClaims
+from shmring.ring.life import Life
+from shmring.ring.replies import Replies
+from shmring.ring.reserve import Reserved
+from shmring.ring.workers import Workers
+from shmring.statistics import RingStatistics
+from shmring.transport.endpoint import Listener
+
+__all__ = ["Shell"]
+
+logger = logging.getLogger("shmring.ring")
+
+_COPY_THREADS = 2  # for replies, which are small beside requests
+_DRAINED_LOOK_S = 0.005  # whether requests in hand have ended: between two looks
+
+
+@dataclasses.dataclass(slots=True)
+class _Counters:
+    failed: int = 0
+    aborted: int = 0
+    reclaimed_nbytes: int = 0
+
+
+class Shell:
+    """See the head of this file. Lives in a loop.
+
+    Args:
+        life: of this engine.
+        geometry: of the slab.
+        reserved: memory, taken over.
+        cuda: how to call CUDA.
+        listener: where frontends and workers come; taken over.
+        payload_type: that payloads are decoded into.
+        calls: control calls, by name.
+        claim_type: of requests that are taken up.
+
+    Attributes:
+        life: see above.
+        loop: that of ``life``.
+        end: what happens with every message.
+        decoder: of payloads.
+        replies: that are on their way.
+        workers: that have joined.
+        uploads: copies of claims to GPUs.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        *,
+        geometry: Geometry,
+        reserved: Reserved,
+        cuda: Cuda,
+        listener: Listener,
+        payload_type: Any,
+        calls: Mapping[str, CallHandler],
+        claim_type: type[ClaimEnd],
+    ) -> None:
+        config = life.config
+        self.life = life
+        self.loop = life.loop
+        self._slab = slab = reserved.slab
+        self._load_fd = reserved.load_fd
+        self._geometry = geometry
+        self._book = EngineBook(geometry, _limits(config, geometry))
+        self._copier = copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
+        self._frontends: dict[int, Frontend] = {}
+        self._claimers: Line[None] = Line()
+        self._counters = _Counters()
+        self._is_draining = False  # nothing more is claimed
+        self.decoder = make_decoder(payload_type)
+        self._host_claims = HostClaims(slab, reserved.pinned, cuda, copier, config)
+        self._device_claims = tuple(  # none or one
+            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._wake_for_deaths)
+            for device_slab in reserved.device_slabs
+        )
+        self._memories: tuple[ClaimedMemory, ...] = (self._host_claims, *self._device_claims)  # as the book numbers them
+        self.uploads = self._host_claims.uploads
+        self.end = end = EngineEnd(
+            self,
+            self._book,
+            self._host_claims.regions,
+            slab.mapping,
+            self.decoder,
+            claim_type,
+            epoch=life.epoch,
+            max_tensors=config.max_tensors,
+            max_values=config.max_values,
+            inline_nbytes=int(config.inline_nbytes),
+            max_payload_nbytes=int(config.max_payload_nbytes),
+            debug=config.debug,
+            load=reserved.load,
+        )
+        self.replies = Replies(life, end, geometry, slab, copier, self.carry_out)
+        self.workers = Workers(life, end, slab, copier)
+        self.loop.add_reader(self._host_claims.regions.bell, self._collect_deaths)
+        make_frontend = functools.partial(
+            Frontend, life, end, dict(calls), self._device_claims, self.carry_out, self.client_lost
+        )
+        self._handshakes = Handshakes(
+            life,
+            self._book,
+            listener,
+            geometry,
+            slab,
+            reserved.load_fd,
+            self._device_claims,
+            self._frontends,
+            make_frontend,
+            self.workers.admit,
+        )
+
+    # -- claims ----------------------------------------------------------------------------------------------------
+
+    async def claim_in_turn(self) -> ClaimEnd:
+        """For :meth:`Ring.claim`: a request has to be waited for."""
+        self.life.check_loop()
+        while True:
+            self.check_claiming()
+            if not self._claimers and (claim := self.end.take_now()) is not None:
+                return claim
+            await self._request_arrived()
+            self.check_claiming()
+            if (claim := self.end.take_next()) is not None:
+                if self._claimers:
+                    self.request_arrived()
+                return claim
+
+    def check_claiming(self) -> None:
+        """Raises :class:`ClosedError` unless requests may be claimed."""
+        self.life.check_open()
+        if self._is_draining:
+            raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
+
+    async def next_in_turn(self) -> ClaimEnd:
+        """For the iteration over claims: a request has to be waited for."""
+        try:
+            return await self.claim_in_turn()
+        except ClosedError:
+            self.life.check_process()
+            raise StopAsyncIteration from None
+
+    async def _request_arrived(self) -> None:
+        self.end.is_awaited = self.end.is_crowded = True
+        try:
+            await self._claimers.wait(lambda _: self.request_arrived())
+            self.end.begin_turn()
+        finally:
+            self.end.is_awaited = bool(self._claimers)
+            self.end.is_crowded = self.end.is_awaited or self._is_draining
+
+    def request_arrived(self) -> None:
+        """Wakes the first claimer if there is something to claim; it wakes the next."""
+        if not self.end.waiting_count or self.end.is_turn_over:
+            return
+        self._claimers.give_first(None)
+        self.end.is_awaited = False  # whom this wakes wakes the next
+
+    def let_others_run(self) -> None:
+        """For the end: so much was claimed that nothing more is until the loop has had a turn."""
+        self.loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        if not self.life.is_over:
+            self.end.begin_turn()
+            self.request_arrived()
+
+    def take_up_device(self, client_id: int, submit: Submit) -> Place:
+        """For the end: a request has slots in device memory. Returns what makes their tensors."""
+        [device_claims] = self._device_claims  # what has no fence has no such slots, and what has one was checked
+        return device_claims.take_up(client_id, submit)
+
+    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
+        """For the end: a request can't be taken up.
+
+        Args:
+            claim: what it would have been.
+            error: why.
+            breaks_rules: whether its frontend has sent what nobody may send.
+        """
+        client_id, request_id = claim.client_id, claim.request_id
+        self.end.release(claim)
+        if breaks_rules:
+            # Perhaps it is forgotten here: what decoded the payload may have heard of its end.
+            self.end.frontend_of(claim).protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
+            return
+        kind: FailureKind = "invalid"
+        if isinstance(error, CudaError):
+            kind = "error"
+            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
+            logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
+        elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
+            text = printable_lines("".join(traceback.format_exception(error)))
+            logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
+        self._end_request(claim, RequestEvent.ERROR, kind, error)
+
+    # -- ending claims (for Claim) ------------------------------------------------------------------------------------
+
+    def given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
+        """Returns a claim's tensors in device memory, for whose fence the stream waits from now on."""
+        if not submit.content.fence:
+            return NOTHING_GIVEN
+        [device_claims] = self._device_claims
+        return device_claims.give(client_id, submit, device, stream)
+
+    def release_on_device(self, client_id: int, submit: Submit, copying: bool) -> list[bool]:
+        """For the end: releases slots in device memory; returns which of a claim's slots drain.
+
+        All of those do: a GPU may be at work on what nobody views any more.
+        """
+        [device_claims] = self._device_claims
+        if self.life.config.debug and not copying and device_claims.is_viewed(client_id, submit):
+            self.log_drain(submit)
+        return device_claims.release(client_id, submit)
+
+    def log_drain(self, submit: Submit) -> None:
+        """For the end, in debug mode: a claim is released while views of it live."""
+        lent = lent_tensors(submit.content, self._slab.address, SLOT_HEADER_NBYTES)
+        logger.warning("request %d is left with living views of its payload; it was %s", submit.request_id, report(lent))
+
+    def refuse(self, claim: ClaimEnd) -> None:
+        """For the end: raises why a request can't be answered any more."""
+        raise self.life.ended_error(claim)
+
+    def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
+        """For the end: slots are their frontend's again."""
+        frontend.link.send_listed(Release, generations)
+
+    def call_soon(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """For the end: callbacks of claims run from the loop, outside of the ring's event."""
+        for callback in callbacks:
+            self.loop.call_soon(callback)
+
+    def end_claim(self, claim: ClaimEnd, event: RequestEvent, error: BaseException) -> None:
+        """Ends a claim's request, and tells its frontend unless it was aborted."""
+        self.end.forget_claim(claim.client_id, claim.request_id)
+        self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
+
+    def _end_request(self, claim: ClaimEnd, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
+        frontend = self.end.frontend_of(claim)
+        description = frontend.describe(error)  # before anything is noted: it runs the error's code
+        self.end.mark_ended(claim)
+        if self._book.end(claim.client_id, claim.request_id, event):
+            self._counters.failed += 1
+            frontend.send(Failed(claim.request_id, kind, *description))
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, effects: list[EngineEffect]) -> None:
+        for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
+            match effect:
+                case Released(client_id, generations):
+                    self._frontends[client_id].link.send_listed(Release, generations)
+                case Granted(client_id, grant):
+                    self._frontends[client_id].send(grant)
+                case Answered(client_id, answer):
+                    self._frontends[client_id].send(answer)
+                case Recalled(client_id, lease_ids):
+                    self._frontends[client_id].link.send_listed(LeaseRecall, lease_ids)
+                case RequestAborted():
+                    self._request_aborted(effect)
+                case ReplyGranted(ticket, slot):
+                    effects += self.replies.granted(ticket, slot)
+                case Reclaimed(client_id, nbytes):
+                    self._counters.reclaimed_nbytes += nbytes
+                    logger.info("%s has gone: %d bytes reclaimed", self._frontends[client_id], nbytes)
+                case ClientGone(client_id):
+                    frontend = self._frontends.pop(client_id)
+                    for device_claims in self._device_claims:
+                        device_claims.gone(client_id)
+                    frontend.forget()
+
+    def _request_aborted(self, effect: RequestAborted) -> None:
+        key = (effect.client_id, effect.request_id)
+        self._counters.aborted += 1
+        self._frontends[effect.client_id].send(Failed(effect.request_id, "aborted", "AbortedError", "aborted"))
+        if not effect.was_running:
+            self.end.forget_waiting(*key)
+            return
+        claim = self.end.forget_claim(*key)
+        if claim is not None:
+            self.end.mark_ended(claim, aborted=True)
+
+    def _wake_for_deaths(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
+            self.loop.call_soon_threadsafe(self._collect_deaths)
+
+    def _collect_deaths(self) -> None:
+        for memory in self._memories:
+            for key in memory.collect():
+                self.carry_out(self._book.last_view_gone(*key))
+
+    def client_lost(self, client_id: int) -> None:
+        """Nothing more comes from a frontend; for a subclass."""
+
+    # -- the ring itself ---------------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout: float | None) -> bool:
+        """See :meth:`Ring.drain`."""
+        self.life.check_open()
+        self.life.check_loop()
+        self._is_draining = self.end.is_crowded = True
+        self._claimers.give_all(None)
+        end_s = math.inf if timeout is None else self.loop.time() + timeout
+        while self.end.running_count and not self.life.is_over:
+            if self.loop.time() >= end_s:
+                return False
+            await asyncio.sleep(_DRAINED_LOOK_S)
+        return True
+
+    async def close(self, reason: str) -> None:
+        """See :meth:`Ring.close`."""
+        if self.life.is_over or self.life.is_forked:
+            return  # a forked child must not touch its parent's sockets
+        self.life.check_loop()
+        self.life.is_over = True
+        self.end.is_open = False
+        try:
+            await self._handshakes.close()
+        finally:
+            self._end_everything(fit_text(reason, self.life.record_nbytes))
+            await uninterrupted(self.loop.create_task(self._give_memory_up()))
+        await asyncio.sleep(0)  # lets the links report their ends
+
+    def _end_everything(self, reason: str) -> None:
+        self.workers.close(reason)
+        for frontend in list(self._frontends.values()):
+            if frontend.connected:
+                frontend.dismiss(reason)
+            frontend.forget()
+        self._claimers.give_all(None)
+        self._copier.close()
+
+    async def _give_memory_up(self) -> None:
+        """Gives each memory up when no GPU uses it any more, and unmaps the slab when it is not pinned any more."""
+        try:
+            for memory in self._memories:
+                await memory.close()
+        finally:
+            self.loop.remove_reader(self._host_claims.regions.bell)
+            self.end.detach()
+            self._host_claims.unmap()
+            os.close(self._load_fd)
+
+    def closed_error(self) -> ClosedError:
+        """For the end: why nothing of it can be used here."""
+        return self.life.closed_error()
+
+    def statistics(self) -> RingStatistics:
+        """See :meth:`Ring.statistics`."""
+        self.life.check_process()
+        book, counters, fan_out = self._book, self._counters, self.workers.end
+        connected = sum(client.connected for client in book.clients.values())
+        memories: dict[str, Any] = {}
+        for memory, lending in zip(self._memories, book.lendings, strict=True):
+            memories |= memory.statistics(lending)
+        return RingStatistics(
+            epoch=self.life.epoch,
+            slab_nbytes=self._geometry.slab_nbytes,
+            leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
+            clients=connected,
+            departed_clients=len(book.clients) - connected,
+            lease_requests_waiting=book.waiting_lease_requests,
+            waiting=self.end.waiting_count,
+            running=self.end.running_count,
+            slots_published=book.count_slots(EngineSlot.PUBLISHED),
+            slots_claimed=book.count_slots(EngineSlot.CLAIMED),
+            slots_draining=book.count_slots(EngineSlot.DRAINING),
+            device_slots_in_use=book.count_device_slots(),
+            reply_nbytes=self._geometry.reply_nbytes,
+            reply_free_nbytes=book.reply_free_nbytes,
+            replies_waiting=len(self.replies),
+            refused=self._handshakes.refused,
+            late_aborts=book.late_aborts,
+            stale_releases=book.stale_releases,
+            submitted=self.end.submitted,
+            finished=self.end.finished,
+            replies=self.end.replies,
+            received_nbytes=self.end.received_nbytes,
+            reply_copies=self.end.reply_copies,
+            reply_copied_nbytes=self.end.reply_copied_nbytes,
+            kept=len(book.kept),
+            kept_nbytes=book.kept.blocks * BLOCK_NBYTES,
+            kept_pinned=len(book.kept) - len(book.kept.unpinned),
+            kept_pinned_nbytes=(book.kept.blocks - book.kept.unpinned_blocks) * BLOCK_NBYTES,
+            kept_capacity_nbytes=book.kept.max_blocks * BLOCK_NBYTES,
+            kept_hits=book.kept.hits,
+            kept_misses=book.kept.misses,
+            kept_evictions=book.kept.evictions,
+            workers=self.workers.statistics(),
+            broadcasts=fan_out.broadcasts,
+            gathers=fan_out.gathered,
+            broadcasts_outstanding=fan_out.book.outstanding,
+            broadcast_nbytes=self.workers.memory_nbytes,
+            broadcast_free_nbytes=fan_out.book.free_blocks * BLOCK_NBYTES,
+            broadcast_copied_nbytes=fan_out.copied_nbytes,
+            broadcast_in_place_nbytes=fan_out.in_place_nbytes,
+            late_answers=fan_out.late_answers,
+            protocol_errors=self.life.protocol_errors,
+            **dataclasses.asdict(counters),
+            **memories,
+        )
+
+
+def _limits(config: RingConfig, geometry: Geometry) -> EngineBookLimits:
+    leasable = geometry.leasable_blocks
+    return EngineBookLimits(
+        max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
+        quota_blocks=_blocks(config.client_quota_nbytes, max(1, leasable * 3 // 4)),
+        max_leases=config.max_leases,
+        max_inflight=config.max_inflight,
+        device_quota_blocks=max(1, geometry.device_blocks * 3 // 4),
+        kept_blocks=_kept_blocks(config.kept_nbytes, leasable),
+        max_kept=config.max_kept,
+        max_pins=config.max_pins,
+    )
+
+
+def _blocks(nbytes: int | str | None, default: int) -> int:
+    return default if nbytes is None else blocks_for(int(nbytes))
+
+
+def _kept_blocks(nbytes: int | str | None, leasable_blocks: int) -> int:
+    return leasable_blocks // 2 if nbytes is None else min(int(nbytes) // BLOCK_NBYTES, leasable_blocks)
