@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.compiled import EngineEnd
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
@@ -294,6 +295,33 @@ async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, con
         assert message.payload["a"].shape == (39_900,)
     (await worker.receive()).leave()
     await eventually(lambda: is_whole(ring))
+
+
+async def test_a_message_looks_through_the_claims_once_however_many_tensors_of_theirs_it_has(
+    serve: Any, connect: Any, join: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(EngineEnd):
+        looks = 0
+
+        @property
+        def claims(self) -> dict[tuple[int, int], Any]:
+            Watched.looks += 1
+            return super().claims
+
+    monkeypatch.setattr("shmring.ring.ring.EngineEnd", Watched)
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    for value in (1, 2, 3):
+        await client.submit(torch.full((40_000,), value, dtype=torch.uint8))
+    with await ring.claim() as first, await ring.claim() as second, await ring.claim() as third:
+        await ring.broadcast([first.payload, second.payload, third.payload] * 2)
+        assert Watched.looks == 1
+        await ring.broadcast([second.payload[1:], torch.zeros(10_000)])  # which asks anew: claims come and go
+        assert Watched.looks == 2
+    assert ring.statistics().broadcast_in_place_nbytes == 6 * 40_000 + 39_999
+    with await worker.receive() as message:
+        assert [int(tensor[-1]) for tensor in message.payload] == [1, 2, 3] * 2
+    (await worker.receive()).leave()
 
 
 async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(serve: Any, connect: Any, join: Any) -> None:

@@ -32,7 +32,7 @@ cdef enum:
 
 
 cdef class ClaimedSlots(HeldSlots):
-    """The slots of claims that are in hand, as a :class:`Packer` asks for them. Nothing is written down: it looks when it is asked.
+    """The slots of claims that are in hand, as a :class:`Packer` asks for them: written down when the first one of a message is looked for.
 
     Args:
         end: whose claims.
@@ -43,6 +43,7 @@ cdef class ClaimedSlots(HeldSlots):
     cdef uint64_t _address
     cdef uint64_t _nbytes
     cdef ClaimEnd _last      # in which something was found last
+    cdef bint _is_filled     # all that are in hand are in HeldSlots' table, by address
 
     def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
         super().__init__()
@@ -51,15 +52,35 @@ cdef class ClaimedSlots(HeldSlots):
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
         cdef ClaimEnd claim
+        cdef uint64_t start
         if address - self._address >= self._nbytes:
             return False
         if self._last is not None and self._find_in(self._last, address, nbytes, region, offset, found):
             return True
+        if not self._is_filled:
+            self._fill()
+        if not self._addresses.last_below(address + 1, &start):
+            return False
+        claim = self._slots[start]
+        if not self._find_in(claim, address, nbytes, region, offset, found):
+            return False
+        self._last = claim
+        return True
+
+    cdef int _fill(self) except -1:
+        """Writes down where the slots of all claims are."""
+        cdef ClaimEnd claim
+        cdef uint64_t start
+        cdef uint32_t i
+        self._is_filled = True
         for claim in self._end.claims.values():
-            if self._find_in(claim, address, nbytes, region, offset, found):
-                self._last = claim
-                return True
-        return False
+            for i in range(0 if claim.regions is None else claim.regions.content.slot_count):
+                start = self._address + claim.regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
+                if start not in self._slots:  # what is kept may be in several
+                    self._addresses.make_ready()
+                    self._addresses.insert(start)
+                    self._slots[start] = claim
+        return 0
 
     cdef int look_in(self, ClaimEnd claim) except -1:
         """Looks in this claim first: also one that is in hand though its request has ended, because its frontend gave it up."""
@@ -69,6 +90,9 @@ cdef class ClaimedSlots(HeldSlots):
     cdef int rest(self) except -1:
         """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
         self._last = None
+        if self._is_filled:
+            self._is_filled = False
+            self._addresses, self._slots = SortedKeys(), {}
         return 0
 
     cdef bint _find_in(
