@@ -28,7 +28,6 @@ from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef enum:
-    _ALIGNMENT = 64
     _FEW_SUBMITTED = 4
     _FADES = 16  # what was seen counts for so many times as long, about
 
@@ -288,7 +287,7 @@ cdef class SlotEnd:
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
         """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
-        offset[0] = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+        offset[0] = align(self.cursor)
         if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes:
             return 1
         self.cursor = offset[0] + nbytes
@@ -302,7 +301,7 @@ cdef class SlotEnd:
         """
         cdef uint64_t offset
         if nbytes >= 1 << 62 or self._take(nbytes, &offset):
-            offset = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+            offset = align(self.cursor)
             raise CapacityError(
                 f"a {dtype} tensor of shape {tuple(shape)} needs {nbytes} bytes at {offset}, the slot has {self.nbytes}",
                 needed=offset + nbytes,

@@ -57,7 +57,6 @@ cdef enum:
     _COMPLEX = 5   # DLPack's number
 
 cdef enum:
-    _LINE_NBYTES = 64           # tensors start on cache lines of their own
     SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
     _BEYOND_CACHE_NBYTES = 4 << 20  # copies to a slot of so much go past the cache, unless it is known to be there
     _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
@@ -89,10 +88,6 @@ cdef int _know_dtypes() except -1:
 _know_dtypes()
 
 cdef dict _DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES) if name is not None}
-
-
-cdef inline uint64_t _align(uint64_t nbytes) noexcept nogil:
-    return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)
 
 
 cdef int _grow(Growing* out, uint64_t nbytes) except -1:
@@ -425,7 +420,7 @@ cdef class Packer:
             packed.in_place += 1
             packed.in_place_nbytes += part.nbytes
             return 0
-        part.offset = _align(packed.region_nbytes)
+        part.offset = align(packed.region_nbytes)
         packed.region_nbytes = part.offset + part.nbytes
         packed.copied += 1
         packed.copied_nbytes += part.nbytes
@@ -595,7 +590,7 @@ cdef class Packed:
             self.slot_nbytes = self.region_nbytes
         else:
             self.is_payload_in_slot = True
-            self.payload_offset = _align(self.region_nbytes)
+            self.payload_offset = align(self.region_nbytes)
             self.slot_nbytes = self.payload_offset + payload_nbytes
         self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as anybody knows
         return 0

@@ -46,6 +46,7 @@ from libc.string cimport memcpy
 
 from shmring.config import RingConfig
 from shmring.core.messages import MAX_LISTED as _MAX_LISTED
+from shmring.core.messages import TENSOR_EXTENSION as _TENSOR_EXTENSION
 from shmring.core.messages import TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 
@@ -59,6 +60,8 @@ cdef enum:
     TENSOR_HEAD_NBYTES = 20   # of a tensor extension, before its shape
     MAX_DIMENSIONS = 64       # numpy and torch both stop there
     MAX_SPELLING_NBYTES = 64
+
+assert _TENSOR_EXTENSION == TENSOR_EXTENSION
 
 
 cdef struct Bounds:           # of a payload
