@@ -145,23 +145,9 @@ cdef class JoinedWorker(RecordTaker):
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         return self.end._take_answer(self.record, record, nbytes)
 
-    def take_record(self, bytes record not None) -> None:
-        """A record came from it.
-
-        Raises:
-            RemoteProtocolError: it broke the rules.
-        """
-        if not self.take_answer(record):
-            self.take_message(record)
-
     def take_answer(self, bytes record not None) -> bool:
-        """The same, of a record of any length; returns False if it is no reply."""
+        """Takes a reply of any length; returns False if the record is none."""
         return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
-
-    def take_message(self, record: bytes) -> None:
-        """A record came that is no reply; for the subclass."""
-        raise NotImplementedError
-
 
 @cython.final
 @cython.no_gc
@@ -561,9 +547,7 @@ cdef class FanOutEnd:
         cdef uint64_t members, tag, sequence
         cdef Content content
         cdef Gathering gathering
-        cursor.at = record
-        cursor.end = record + nbytes
-        if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != ANSWER:
+        if not read_head(&cursor, record, nbytes, &tag, &members) or tag != ANSWER:
             return False
         if members != 4 or not read_unsigned(&cursor, &sequence):
             raise RemoteProtocolError("a reply is to no message")
