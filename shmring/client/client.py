@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shmring.client import pauses
 from shmring.client.counters import ClientCounters
 from shmring.client.deadlines import Deadlines
 from shmring.client.kept import Kept, check_key
@@ -48,7 +49,7 @@ __all__ = ["RingClient", "Submission"]
 logger = logging.getLogger("shmring.client")
 
 _MAX_NAME_CHARACTERS = 256
-_FIRST_ATTEMPT_PAUSE_S = 0.02
+_COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most servers
 
 
 class RingClient(ClientCalls):
@@ -77,7 +78,7 @@ class RingClient(ClientCalls):
         self._cuda = cuda
         self._device_memory = device_memory
         self._counters = ClientCounters()
-        self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
+        self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         super().__init__(self._copier)
         self._deadlines = Deadlines()
         self._preparations = Preparations()
@@ -275,7 +276,7 @@ class RingClient(ClientCalls):
             The content; None if it is not there.
 
         Raises:
-            WouldBlock: it is there, and this client has too much pinned (``RingConfig.max_pins``).
+            WouldBlock: it is there, and this client has 4,096 pins of kept content already.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
             TypeError, ValueError: this is no key.
         """
@@ -535,7 +536,7 @@ class RingClient(ClientCalls):
             except TimeoutError:
                 why = f"the engine at {self._path} listens, and does not answer"
                 raise EngineDeadError(why, engine=self.name) from None
-            await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
+            await asyncio.sleep(pauses.FIRST_S)
 
     def _session_lost(self, session: Session) -> None:
         if session is not self._session:
@@ -555,7 +556,7 @@ class RingClient(ClientCalls):
 
     async def _reattach(self) -> None:
         """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
-        pause = self.config.reconnect_initial_s
+        pause = pauses.FIRST_S
         while not self._closed:
             try:
                 await self.attach()
@@ -565,7 +566,7 @@ class RingClient(ClientCalls):
                 elif not isinstance(error, EngineDeadError):
                     logger.warning("can't attach to the engine %r yet: %s", self.name, error)
                 await asyncio.sleep(pause)
-                pause = min(max(pause, 0.001) * 2, self.config.reconnect_max_s)
+                pause = min(2 * pause, pauses.LONGEST_S)
             else:
                 self._counters.reconnections += self._lost_error is not None
                 logger.info("attached to the engine %r", self.name)

@@ -41,6 +41,7 @@ from shmring.core.messages import (
 )
 from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
+from shmring.ring import limits
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
@@ -141,8 +142,8 @@ class Frontend(FrontendEnd):
                 raise RemoteProtocolError("Hello was sent a second time")
 
     def _call(self, call: Call) -> None:
-        if len(self._calls) >= self._ring.config.max_calls:
-            raise RemoteProtocolError(f"more than max_calls ({self._ring.config.max_calls}) calls were made at a time")
+        if len(self._calls) >= limits.MAX_CALLS:
+            raise RemoteProtocolError(f"more than max_calls ({limits.MAX_CALLS}) calls were made at a time")
         try:  # here, and not in the task: what that takes counts toward this frontend's turn
             arguments = decode_values(call.arguments, self._ring.config.max_values)
         except (RemoteProtocolError, msgspec.MsgspecError) as error:

@@ -25,6 +25,7 @@ from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
+from shmring.ring import limits
 from shmring.ring.claim import Claim
 
 __all__ = ["ClaimedMemory", "HostClaims"]
@@ -77,7 +78,7 @@ class HostClaims:
             pinned,
             copier,
             staging_nbytes=int(config.staging_nbytes),
-            offload_nbytes=int(config.copy_offload_nbytes),
+            offload_nbytes=limits.COPY_OFFLOAD_NBYTES,
         )
         self._pinned = pinned
         self._decoder = decoder
