@@ -42,8 +42,7 @@ _LARGEST_MESSAGE_NBYTES = 64 << 10  # as the core has it
 _MAX_MESSAGE_RING_NBYTES = 16 << 20  # a client takes twice as much, and what lies there is only late
 
 _LEAST_MAX_VALUES = 1024  # a payload of a few fields always finds room
-_MOST_WORKERS = 64  # as the core has both: bits of a mask, and stamps in a page
-_LARGEST_BACKLOG = 256
+_LARGEST_BACKLOG = 256  # as the core has it: stamps in a worker's page
 
 _CUDA_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -139,13 +138,9 @@ class RingConfig:
         kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what
             can be leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds
             what can be pinned: the rest of the slab is always there for requests.
-        max_kept: contents that are kept. Each has up to 4 KiB of private memory of the engine beside its part of the slab.
-        max_pins: pins of kept content a client may have. More than there are requests in flight need.
         max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024. One that has
             ended, whose memory is kept until its process ends, does not count; a process that has 16 of those is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
-        max_calls: control calls (health, statistics) a client may have in flight.
-        max_leases: leases one client may hold. Bounds the engine's books; a frontend that needs more asks for larger ones.
         message_ring_nbytes: what may be unread of a client's messages, and as much again of the messages to it; a power of two.
             Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
             payloads travel in slots, and the arguments and results of calls can't be larger.
@@ -156,7 +151,6 @@ class RingConfig:
             an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. To read a payload takes 40
             nanoseconds and 40 bytes for each, beside its text and bytes. So one holds a loop up for 20 ms at most, with half a
             million numbers or a hundred thousand words. More travel as tensors: a tensor is one value, however large.
-        handshake_timeout_s: how long a new connection may take to say hello.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
         prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
@@ -172,15 +166,11 @@ class RingConfig:
         inline_nbytes: requests and replies whose tensors take no more than this may travel in the message, and replies do. At 4
             and 8 KiB that costs both ends together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and
             the bytes are not pinned.
-        copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
-            a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, which cover the answer of
             a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer. If
             it is set, who gathers replies of workers looks for them for up to 250 microseconds before the loop goes on, and
             who claims a request, while none is in hand, for up to 50.
-        max_workers: workers at a time, those that have gone but may still be reading included; at most 64. Each costs two
-            descriptors and two message rings.
         worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up
             further messages to it, and so the engine; nobody else is held up before.
         broadcast_nbytes: memory for what is copied when it is sent to workers. Reserved when the first worker joins; only the
@@ -195,17 +185,12 @@ class RingConfig:
     max_lease_nbytes: int | str | None = None
     client_quota_nbytes: int | str | None = None
     kept_nbytes: int | str | None = None
-    max_kept: int = 16384
-    max_pins: int = 4096
     max_clients: int = 256
     max_inflight: int = 1024
-    max_calls: int = 64
-    max_leases: int = 1024
     message_ring_nbytes: int | str = "256KiB"
     max_payload_nbytes: int | str = "16MiB"
     max_tensors: int = 4096
     max_values: int = 524288
-    handshake_timeout_s: float = 5.0
     allowed_uids: frozenset[int] | None = None
     socket_dir: str | None = None
     prefault: bool = True
@@ -214,9 +199,7 @@ class RingConfig:
     device_slab_nbytes: int | str = 0
     device_slab_device: str = "cuda"
     inline_nbytes: int | str = "8KiB"
-    copy_offload_nbytes: int | str = "1MiB"
     busy_poll_s: float = 0.0
-    max_workers: int = 64
     worker_backlog: int = 128
     broadcast_nbytes: int | str = "256MiB"
     debug: bool = False
@@ -225,7 +208,7 @@ class RingConfig:
         _normalise(
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
             "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
-            "copy_offload_nbytes", "broadcast_nbytes",
+            "broadcast_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
@@ -234,20 +217,16 @@ class RingConfig:
             _CUDA_DEVICE.fullmatch(self.device_slab_device) is not None,
             f"device_slab_device must be 'cuda' or 'cuda:N', not {self.device_slab_device!r}",
         )
-        for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_kept", "max_pins", "max_tensors"):
+        for field in ("max_clients", "max_inflight", "max_tensors"):
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
         _require(
             self.max_values >= _LEAST_MAX_VALUES, f"max_values must be at least {_LEAST_MAX_VALUES}, not {self.max_values}"
-        )
-        _require(
-            1 <= self.max_workers <= _MOST_WORKERS, f"max_workers must be from 1 to {_MOST_WORKERS}, not {self.max_workers}"
         )
         _require(
             1 <= self.worker_backlog <= _LARGEST_BACKLOG,
             f"worker_backlog must be from 1 to {_LARGEST_BACKLOG}, not {self.worker_backlog}",
         )
         _require(int(self.broadcast_nbytes) >= 8192, "broadcast_nbytes must be at least 8192")
-        _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")
         _require_busy_poll(self.busy_poll_s)
         ring_nbytes = int(self.message_ring_nbytes)
         _require(
@@ -272,12 +251,9 @@ class ClientConfig:
             says :class:`RingConfig`.
         copy_offload_nbytes: copies larger than this run on a thread; others in the loop, so much in each turn of it. 16 MiB
             hold it up for one to two milliseconds; handing 8 MiB to a thread and back took as long again as half the copy.
-        copy_threads: threads for them. Two saturate the memory bandwidth of most servers.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
         connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
             slab takes about a second per 4 GiB.
-        reconnect_initial_s: first pause between attempts to attach to the next engine; doubled up to ``reconnect_max_s``.
-        reconnect_max_s: the longest such pause.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. It takes no
@@ -291,11 +267,8 @@ class ClientConfig:
     lease_nbytes: int | str = "16MiB"
     inline_nbytes: int | str = "8KiB"
     copy_offload_nbytes: int | str = "16MiB"
-    copy_threads: int = 2
     lease_idle_s: float = 5.0
     connect_timeout_s: float = 5.0
-    reconnect_initial_s: float = 0.02
-    reconnect_max_s: float = 1.0
     socket_dir: str | None = None
     engine_uids: frozenset[int] | None = None
     prefault: bool = True
@@ -306,9 +279,8 @@ class ClientConfig:
     def __post_init__(self) -> None:
         _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes")
         _require(int(self.lease_nbytes) >= 4096, "lease_nbytes must be at least 4096")
-        _require(self.copy_threads >= 1, "copy_threads must be at least 1")
         _require_busy_poll(self.busy_poll_s)
-        for field in ("lease_idle_s", "connect_timeout_s", "reconnect_initial_s", "reconnect_max_s"):
+        for field in ("lease_idle_s", "connect_timeout_s"):
             _require(getattr(self, field) >= 0, f"{field} can't be negative")
 
 
@@ -351,17 +323,12 @@ class RingOptions(TypedDict, total=False):
     max_lease_nbytes: int | str | None
     client_quota_nbytes: int | str | None
     kept_nbytes: int | str | None
-    max_kept: int
-    max_pins: int
     max_clients: int
     max_inflight: int
-    max_calls: int
-    max_leases: int
     message_ring_nbytes: int | str
     max_payload_nbytes: int | str
     max_tensors: int
     max_values: int
-    handshake_timeout_s: float
     allowed_uids: frozenset[int] | None
     socket_dir: str | None
     prefault: bool
@@ -370,9 +337,7 @@ class RingOptions(TypedDict, total=False):
     device_slab_nbytes: int | str
     device_slab_device: str
     inline_nbytes: int | str
-    copy_offload_nbytes: int | str
     busy_poll_s: float
-    max_workers: int
     worker_backlog: int
     broadcast_nbytes: int | str
     debug: bool
@@ -384,11 +349,8 @@ class ClientOptions(TypedDict, total=False):
     lease_nbytes: int | str
     inline_nbytes: int | str
     copy_offload_nbytes: int | str
-    copy_threads: int
     lease_idle_s: float
     connect_timeout_s: float
-    reconnect_initial_s: float
-    reconnect_max_s: float
     socket_dir: str | None
     engine_uids: frozenset[int] | None
     prefault: bool

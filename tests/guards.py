@@ -766,6 +766,20 @@ GUARDS = (
         "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
+        "a record that is not taken in C goes to its end as it is",
+        "shmring/core/message_ring.pyx",
+        "            take = taker.take_message\n",
+        "            take = taker.take_record\n",
+        "tests/core/test_message_ring.py::test_a_record_that_is_not_taken_in_c_is_not_read_there_again",
+    ),
+    Guard(
+        "what is known of claims is forgotten with the message",
+        "shmring/core/fan_out_end.pyx",
+        "            self._is_filled = False\n",
+        "",
+        "tests/test_workers.py::test_a_message_looks_through_the_claims_once_however_many_tensors_of_theirs_it_has",
+    ),
+    Guard(
         "a place in a message ring is given back after its record was copied",
         "shmring/core/message_ring.pyx",
         "        memcpy(to, self._at + AT_RECORDS",

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.msgpack import Ext
 
-from shmring.core.compiled import DTYPES, Content, Submit, read_record
+from shmring.core.compiled import DTYPES, Content, Submit
 from shmring.core.messages import SlotRef
+from tests.model.inside import read_record
 
 __all__ = ["content_of", "done_of", "reply_of", "slot_extension", "slot_header", "submit_of", "tensor_extension"]
 

@@ -212,8 +212,9 @@ async def test_one_frontend_cannot_keep_everything_from_another(serve: Any, conn
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_as_many_leases_as_may_be_are_enough_for_ever(serve: Any, connect: Any) -> None:
-    ring = await serve(answer_sum, max_leases=2)
+async def test_as_many_leases_as_may_be_are_enough_for_ever(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.ring.limits.MAX_LEASES", 2)
+    ring = await serve(answer_sum)
     client = await connect()
     await asyncio.gather(*(ask(client, number, (50_000, 100_000, 200_000)[number % 3]) for number in range(60)))
     assert client.statistics().leases <= 2

@@ -40,11 +40,11 @@ async def slow() -> str:
 
 
 @pytest.fixture
-async def ring(serve: Any) -> shmring.Ring:
+async def ring(serve: Any, monkeypatch: pytest.MonkeyPatch) -> shmring.Ring:
     # Copies leave the loop early, so that a cancellation can hit one.
-    return await serve(  # type: ignore[no-any-return]
-        echo, slab_nbytes="512KiB", reply_nbytes="64KiB", copy_offload_nbytes=20_000, calls={"slow": slow}, max_calls=2
-    )
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 20_000)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 2)
+    return await serve(echo, slab_nbytes="512KiB", reply_nbytes="64KiB", calls={"slow": slow})  # type: ignore[no-any-return]
 
 
 @pytest.fixture

@@ -274,14 +274,15 @@ async def test_a_claim_with_one_content_twice_and_a_copy_beside(serve: Any, conn
     await eventually(lambda: kept_pinned(ring) == 0)
 
 
-async def test_too_many_pins_are_an_error(serve: Any, connect: Any) -> None:
-    ring = await serve(total, max_pins=2)
+async def test_too_many_pins_are_an_error(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.ring.limits.MAX_PINS", 2)
+    ring = await serve(total)
     client, other = await connect(), await connect()
     with await client.keep(key(1), {"x": pixels(1)}), await client.keep(key(2), {"x": pixels(2)}):
-        with pytest.raises(shmring.WouldBlock, match="max_pins"):
+        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
             await client.keep(key(3), {"x": pixels(3)})
         (await other.keep(key(3), {"x": pixels(3)})).close()
-        with pytest.raises(shmring.WouldBlock, match="max_pins"):
+        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
             await client.find(key(3))
         with await client.find(key(1)):  # which it has already
             pass

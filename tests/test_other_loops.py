@@ -74,8 +74,9 @@ CALLS: dict[str, Callable[[Ends], Awaitable[object]]] = {
 
 
 @pytest.fixture
-async def ends(serve: Any, connect: Any, socket_dir: Path) -> AsyncIterator[Ends]:
-    options = {"broadcast_nbytes": "1MiB", "kept_nbytes": "1MiB", "slab_nbytes": "8MiB", "copy_offload_nbytes": "64KiB"}
+async def ends(serve: Any, connect: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 64 << 10)
+    options = {"broadcast_nbytes": "1MiB", "kept_nbytes": "1MiB", "slab_nbytes": "8MiB"}
     ring = await serve(**options)
     client = await connect(lease_nbytes="1MiB", connect_timeout_s=50)
     async with (

@@ -226,11 +226,14 @@ async def test_the_errors_of_a_former_life_keep_no_payload_alive(serve: Any, con
     blocker.close()
 
 
-async def test_calls_that_wait_for_their_turn_fail_too(serve: Any, connect: Any, turns: Any) -> None:
+async def test_calls_that_wait_for_their_turn_fail_too(
+    serve: Any, connect: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
-    ring = await serve(calls={"never": never}, max_calls=1)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
+    ring = await serve(calls={"never": never})
     client = await connect()
     calls = [asyncio.create_task(client.call("never")) for _ in range(4)]
     await turns()
@@ -259,10 +262,11 @@ async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, conne
 
 @pytest.mark.parametrize("steps", range(12))
 async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
-    serve: Any, connect: Any, eventually: Any, settled: Any, steps: int
+    serve: Any, connect: Any, eventually: Any, settled: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = await serve(echo)
-    client = await connect(reconnect=True, reconnect_initial_s=0.0, reconnect_max_s=0.0)
+    monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.0)
+    client = await connect(reconnect=True)
     await ring.close()
     await eventually(lambda: not client.connected)
     ring = await serve(echo)
@@ -275,11 +279,15 @@ async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
     await settled(ring)
 
 
-async def test_an_engine_that_refuses_is_asked_again(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
+async def test_an_engine_that_refuses_is_asked_again(
+    serve: Any, connect: Any, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next engine may be full for a while; the client neither gives up nor asks all the time."""
     ring = await serve(echo)
     # It pauses for long once, so that another is faster, and then shortly.
-    client = await connect(reconnect=True, reconnect_initial_s=0.5, reconnect_max_s=0.01)
+    monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.5)
+    monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
+    client = await connect(reconnect=True)
     await ring.close()
     await eventually(lambda: not client.connected)
     await turns()
@@ -295,7 +303,8 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
     serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring = await serve(echo)
-    client = await connect(reconnect=True, reconnect_initial_s=0.001)
+    monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.001)
+    client = await connect(reconnect=True)
     attachment = attachment_of(client)
     attach = attachment.attach
     failures = [RuntimeError("a bug"), MemoryError(), ValueError("no such thing")]

@@ -450,7 +450,7 @@ async def test_calls(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture)
     assert await client.call("add", 2, 3, timeout=5) == 5, "the connection is still alive"
 
 
-async def test_many_calls_at_once_wait_for_their_turn(serve: Any, connect: Any) -> None:
+async def test_many_calls_at_once_wait_for_their_turn(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running = most = 0
 
     async def slow() -> None:
@@ -460,14 +460,17 @@ async def test_many_calls_at_once_wait_for_their_turn(serve: Any, connect: Any) 
         await turns()
         running -= 1
 
-    ring = await serve(calls={"slow": slow}, max_calls=4)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 4)
+    ring = await serve(calls={"slow": slow})
     client = await connect()
     await asyncio.gather(*(client.call("slow", timeout=10) for _ in range(100)))
     assert most == 4
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(serve: Any, connect: Any) -> None:
+async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hung method must cost its callers their timeouts, and not the connection."""
     go_on = asyncio.Event()
 
@@ -475,7 +478,8 @@ async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(s
         await go_on.wait()
         return "done"
 
-    ring = await serve(calls={"hang": hang}, max_calls=3)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 3)
+    ring = await serve(calls={"hang": hang})
     client = await connect()
     for _ in range(10):
         with pytest.raises(TimeoutError):
@@ -648,8 +652,11 @@ async def test_connections_that_have_gone_count_for_their_process_alone(
     await settled(ring)
 
 
-async def test_who_does_not_say_hello_in_time_is_disconnected(serve: Any, socket_dir: Path, eventually: Any) -> None:
-    ring = await serve(handshake_timeout_s=0.05)
+async def test_who_does_not_say_hello_in_time_is_disconnected(
+    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.limits.HANDSHAKE_S", 0.05)
+    ring = await serve()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(os.fspath(socket_dir / "test.sock"))
         silent.setblocking(False)
@@ -693,7 +700,8 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
     async def get_one() -> int:
         return 1
 
-    ring = await serve(calls={"one": get_one}, max_calls=1)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
+    ring = await serve(calls={"one": get_one})
     client = await connect()
     [frontend] = ring._shell._frontends.values()
     send = frontend.link.send
@@ -984,10 +992,11 @@ async def test_a_claim_may_be_left_after_its_ring_is_closed(serve: Any, connect:
 @pytest.mark.parametrize("steps", range(10))
 @pytest.mark.parametrize("offload_nbytes", [0, MIB], ids=["copied on a thread", "copied in the loop"])
 async def test_closing_while_a_reply_gets_its_space_is_an_abort(
-    serve: Any, connect: Any, eventually: Any, steps: int, offload_nbytes: int
+    serve: Any, connect: Any, eventually: Any, steps: int, offload_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The space may be granted, and the ring closed before the handler runs again: there is no slab to write to."""
-    ring, client = await serve(reply_nbytes=8192, copy_offload_nbytes=offload_nbytes), await connect()
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", offload_nbytes)
+    ring, client = await serve(reply_nbytes=8192), await connect()
     first = await client.submit("first")
     await client.submit("second")
     claims = [await ring.claim(), await ring.claim()]

@@ -95,9 +95,10 @@ async def take_slot(client: shmring.Client, nbytes: int) -> None:
 
 
 @pytest.fixture
-async def narrow(serve: Any, connect: Any) -> tuple[shmring.Ring, shmring.Client]:
+async def narrow(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[shmring.Ring, shmring.Client]:
     """A client with one lease for ever: what becomes free in it goes to the next waiter at once."""
-    ring = await serve(max_leases=1, max_lease_nbytes="512KiB")
+    monkeypatch.setattr("shmring.ring.limits.MAX_LEASES", 1)
+    ring = await serve(max_lease_nbytes="512KiB")
     return ring, await connect(lease_nbytes="256KiB")
 
 

@@ -59,7 +59,9 @@ Connect = Callable[..., Awaitable[shmring.Client]]
 
 
 @pytest.fixture
-async def connect_to(socket_dir: Path) -> AsyncIterator[Connect]:
+async def connect_to(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+    monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.001)
+    monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
     clients: list[shmring.Client] = []
 
     async def open_client(names: list[str] | None = None, **options: Any) -> shmring.Client:
@@ -67,8 +69,6 @@ async def connect_to(socket_dir: Path) -> AsyncIterator[Connect]:
             "lease_nbytes": "64KiB",
             "inline_nbytes": "1KiB",
             "socket_dir": str(socket_dir),
-            "reconnect_initial_s": 0.001,
-            "reconnect_max_s": 0.01,
         }
         client = await shmring.connect(NAMES if names is None else names, **(settings | options))
         clients.append(client)

@@ -65,8 +65,9 @@ def engines(socket_dir: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def client(engines: dict[str, Engine], socket_dir: Path) -> Iterator[threads.Client]:
-    with threads.connect(NAMES, socket_dir=str(socket_dir), lease_nbytes="64KiB", reconnect_max_s=0.01) as client:
+def client(engines: dict[str, Engine], socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threads.Client]:
+    monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
+    with threads.connect(NAMES, socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
 
 

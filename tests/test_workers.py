@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.compiled import EngineEnd
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
@@ -133,9 +134,12 @@ async def test_what_can_not_be_sent_says_why_and_holds_nothing(serve: Any, join:
     assert is_whole(ring)
 
 
-async def test_the_order_is_the_same_for_all_and_that_of_the_calls(serve: Any, join: Any) -> None:
+async def test_the_order_is_the_same_for_all_and_that_of_the_calls(
+    serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Large copies are made on threads, and nobody overtakes them."""
-    ring = await serve(**{**OPTIONS, "copy_offload_nbytes": "16KiB", "worker_backlog": 64})
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 16 << 10)
+    ring = await serve(**{**OPTIONS, "worker_backlog": 64})
     workers = [await join(rank) for rank in range(3)]
     sends = [ring.broadcast({"n": n, "t": torch.full((30_000 * (n % 3) + 1,), n % 251, dtype=torch.uint8)}) for n in range(40)]
     sending = [asyncio.ensure_future(send) for send in sends]
@@ -294,6 +298,33 @@ async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, con
         assert message.payload["a"].shape == (39_900,)
     (await worker.receive()).leave()
     await eventually(lambda: is_whole(ring))
+
+
+async def test_a_message_looks_through_the_claims_once_however_many_tensors_of_theirs_it_has(
+    serve: Any, connect: Any, join: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(EngineEnd):
+        looks = 0
+
+        @property
+        def claims(self) -> dict[tuple[int, int], Any]:
+            Watched.looks += 1
+            return super().claims
+
+    monkeypatch.setattr("shmring.ring.ring.EngineEnd", Watched)
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    for value in (1, 2, 3):
+        await client.submit(torch.full((40_000,), value, dtype=torch.uint8))
+    with await ring.claim() as first, await ring.claim() as second, await ring.claim() as third:
+        await ring.broadcast([first.payload, second.payload, third.payload] * 2)
+        assert Watched.looks == 1
+        await ring.broadcast([second.payload[1:], torch.zeros(10_000)])  # which asks anew: claims come and go
+        assert Watched.looks == 2
+    assert ring.statistics().broadcast_in_place_nbytes == 6 * 40_000 + 39_999
+    with await worker.receive() as message:
+        assert [int(tensor[-1]) for tensor in message.payload] == [1, 2, 3] * 2
+    (await worker.receive()).leave()
 
 
 async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(serve: Any, connect: Any, join: Any) -> None:
@@ -525,10 +556,11 @@ async def test_who_comes_right_after_a_cancelled_sender_is_sent(serve: Any, join
 
 
 async def test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor(
-    serve: Any, join: Any, eventually: Any
+    serve: Any, join: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frames of its copy, to which its error refers, would keep it until rubbish is collected."""
-    ring = await serve(**OPTIONS, copy_offload_nbytes="4KiB")
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 4 << 10)
+    ring = await serve(**OPTIONS)
     worker = await join()
     copying = threading.Event()
     busy = [asyncio.create_task(ring._shell._copier.run(copying.wait)) for _ in range(2)]  # all threads that there are
@@ -803,10 +835,13 @@ async def test_a_rank_that_is_taken_is_refused_until_it_is_free(serve: Any, join
         assert message.payload == "for the second"
 
 
-async def test_as_many_may_join_as_there_are_places(serve: Any, join: Any, eventually: Any) -> None:
-    ring = await serve(**{**OPTIONS, "max_workers": 2})
+async def test_as_many_may_join_as_there_are_places(
+    serve: Any, join: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.limits.MAX_WORKERS", 2)
+    ring = await serve(**OPTIONS)
     workers = [await join(rank) for rank in range(2)]
-    with pytest.raises(shmring.RemoteProtocolError, match="max_workers"):
+    with pytest.raises(shmring.RemoteProtocolError, match="has 2 workers"):
         await join(2)
     await workers[0].close()
     await eventually(lambda: ring.ranks == (1,))

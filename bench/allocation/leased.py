@@ -16,6 +16,7 @@ from shmring.core import effects
 from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
+from shmring.ring.limits import MAX_LEASES
 
 __all__ = ["Leased", "lone_book"]
 
@@ -32,7 +33,7 @@ class Leased:
             EngineBookLimits(
                 max_lease_blocks=max(1, length // 8),  # as ``RingConfig`` says of None
                 quota_blocks=max(1, length * 3 // 4),
-                max_leases=ring.max_leases,
+                max_leases=MAX_LEASES,
                 max_inflight=ring.max_inflight,
             ),
         )
@@ -100,7 +101,7 @@ def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientCo
     return ClientBookLimits(
         client_id=client_id,
         leasable_nbytes=length * BLOCK_NBYTES,
-        max_leases=ring.max_leases,
+        max_leases=MAX_LEASES,
         lease_nbytes=int(client.lease_nbytes),
         lease_idle_s=client.lease_idle_s,
     )

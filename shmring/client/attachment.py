@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from shmring.client import pauses
 from shmring.client.counters import ClientCounters
 from shmring.client.session import Session
 from shmring.config import ClientConfig
@@ -23,8 +24,6 @@ from shmring.transport.loops import check_loop
 __all__ = ["Attachment"]
 
 logger = logging.getLogger("shmring.client")
-
-_FIRST_ATTEMPT_PAUSE_S = 0.02
 
 
 class Attachment:
@@ -182,7 +181,7 @@ class Attachment:
             except TimeoutError:
                 why = f"the engine at {self.path} listens, and does not answer"
                 raise EngineDeadError(why, engine=self.name) from None
-            await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
+            await asyncio.sleep(pauses.FIRST_S)
 
     def keep_attaching(self) -> None:
         """Attaches as soon as there is an engine of this name, and does not wait for it."""
@@ -190,7 +189,7 @@ class Attachment:
 
     async def _reattach(self) -> None:
         """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
-        pause = self._config.reconnect_initial_s
+        pause = pauses.FIRST_S
         while not self._closed:
             try:
                 await self.attach()
@@ -200,7 +199,7 @@ class Attachment:
                 elif not isinstance(error, EngineDeadError):
                     logger.warning("can't attach to the engine %r yet: %s", self.name, error)
                 await asyncio.sleep(pause)
-                pause = min(max(pause, 0.001) * 2, self._config.reconnect_max_s)
+                pause = min(2 * pause, pauses.LONGEST_S)
             else:
                 self.counters.reconnections += self.lost_error is not None
                 logger.info("attached to the engine %r", self.name)

@@ -56,6 +56,7 @@ _Payload = TypeVar("_Payload")
 
 _MAX_NAME_CHARACTERS = 256
 _MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
+_COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most servers
 #: For those that are not the first: an engine that listens and does not answer must not hold up those that do.
 _OTHERS_S = 1.0
 
@@ -103,7 +104,7 @@ class Client(ClientCalls):
         self.config = config
         self.resent = 0
         self._reconnect = reconnect
-        self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
+        self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         super().__init__(self._copier)
         self._deadlines = Deadlines()
         self._preparations = Preparations()

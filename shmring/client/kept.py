@@ -51,7 +51,7 @@ _NOT_KEPT = ("full", "large", "pins")  # and a slot that is given to keep
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
-    "pins": "this client has pinned as much kept content as the engine lets it have (max_pins); leave some of it",
+    "pins": "this client has pinned as much kept content as the engine lets it have; leave some of it",
 }
 
 

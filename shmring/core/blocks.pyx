@@ -72,11 +72,6 @@ cdef class RunAllocator:
         """Whether nothing is allocated."""
         return self.free_units == self.length
 
-    @property
-    def largest_run(self) -> int:
-        """Length of the largest free run; 0 when full."""
-        return self.largest()
-
     def runs(self) -> list[tuple[int, int]]:
         """Returns the free runs as ``(start, length)``, by address."""
         return _runs_of(self._by_start)
@@ -170,7 +165,7 @@ cdef class RunAllocator:
         return True
 
     cdef uint64_t largest(self) noexcept nogil:
-        """As :attr:`largest_run`."""
+        """Length of the largest free run; 0 when full."""
         cdef uint64_t key
         return key >> HALF if self._by_length.last_below(<uint64_t>-1, &key) else 0
 

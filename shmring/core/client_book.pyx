@@ -554,24 +554,6 @@ cdef class ClientBook:
         """Bytes that only live views keep from being used."""
         return self._draining_blocks * BLOCK_NBYTES
 
-    @property
-    def _counts(self):
-        return self._recalls, self._draining_blocks, tuple(self._slots_in), self._base_leases
-
-    @_counts.setter
-    def _counts(self, counts):
-        self._recalls, self._draining_blocks, self._base_leases = counts[0], counts[1], counts[3]
-        for state in range(CLIENT_SLOT_STATES):
-            self._slots_in[state] = counts[2][state]
-
-    @property
-    def _submitted(self) -> dict[int, ClientSlotRecord]:
-        return dict(self._with_engine.items())
-
-    @property
-    def _others(self) -> set[ClientSlotRecord]:
-        return set(self._here.values())
-
     def leases_in_use(self) -> tuple[int, ...]:
         """Leases in which this process may still write: those of slots that are viewed."""
         return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
@@ -28,7 +27,6 @@ from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef enum:
-    _ALIGNMENT = 64
     _FEW_SUBMITTED = 4
     _FADES = 16  # what was seen counts for so many times as long, about
 
@@ -279,7 +277,7 @@ cdef class SlotEnd:
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
         """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
-        offset[0] = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+        offset[0] = align(self._cursor)
         if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes:
             return 1
         self._cursor = offset[0] + nbytes
@@ -293,7 +291,7 @@ cdef class SlotEnd:
         """
         cdef uint64_t offset
         if nbytes >= 1 << 62 or self._take(nbytes, &offset):
-            offset = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+            offset = align(self._cursor)
             raise CapacityError(
                 f"a {dtype} tensor of shape {tuple(shape)} needs {nbytes} bytes at {offset}, the slot has {self.nbytes}",
                 needed=offset + nbytes,
@@ -858,41 +856,32 @@ cdef class ClientEnd(RecordTaker):
     # -- what comes back -----------------------------------------------------------------------------------------------
 
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """A record came from the engine. As :meth:`take_record`, for what this end does itself; else False."""
-        cdef Cursor released
-        cdef uint64_t request_id, generation = 0, count, i
-        if not read_plain_done(record, nbytes, &request_id, &released, &count):
-            return self._take_message(read_hot_record(record, nbytes, self._bounds, True))
+        """Takes a reply, or the end of a request that is finished."""
+        cdef Cursor cursor, released
+        cdef Content content
+        cdef uint64_t tag, members, request_id = 0, generation = 0, count = 0, i
+        if not read_head(&cursor, record, nbytes, &tag, &members):
+            return False
+        if tag == REPLY:
+            content = read_reply(&cursor, members, self._bounds, &request_id)
+            self._deliver(request_id, content)
+            return True
+        if tag != DONE:
+            return False
+        content = read_done(&cursor, members, self._bounds, &request_id, &released, &count)
         if count:
             for i in range(count):
                 read_unsigned(&released, &generation)
                 self._release(generation)
             self._follow(self.book.serve())
+        if content is not None:
+            self._deliver(request_id, content)
         self._finished(request_id)
         return True
 
-    def take_record(self, bytes record not None, /) -> None:
-        """A record came from the engine.
-
-        Raises:
-            RemoteProtocolError: it broke the rules.
-        """
-        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
-            self.shell.take_message(record)
-
-    cdef bint _take_message(self, object message) except -1:
-        if type(message) is Done:
-            self._done(<Done>message)
-        elif type(message) is Reply:
-            self._deliver((<Reply>message).request_id, (<Reply>message).content)
-        return message is not None
-
-    cdef int _done(self, Done done) except -1:
-        if done.released:
-            self.take_back(done.released)
-        if done.content is not None:
-            self._deliver(done.request_id, done.content)
-        return self._finished(done.request_id)
+    def take_message(self, bytes record not None, /) -> None:
+        """Hands any other message to the shell."""
+        self.shell.take_message(record)
 
     cdef int _finished(self, uint64_t request_id) except -1:
         cdef SubmissionEnd submission = self.forget(request_id)

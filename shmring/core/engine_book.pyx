@@ -855,16 +855,6 @@ cdef class EngineBook:
         """Slots in device memory that the engine holds in any state."""
         return self._device_slots
 
-    @property
-    def _counts(self):
-        return self._device_slots, tuple(self._slots_in)
-
-    @_counts.setter
-    def _counts(self, counts):
-        self._device_slots = counts[0]
-        for state in range(ENGINE_SLOT_STATES):
-            self._slots_in[state] = counts[1][state]
-
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
         for lending in self.lendings:

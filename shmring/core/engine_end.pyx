@@ -22,7 +22,7 @@ frontend is in ``_costly``, once, if requests are in its own line.
 """
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
@@ -90,25 +90,14 @@ cdef class FrontendEnd(RecordTaker):
             self.end._frontends.remove(self)
         self._writer, self._reader = None, None
 
-    def take_record(self, bytes record not None, /) -> None:
-        """A record came from it.
-
-        Raises:
-            RemoteProtocolError: it broke the rules.
-        """
-        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
-            self.take_message(record)
-
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """As :meth:`take_record`, for a submission; else False."""
-        cdef Submit submit = read_submit_record(record, nbytes, self.end._bounds)
-        if submit is not None:
-            self.end._submit(self, submit)
-        return submit is not None
-
-    def take_message(self, bytes record) -> None:
-        """A record came that is no submission; for the subclass."""
-        raise NotImplementedError
+        """Takes a submission."""
+        cdef Cursor cursor
+        cdef uint64_t tag, members
+        if not read_head(&cursor, record, nbytes, &tag, &members) or tag != SUBMIT:
+            return False
+        self.end._submit(self, read_submit(&cursor, members, self.end._bounds))
+        return True
 
 
 @cython.final

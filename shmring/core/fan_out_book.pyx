@@ -185,7 +185,7 @@ cdef class FanOutBook:
                 break
         else:
             raise CapacityError(
-                f"the engine has its max_workers ({self.max_workers})", needed=self.max_workers + 1, capacity=self.max_workers
+                f"the engine has {self.max_workers} workers, and takes no more", needed=self.max_workers + 1, capacity=self.max_workers
             )
         worker = WorkerRecord.__new__(WorkerRecord)
         worker.rank, worker.place, worker.is_member, worker.writer = rank, place, True, writer

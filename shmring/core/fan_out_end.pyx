@@ -32,7 +32,7 @@ cdef enum:
 
 
 cdef class ClaimedSlots(HeldSlots):
-    """The slots of claims that are in hand, as a :class:`Packer` asks for them. Nothing is written down: it looks when it is asked.
+    """The slots of claims that are in hand, as a :class:`Packer` asks for them: written down when the first one of a message is looked for.
 
     Args:
         end: whose claims.
@@ -43,6 +43,7 @@ cdef class ClaimedSlots(HeldSlots):
     cdef uint64_t _address
     cdef uint64_t _nbytes
     cdef ClaimEnd _last      # in which something was found last
+    cdef bint _is_filled     # all that are in hand are in HeldSlots' table, by address
 
     def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
         super().__init__()
@@ -51,15 +52,35 @@ cdef class ClaimedSlots(HeldSlots):
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
         cdef ClaimEnd claim
+        cdef uint64_t start
         if address - self._address >= self._nbytes:
             return False
         if self._last is not None and self._find_in(self._last, address, nbytes, region, offset, found):
             return True
+        if not self._is_filled:
+            self._fill()
+        if not self._addresses.last_below(address + 1, &start):
+            return False
+        claim = self._slots[start]
+        if not self._find_in(claim, address, nbytes, region, offset, found):
+            return False
+        self._last = claim
+        return True
+
+    cdef int _fill(self) except -1:
+        """Writes down where the slots of all claims are."""
+        cdef ClaimEnd claim
+        cdef uint64_t start
+        cdef uint32_t i
+        self._is_filled = True
         for claim in self._end.claims.values():
-            if self._find_in(claim, address, nbytes, region, offset, found):
-                self._last = claim
-                return True
-        return False
+            for i in range(0 if claim.regions is None else claim.regions.content.slot_count):
+                start = self._address + claim.regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
+                if start not in self._slots:  # what is kept may be in several
+                    self._addresses.make_ready()
+                    self._addresses.insert(start)
+                    self._slots[start] = claim
+        return 0
 
     cdef int look_in(self, ClaimEnd claim) except -1:
         """Looks in this claim first: also one that is in hand though its request has ended, because its frontend gave it up."""
@@ -69,6 +90,9 @@ cdef class ClaimedSlots(HeldSlots):
     cdef int rest(self) except -1:
         """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
         self._last = None
+        if self._is_filled:
+            self._is_filled = False
+            self._addresses, self._slots = SortedKeys(), {}
         return 0
 
     cdef bint _find_in(
@@ -121,23 +145,9 @@ cdef class JoinedWorker(RecordTaker):
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         return self.end._take_answer(self.record, record, nbytes)
 
-    def take_record(self, bytes record not None) -> None:
-        """A record came from it.
-
-        Raises:
-            RemoteProtocolError: it broke the rules.
-        """
-        if not self.take_answer(record):
-            self.take_message(record)
-
     def take_answer(self, bytes record not None) -> bool:
-        """The same, of a record of any length; returns False if it is no reply."""
+        """Takes a reply of any length; returns False if the record is none."""
         return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
-
-    def take_message(self, record: bytes) -> None:
-        """A record came that is no reply; for the subclass."""
-        raise NotImplementedError
-
 
 @cython.final
 @cython.no_gc
@@ -537,9 +547,7 @@ cdef class FanOutEnd:
         cdef uint64_t members, tag, sequence
         cdef Content content
         cdef Gathering gathering
-        cursor.at = record
-        cursor.end = record + nbytes
-        if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != ANSWER:
+        if not read_head(&cursor, record, nbytes, &tag, &members) or tag != ANSWER:
             return False
         if members != 4 or not read_unsigned(&cursor, &sequence):
             raise RemoteProtocolError("a reply is to no message")

@@ -134,16 +134,6 @@ cdef class Lending:
         """Bytes in leases of this state."""
         return self._blocks_in[state] * BLOCK_NBYTES if state != LEASE_FREE else 0
 
-    @property
-    def _counts(self):
-        return self._apart_blocks, tuple(self._blocks_in)
-
-    @_counts.setter
-    def _counts(self, counts):
-        self._apart_blocks = counts[0]
-        for state in range(LEASE_STATES):
-            self._blocks_in[state] = counts[1][state]
-
     cdef object connect(self, ClientRecord client, uint64_t blocks):
         """Returns a base lease, smaller than asked for where less is free; None if nothing is free, or somebody waits for it."""
         cdef LeaseWant want

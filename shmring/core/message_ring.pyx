@@ -29,7 +29,7 @@ Source: the private copy of the other's count is rigtorp's SPSCQueue's; the two 
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -343,12 +343,25 @@ cdef class RecordTaker:
     """Who is handed records in C, of those kinds that come with every message; for the subclass."""
 
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """Takes a record, which is only there during the call; returns False if it is for :meth:`take_record`."""
+        """Takes a record, which is only there during the call; returns False if it is for :meth:`take_message`."""
         return False
 
-    def take_record(self, record: bytes, /) -> None:
-        """Takes any record."""
+    def take_message(self, record: bytes, /) -> None:
+        """Takes a record of any other kind; for the subclass.
+
+        Raises:
+            RemoteProtocolError: it breaks the rules.
+        """
         raise NotImplementedError
+
+    def take_record(self, bytes record not None, /) -> None:
+        """Takes any record.
+
+        Raises:
+            RemoteProtocolError: it breaks the rules.
+        """
+        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
+            self.take_message(record)
 
     def __call__(self, record: bytes, /) -> None:
         """As :meth:`take_record`."""
@@ -432,7 +445,7 @@ cdef class RecordReader:
         cdef uint32_t nbytes
         cdef RecordTaker taker = take if isinstance(take, RecordTaker) else None
         if taker is not None:
-            take = taker.take_record
+            take = taker.take_message
             self._make_copy()
         self.late = False
         while count < limit and not self.stopped and self.next_nbytes(&nbytes):
@@ -491,7 +504,7 @@ cdef class RecordReader:
                 self.take(self._copy, nbytes)
                 is_hot = taker.take_hot(self._copy, nbytes)
                 if not is_hot:  # which may be long work: what is behind it waits for the next call, or turn
-                    taker.take_record(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
+                    taker.take_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
         finally:
             kept.is_reading = False
         self.wake_writer()

@@ -57,7 +57,6 @@ cdef enum:
     _COMPLEX = 5   # DLPack's number
 
 cdef enum:
-    _LINE_NBYTES = 64           # tensors start on cache lines of their own
     SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
     _BEYOND_CACHE_NBYTES = 4 << 20  # copies to a slot of so much go past the cache, unless it is known to be there
     _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
@@ -89,10 +88,6 @@ cdef int _know_dtypes() except -1:
 _know_dtypes()
 
 cdef dict _DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES) if name is not None}
-
-
-cdef inline uint64_t _align(uint64_t nbytes) noexcept nogil:
-    return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)
 
 
 cdef int _grow(Growing* out, uint64_t nbytes) except -1:
@@ -425,7 +420,7 @@ cdef class Packer:
             packed.in_place += 1
             packed.in_place_nbytes += part.nbytes
             return 0
-        part.offset = _align(packed.region_nbytes)
+        part.offset = align(packed.region_nbytes)
         packed.region_nbytes = part.offset + part.nbytes
         packed.copied += 1
         packed.copied_nbytes += part.nbytes
@@ -595,7 +590,7 @@ cdef class Packed:
             self.slot_nbytes = self.region_nbytes
         else:
             self.is_payload_in_slot = True
-            self.payload_offset = _align(self.region_nbytes)
+            self.payload_offset = align(self.region_nbytes)
             self.slot_nbytes = self.payload_offset + payload_nbytes
         self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as anybody knows
         return 0
@@ -844,61 +839,3 @@ cdef bytes done_record(uint64_t request_id, const uint64_t* released, uint32_t c
     cdef bytes record = PyBytes_FromStringAndSize(NULL, _done_nbytes(request_id, released, count, reply))
     _put_done(<uint8_t*>PyBytes_AS_STRING(record), request_id, released, count, reply, slot)
     return record
-
-
-cdef int _slot_numbers(refs, SlotNumbers* slots) except -1:
-    cdef int i
-    for i, ref in enumerate(refs):
-        slots[i].lease_id, slots[i].offset, slots[i].nbytes, slots[i].generation = ref.lease_id, ref.offset, ref.nbytes, ref.generation
-    return 0
-
-
-def write_submit(
-    writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple[SlotRef, ...]
-) -> bool:
-    """Writes a ``Submit``.
-
-    Args:
-        writer: of the ring to the engine.
-        packed: whose region 0 has been copied to the last slot, if it needs one.
-        epoch, request_id, name, fence: as in the record.
-        slots: ``SlotRef`` of each slot, those in place first.
-
-    Returns:
-        Whether there was room in the ring.
-    """
-    cdef SlotNumbers* numbers = <SlotNumbers*>malloc((len(slots) + 1) * sizeof(SlotNumbers))
-    if numbers == NULL:
-        raise MemoryError
-    try:
-        _slot_numbers(slots, numbers)
-        nbytes = submit_nbytes(packed, epoch, request_id, name, fence, <uint32_t>len(slots))
-        return put_submit(writer, nbytes, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
-    finally:
-        free(numbers)
-
-
-def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot: SlotRef | None) -> bool:
-    """Writes a ``Reply``; returns whether there was room in the ring. ``slot``: of region 0, or None."""
-    cdef SlotNumbers numbers
-    if slot is not None:
-        _slot_numbers((slot,), &numbers)
-    return put_reply(writer, packed, request_id, &numbers)
-
-
-def write_done(
-    writer: RecordWriter, request_id: int, released: tuple[int, ...], reply: Packed | None = None, slot: SlotRef | None = None
-) -> bool:
-    """Writes a ``Done``; returns whether there was room in the ring. ``reply`` is the last reply, ``slot`` that of its region 0."""
-    cdef SlotNumbers numbers
-    cdef uint64_t* generations = <uint64_t*>malloc((len(released) + 1) * sizeof(uint64_t))
-    if generations == NULL:
-        raise MemoryError
-    try:
-        for i, generation in enumerate(released):
-            generations[i] = generation
-        if slot is not None:
-            _slot_numbers((slot,), &numbers)
-        return put_done(writer, request_id, generations, <uint32_t>len(released), reply, &numbers)
-    finally:
-        free(generations)

@@ -383,18 +383,3 @@ cdef class PayloadDecoder:
         for i in range(tensor.ndim):
             shape[i] = <int64_t>read_little_endian(tensor.shape + 8 * i, 8)
         return self._maker.view(region, tensor.offset, tensor.ndim, shape, self._codes[tensor.dtype], self._bits[tensor.dtype])
-
-
-def decode_content(
-    PayloadDecoder decoder not None,
-    Content content not None,
-    client_id: int,
-    Regions regions,
-    Mapping mapping,
-    place: Callable[[TensorRef], Any] | None = None,
-) -> tuple[Any, list[bool]]:
-    """Decodes a content, and leaves its slots; for tests. Returns the payload, and whether each slot is viewed."""
-    cdef ContentRegions opened = regions_of(content, client_id, regions, mapping)
-    cdef uint32_t slot
-    payload = decoder.decode(opened, place)
-    return payload, [opened.leave(slot) for slot in range(content.slot_count)]

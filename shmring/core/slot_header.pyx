@@ -1,18 +1,28 @@
-"""What stands before the content of a slot: magic, generation and bytes, so that a claim can verify what it was promised."""
+"""What stands before the content of a slot: magic, generation and bytes, so that a claim can verify what it was promised.
+
+The content begins on a cache line, and each tensor in it on one of its own.
+"""
 
 from libc.stdint cimport uint64_t
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
 from shmring.core.messages import SLOT_MAGIC as _SLOT_MAGIC
+from shmring.core.messages import TENSOR_ALIGNMENT as _TENSOR_ALIGNMENT
 
-cdef enum:
+cdef enum:  # for C, which takes no constants from Python
     SLOT_HEADER_NBYTES = 64  # magic, generation and bytes; the rest of it is free
+    TENSOR_ALIGNMENT = 64
     MAGIC_NBYTES = 8
 
-assert _SLOT_HEADER_NBYTES == SLOT_HEADER_NBYTES
+assert (_SLOT_HEADER_NBYTES, _TENSOR_ALIGNMENT) == (SLOT_HEADER_NBYTES, TENSOR_ALIGNMENT)
 
 cdef bytes SLOT_MAGIC = _SLOT_MAGIC
+
+
+cdef inline uint64_t align(uint64_t nbytes) noexcept nogil:
+    """Rounds up to where the next tensor may start."""
+    return (nbytes + TENSOR_ALIGNMENT - 1) & ~<uint64_t>(TENSOR_ALIGNMENT - 1)
 
 
 cdef inline void put_header(char* at, const char* magic, const SlotNumbers* slot) noexcept nogil:

@@ -468,10 +468,8 @@ cdef class TensorMaker:
 
     Args:
         from_dlpack: ``torch.from_dlpack``, which takes a capsule.
-        exchange_api: ``torch.Tensor.__dlpack_c_exchange_api__`` where torch has it: the same in C, without the capsule.
-
-    Attributes:
-        uses_table: whether ``exchange_api`` is used: it is there, and of DLPack's version 1.
+        exchange_api: ``torch.Tensor.__dlpack_c_exchange_api__`` where torch has it: the same in C, without the capsule. It is not
+            used unless it is of DLPack's version 1.
     """
 
     cdef object _from_dlpack
@@ -489,10 +487,6 @@ cdef class TensorMaker:
                 header = header.prev_api
             if header != NULL:
                 self._to_python = (<DLPackExchangeAPI*>header).managed_tensor_to_py_object
-
-    @property
-    def uses_table(self) -> bool:
-        return self._to_python != NULL
 
     def tensor(self, Region region not None, offset: int, shape: Sequence[int], code: int, bits: int):
         """Returns a contiguous tensor at ``offset`` in a region.

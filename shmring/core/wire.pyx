@@ -1,7 +1,7 @@
 """Records: how a message that every request sends looks as bytes, and what is checked of the bytes that came.
 
 Theory of operation. A record is one msgpack array whose first member is its tag. The records of the hot path are read and written
-here, in C: :class:`Submit`, :class:`Reply`, :class:`Done`. The rest are msgspec structs of :mod:`.messages`. A payload stands in its
+here, in C: submissions, replies, and the ends of requests that are finished. The rest are msgspec structs of :mod:`.messages`. A payload stands in its
 record as it is, any msgpack value, in which a tensor is an extension that says where its bytes are, of which dtype and shape. So
 any msgpack reader shows what lies in a ring, and ``docs/protocol.md`` is enough to write another end.
 
@@ -46,6 +46,7 @@ from libc.string cimport memcpy
 
 from shmring.config import RingConfig
 from shmring.core.messages import MAX_LISTED as _MAX_LISTED
+from shmring.core.messages import TENSOR_EXTENSION as _TENSOR_EXTENSION
 from shmring.core.messages import TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 
@@ -59,6 +60,8 @@ cdef enum:
     TENSOR_HEAD_NBYTES = 20   # of a tensor extension, before its shape
     MAX_DIMENSIONS = 64       # numpy and torch both stop there
     MAX_SPELLING_NBYTES = 64
+
+assert _TENSOR_EXTENSION == TENSOR_EXTENSION
 
 
 cdef struct Bounds:           # of a payload
@@ -173,14 +176,6 @@ cdef bytes tensor_extension(
     cdef uint8_t* to = put_tensor(<uint8_t*>PyBytes_AS_STRING(data), region, offset, nbytes, dtype, ndim, shape)
     memcpy(to, PyBytes_AS_STRING(spelling), spelling_nbytes)
     return data
-
-
-def read_tensor_ref(data: bytes) -> TensorRef | None:
-    """Returns the content of a tensor extension as a ``TensorRef``; None if it is not one. For what is rare, and for tests."""
-    cdef TensorNumbers tensor
-    if not read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor):
-        return None
-    return _tensor_ref(&tensor, tensor.region)
 
 
 cdef object _tensor_ref(TensorNumbers* tensor, uint32_t region):
@@ -363,7 +358,7 @@ cdef class Content:
     """A payload, and where its tensors are.
 
     Attributes:
-        payload: msgpack with an extension for each tensor; empty until :meth:`take_payload` if it lies in a slot.
+        payload: msgpack with an extension for each tensor; empty until :meth:`check_payload` if it lies in a slot.
         tensor_count: how many tensors are in it.
         value_count: what its values count.
         inline: the bytes of region 0, if they came in the record.
@@ -433,16 +428,12 @@ cdef class Content:
                 refs.append(tensor_ref(&tensor, self))
         return tuple(refs)
 
-    def take_payload(self, payload: bytes, max_tensors: int, max_values: int = MAX_VALUES) -> None:
+    cdef int check_payload(self, bytes payload, Bounds bounds) except -1:
         """Takes a private copy of a payload that lies in a slot, and checks it.
 
         Raises:
             RemoteProtocolError: it is no payload of this content.
         """
-        self.check_payload(payload, bounds_of(max_tensors, max_values))
-
-    cdef int check_payload(self, bytes payload, Bounds bounds) except -1:
-        """The same in C."""
         cdef Cursor cursor
         cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
         cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
@@ -470,32 +461,6 @@ cdef class Submit:
     cdef readonly uint64_t request_id
     cdef readonly str name
     cdef readonly Content content
-
-
-@cython.final
-@cython.no_gc
-@cython.freelist(64)
-cdef class Reply:
-    """One answer to a request."""
-
-    cdef readonly uint64_t request_id
-    cdef readonly Content content
-
-
-@cython.final
-@cython.no_gc
-@cython.freelist(64)
-cdef class Done:
-    """The request is finished; slots that are handed back with it need no ``Release`` of their own.
-
-    Attributes:
-        released: generations.
-        content: of the last reply; None if there is none in this record.
-    """
-
-    cdef readonly uint64_t request_id
-    cdef readonly tuple released  # type: tuple[int, ...]
-    cdef readonly Content content  # type: Content | None
 
 
 cdef object _wrong(str what):
@@ -548,7 +513,20 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds 
     return 0
 
 
-cdef Submit _read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
+cdef bint read_head(Cursor* cursor, const uint8_t* record, uint64_t nbytes, uint64_t* tag, uint64_t* members) noexcept nogil:
+    """Begins to read a record; returns False if it is no message.
+
+    Args:
+        cursor: set to what follows the tag.
+        tag: set to the message's.
+        members: set to how many the record has, with the tag.
+    """
+    cursor.at, cursor.end = record, record + nbytes
+    return read_array(cursor, members) and members[0] and read_unsigned(cursor, tag)
+
+
+cdef Submit read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
+    """Reads a submission behind its tag."""
     cdef Submit submit = Submit.__new__(Submit)
     cdef Content content = Content.__new__(Content)
     cdef Value value
@@ -589,111 +567,39 @@ cdef str _text(const uint8_t* data, uint64_t nbytes):
         raise _wrong(str(error)) from None
 
 
-cdef Reply _read_reply(Cursor* cursor, uint64_t members, Bounds bounds):
-    cdef Reply reply = Reply.__new__(Reply)
-    reply.content = Content.__new__(Content)
-    if members < 4 or not read_unsigned(cursor, &reply.request_id):
+cdef Content read_reply(Cursor* cursor, uint64_t members, Bounds bounds, uint64_t* request_id):
+    """Reads a reply behind its tag; ``request_id`` is set to the request that it answers."""
+    cdef Content content = Content.__new__(Content)
+    if members < 4 or not read_unsigned(cursor, request_id):
         raise _wrong("a reply is of no request")
-    read_content(cursor, reply.content, members - 2, bounds)
-    return reply
+    read_content(cursor, content, members - 2, bounds)
+    return content
 
 
-cdef Done _read_done(Cursor* cursor, uint64_t members, Bounds bounds):
-    cdef Done done = Done.__new__(Done)
-    cdef uint64_t count, generation
-    cdef uint64_t i
-    if members < 3:
-        raise _wrong("an end is of no request")
-    _read_released(cursor, &done.request_id, &count)
-    released = []
-    for i in range(count):
-        if not read_unsigned(cursor, &generation):
-            raise _wrong("a generation is no number")
-        released.append(generation)
-    done.released = tuple(released)
-    if members > 3:
-        done.content = Content.__new__(Content)
-        read_content(cursor, done.content, members - 3, bounds)
-    elif cursor.at != cursor.end:
-        raise _wrong("something follows it")
-    return done
+cdef Content read_done(
+    Cursor* cursor, uint64_t members, Bounds bounds, uint64_t* request_id, Cursor* released, uint64_t* count
+):
+    """Reads the end of a request behind its tag; returns its last reply, or None.
 
-
-cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, Bounds bounds, bint from_engine):
-    """Returns the message of a record that this module reads; None for one that it does not."""
-    cdef Cursor cursor
-    cdef uint64_t members, tag
-    cursor.at = record
-    cursor.end = record + nbytes
-    if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag):
-        return None
-    if from_engine:
-        if tag == DONE:
-            return _read_done(&cursor, members, bounds)
-        if tag == REPLY:
-            return _read_reply(&cursor, members, bounds)
-    elif tag == SUBMIT:
-        return _read_submit(&cursor, members, bounds)
-    return None
-
-
-cdef bint read_plain_done(const uint8_t* record, uint32_t nbytes, uint64_t* request_id, Cursor* released, uint64_t* count) except -1:
-    """Reads a ``Done`` without a reply; returns False if it is another message.
+    Slots that are handed back with it need no ``Release`` of their own.
 
     Args:
-        request_id: set to what it says.
-        released, count: set to where its generations are, numbers all of them, and to how many there are.
+        request_id: set to the request that is finished.
+        released, count: set to where their generations are, numbers all of them, and to how many there are.
     """
-    cdef Cursor cursor
-    cdef uint64_t members, tag, generation, i
-    cursor.at = record
-    cursor.end = record + nbytes
-    if not read_array(&cursor, &members) or members != 3 or not read_unsigned(&cursor, &tag) or tag != DONE:
-        return False
-    _read_released(&cursor, request_id, count)
-    released[0] = cursor
-    for i in range(count[0]):
-        if not read_unsigned(&cursor, &generation):
-            raise _wrong("a generation is no number")
-    if cursor.at != cursor.end:
-        raise _wrong("something follows it")
-    return True
-
-
-cdef int _read_released(Cursor* cursor, uint64_t* request_id, uint64_t* count) except -1:
-    if not read_unsigned(cursor, request_id) or not read_array(cursor, count):
+    cdef Content content = None
+    cdef uint64_t generation, i
+    if members < 3 or not read_unsigned(cursor, request_id) or not read_array(cursor, count):
         raise _wrong("an end is of no request")
     if count[0] > MAX_LISTED:
         raise _wrong("it lists too many generations")
-    return 0
-
-
-cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, Bounds bounds):
-    """Returns the submission of a record; None if it is another message."""
-    cdef Cursor cursor
-    cdef uint64_t members, tag
-    cursor.at = record
-    cursor.end = record + nbytes
-    if read_array(&cursor, &members) and members and read_unsigned(&cursor, &tag) and tag == SUBMIT:
-        return _read_submit(&cursor, members, bounds)
-    return None
-
-
-def read_record(
-    record: bytes, max_tensors: int, max_values: int = MAX_VALUES, *, from_engine: bool
-) -> Submit | Reply | Done | None:
-    """Reads a record of the hot path.
-
-    Args:
-        record: a copy that nobody else can change.
-        max_tensors, max_values: so many tensors may be in a payload, and so much may its values count.
-        from_engine: which of the two ends has written it.
-
-    Returns:
-        A :class:`Submit`, or a :class:`Reply` or :class:`Done`; None for any other message.
-
-    Raises:
-        RemoteProtocolError: it is not as this protocol has it.
-    """
-    bounds = bounds_of(max_tensors, max_values)
-    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), bounds, from_engine)
+    released[0] = cursor[0]
+    for i in range(count[0]):
+        if not read_unsigned(cursor, &generation):
+            raise _wrong("a generation is no number")
+    if members > 3:
+        content = Content.__new__(Content)
+        read_content(cursor, content, members - 3, bounds)
+    elif cursor.at != cursor.end:
+        raise _wrong("something follows it")
+    return content

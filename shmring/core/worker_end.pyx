@@ -349,9 +349,8 @@ cdef class WorkerEnd:
         cdef Acknowledgement* acknowledgement
         cdef MessageEnd message
         cdef SlotNumbers* slot
-        cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
-        cursor.end = cursor.at + PyBytes_GET_SIZE(record)
-        if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != BROADCAST:
+        if not read_head(&cursor, <const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), &tag, &members) \
+                or tag != BROADCAST:
             return None
         if members < 7 or not read_unsigned(&cursor, &sequence) or not read_unsigned(&cursor, &stamp) or stamp >= WINDOW \
                 or not read_unsigned(&cursor, &flags) or not read_array(&cursor, &slots) or slots > self._bounds.tensors:

@@ -10,7 +10,7 @@ handed to a thread that waits for the events of one stream, in their order, and 
 there on it is the death of a view like any other.
 
 Copies from a slab that is not pinned block whoever asks for them until the bytes have been read; those above
-``copy_offload_nbytes`` are made on a thread.
+``offload_nbytes`` are made on a thread.
 
 Invariants:
 

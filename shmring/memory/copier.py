@@ -37,14 +37,12 @@ class Copier:
 
     Attributes:
         offload_nbytes: as given.
-        short_nbytes: a copy of no more than this waits for no turn, and is not counted.
         at_once_nbytes: how much may be copied now, without waiting for a turn.
         copied_in_turn: whether this turn of the loop has copied, or is about to, what is enough for a turn.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
         self.offload_nbytes = offload_nbytes
-        self.short_nbytes = min(_LONG_NBYTES - 1, offload_nbytes)
         self.at_once_nbytes = offload_nbytes
         self.copied_in_turn = False
         self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited

@@ -43,6 +43,7 @@ from shmring.core.messages import (
 from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.gpu.device_claims import DeviceClaims
+from shmring.ring import limits
 from shmring.ring.life import Life
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
@@ -160,8 +161,8 @@ class Frontend(FrontendEnd):
                 raise RemoteProtocolError("Hello was sent a second time")
 
     def _call(self, call: Call) -> None:
-        if len(self._calls) >= self._life.config.max_calls:
-            raise RemoteProtocolError(f"more than max_calls ({self._life.config.max_calls}) calls were made at a time")
+        if len(self._calls) >= limits.MAX_CALLS:
+            raise RemoteProtocolError(f"more than max_calls ({limits.MAX_CALLS}) calls were made at a time")
         try:  # here, and not in the task: what that takes counts toward this frontend's turn
             arguments = decode_values(call.arguments, self._life.config.max_values)
         except (RemoteProtocolError, msgspec.MsgspecError) as error:

@@ -20,6 +20,7 @@ from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, Join, Welcom
 from shmring.errors import ClosedError, PeerLostError, RemoteProtocolError, SlabError
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.memory.slab import Slab
+from shmring.ring import limits
 from shmring.ring.frontend import Frontend
 from shmring.ring.life import Life
 from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome
@@ -116,13 +117,13 @@ class Handshakes:
         description = describe_peer(connected)
         try:
             connected.setblocking(False)
-            if self._greeting >= self._config.max_clients + self._config.max_workers:
+            if self._greeting >= self._config.max_clients + limits.MAX_WORKERS:
                 refuse(connected, "the engine is busy with connections that say nothing")
                 raise RemoteProtocolError("too many connections that say nothing")
             allowed = self._config.allowed_uids if self._config.allowed_uids is not None else frozenset({os.getuid()})
             self._greeting += 1
             try:
-                async with asyncio.timeout(self._config.handshake_timeout_s):
+                async with asyncio.timeout(limits.HANDSHAKE_S):
                     peer = await greet(connected, allowed)
             finally:
                 self._greeting -= 1
@@ -209,8 +210,8 @@ class Handshakes:
             block_nbytes=BLOCK_NBYTES,
             leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
             max_inflight=config.max_inflight,
-            max_calls=config.max_calls,
-            max_leases=config.max_leases,
+            max_calls=limits.MAX_CALLS,
+            max_leases=self._book.limits.max_leases,
             message_ring_nbytes=int(config.message_ring_nbytes),
             max_record_nbytes=self._life.record_nbytes,
             inline_nbytes=int(config.inline_nbytes),

@@ -18,6 +18,7 @@ from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
+from shmring.ring import limits
 
 __all__ = ["ClaimedMemory", "HostClaims"]
 
@@ -66,7 +67,7 @@ class HostClaims:
             pinned,
             copier,
             staging_nbytes=int(config.staging_nbytes),
-            offload_nbytes=int(config.copy_offload_nbytes),
+            offload_nbytes=limits.COPY_OFFLOAD_NBYTES,
         )
         self._pinned = pinned
 

@@ -50,6 +50,7 @@ from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
 from shmring.memory.views import Place
+from shmring.ring import limits
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
 from shmring.ring.handshakes import Handshakes
 from shmring.ring.host_claims import ClaimedMemory, HostClaims
@@ -117,7 +118,7 @@ class Shell:
         self._load_fd = reserved.load_fd
         self._geometry = geometry
         self._book = EngineBook(geometry, _limits(config, geometry))
-        self._copier = copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
+        self._copier = copier = Copier(_COPY_THREADS, limits.COPY_OFFLOAD_NBYTES)
         self._frontends: dict[int, Frontend] = {}
         self._claimers: Line[None] = Line()
         self._counters = _Counters()
@@ -461,12 +462,12 @@ def _limits(config: RingConfig, geometry: Geometry) -> EngineBookLimits:
     return EngineBookLimits(
         max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
         quota_blocks=_blocks(config.client_quota_nbytes, max(1, leasable * 3 // 4)),
-        max_leases=config.max_leases,
+        max_leases=limits.MAX_LEASES,
         max_inflight=config.max_inflight,
         device_quota_blocks=max(1, geometry.device_blocks * 3 // 4),
         kept_blocks=_kept_blocks(config.kept_nbytes, leasable),
-        max_kept=config.max_kept,
-        max_pins=config.max_pins,
+        max_kept=limits.MAX_KEPT,
+        max_pins=limits.MAX_PINS,
     )
 
 

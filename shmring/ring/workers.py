@@ -53,6 +53,7 @@ from shmring.line import Line, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
+from shmring.ring import limits
 from shmring.ring.frontend import fit_text
 from shmring.ring.life import Life
 from shmring.statistics import WorkerStatistics
@@ -160,7 +161,7 @@ class Workers:
         self._reserving: asyncio.Future[tuple[int, Mapping]] | None = None
         self._fd = -1
         self._memory: Mapping | None = None
-        self.book = FanOutBook(config.worker_backlog, config.max_workers)
+        self.book = FanOutBook(config.worker_backlog, limits.MAX_WORKERS)
         self.end = FanOutEnd(
             self,
             end,
@@ -170,7 +171,7 @@ class Workers:
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
             record_nbytes=life.record_nbytes,
-            at_once_nbytes=int(config.copy_offload_nbytes),
+            at_once_nbytes=limits.COPY_OFFLOAD_NBYTES,
             max_tensors=config.max_tensors,
             max_values=config.max_values,
             look_s=min(config.busy_poll_s, _LOOK_S),
@@ -424,7 +425,7 @@ class Workers:
                 peer.socket.send(handshake_frame(RankTaken(join.rank, pid)))
             raise RemoteProtocolError(f"process {pid} is worker {join.rank} already")
         if len(self._workers) >= self.book.max_workers:
-            refuse(peer.socket, f"the engine has its max_workers ({self.book.max_workers})")
+            refuse(peer.socket, f"the engine has {self.book.max_workers} workers, and takes no more")
             raise RemoteProtocolError("too many workers")
 
     async def _reserve(self) -> None:

@@ -46,7 +46,6 @@ class Joined:
 
     socket: socket.socket
     pidfd: int
-    epoch: int
     mapping: Mapping
     page: Mapping
     incoming: RingMemory
@@ -143,7 +142,6 @@ def _map(engine: JoinedEngine, prefault: bool) -> Joined:
         return Joined(
             engine.socket,
             engine.pidfd,
-            welcome.epoch,
             mapping,
             page,
             incoming,

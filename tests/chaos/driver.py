@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 import shmring
+from shmring.client import pauses
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
@@ -173,7 +174,8 @@ class _Driver:
         await asyncio.gather(*(self.start_engine(index) for index in range(self.plan.engines)))
         await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
         await asyncio.gather(*(self.start_reader(index) for index in range(self.plan.readers)))
-        config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False, reconnect_max_s=0.1)
+        config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False)
+        pauses.LONGEST_S = 0.1
         async with shmring.connect(self.names, config) as self.observer:
             for name in self.names:
                 await self.settled(name, self.has_its_readers(name))

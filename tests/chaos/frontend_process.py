@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import shmring
+from shmring.client import pauses
 from tests.chaos import control
 from tests.chaos.journal import Journal
 from tests.chaos.load import Load
@@ -84,6 +85,7 @@ class _Frontend:
     # -- orders ----------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        pauses.LONGEST_S = 0.1
         self.load.client = await shmring.connect(
             self.assignment.names,
             socket_dir=self.assignment.socket_dir,
@@ -91,7 +93,6 @@ class _Frontend:
             connect_timeout_s=60.0,
             lease_idle_s=0.5,
             inline_nbytes="1KiB",  # what is put to the test is slots
-            reconnect_max_s=0.1,
         )
         self.sending.set()
 

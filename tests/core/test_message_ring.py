@@ -25,9 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes, write_submit
+from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
+from tests.model.inside import ColdTaker, hear, write_submit
 
 TAIL, HEAD, READER_SLEEPS, WRITER_WAITS, RECORDS = 0, 64, 128, 192, 4096
 SKIP = 0xFFFFFFFF
@@ -372,7 +373,7 @@ LONG = b"x" * (1 << 13)  # which reaches beyond that page
 WRITES: dict[str, Callable[[RecordWriter], object]] = {
     "write": lambda writer: writer.write(LONG),
     "write_submit": lambda writer: write_submit(
-        writer, make_packer(4, 1 << 16).pack(LONG[:8000], 0, len(LONG)), 1, 1, "", b"", ()
+        writer, make_packer(4, 1 << 16).pack(LONG[:6000], 0, len(LONG)), 1, 1, "", b"", ()
     ),
 }
 
@@ -380,12 +381,12 @@ WRITES: dict[str, Callable[[RecordWriter], object]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_record_is_published_after_all_of_it_was_written(cut_off: Pair, write: Callable[[RecordWriter], object]) -> None:
     """The other end sees what was published at any moment, also while the copy is being made."""
-    assert dies(lambda: write(cut_off.writer))
+    assert dies(lambda: write(RecordWriter(cut_off.memory, cut_off.at_writer.fileno())))  # what was forked would not write
     assert cut_off.number(TAIL) == 0
 
 
 class Taker(RecordTaker):
-    def take_record(self, record: bytes) -> None:
+    def take_message(self, record: bytes, /) -> None:
         pass
 
 
@@ -403,6 +404,41 @@ def test_a_place_is_given_back_after_its_record_was_copied(cut_off: Pair, read: 
     cut_off.put(TAIL, 4 + len(LONG) + 4)
     assert dies(lambda: read(cut_off.reader))
     assert cut_off.number(HEAD) == 0
+
+
+# -- who takes what ------------------------------------------------------------------------------------------------------------
+
+
+class Colder(ColdTaker):
+    def __init__(self) -> None:
+        self.taken: list[bytes] = []
+
+    def take_message(self, record: bytes, /) -> None:
+        self.taken.append(record)
+
+
+def in_a_turn(reader: RecordReader, taker: RecordTaker) -> None:
+    reader.deliver(taker, 64, time.monotonic, math.inf)
+
+
+def between_turns(reader: RecordReader, taker: RecordTaker) -> None:
+    reader.awake, reader.records_left = True, 64
+    while reader.has_more():
+        hear(reader, taker)
+
+
+@pytest.mark.parametrize("read", [in_a_turn, between_turns])
+def test_a_record_that_is_not_taken_in_c_is_not_read_there_again(
+    pair: Pair, read: Callable[[RecordReader, RecordTaker], None]
+) -> None:
+    taker = Colder()
+    for record in (b"one", b"two"):
+        assert pair.writer.write(record)
+    read(pair.reader, taker)
+    assert taker.taken == [b"one", b"two"]
+    assert taker.asked == 2
+    taker.take_record(b"three")
+    assert (taker.taken[2:], taker.asked) == ([b"three"], 3)
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------------

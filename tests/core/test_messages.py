@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from shmring.core import messages
-from shmring.core.compiled import Content, read_record
+from shmring.core.compiled import Content
 from shmring.core.messages import (
     DEVICE_MEMORY,
     MAX_LISTED,
@@ -61,6 +61,7 @@ from shmring.core.messages import (
     item_nbytes,
 )
 from shmring.errors import RemoteProtocolError
+from tests.model.inside import read_record, take_payload
 from tests.records import content_of, done_of, reply_of, slot_extension, submit_of, tensor_extension
 
 BIGGEST = 2**62
@@ -723,7 +724,7 @@ def test_an_unsound_tensor_is_refused(tensor: Ext, reason: str) -> None:
     content = content_of(None, slot_extension(), (SLOT,), lies_at=(0, 16))
     if reason != "exceeds its region of 0 bytes":  # there is one, then
         with pytest.raises(RemoteProtocolError, match=reason):
-            content.take_payload(payload, 8)
+            take_payload(content, payload, 8)
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [("float32", 2), ("bfloat16", 1), ("int64", 4), ("complex128", 8)])
@@ -910,6 +911,6 @@ def test_a_payload_in_a_slot_becomes_the_one_that_it_stands_for() -> None:
     four_too_many = msgspec.msgpack.encode([TENSOR] * 5)
     for data in (b"", b"\xc1", payload[:-1], payload + b"\0", four_too_many, msgspec.msgpack.encode([tensor_extension(3)])):
         with pytest.raises(RemoteProtocolError):
-            content.take_payload(data, 4)
-    content.take_payload(payload, 4)
+            take_payload(content, data, 4)
+    take_payload(content, payload, 4)
     assert (content.payload, content.tensors) == (payload, (TensorRef(1, 128, 24, "float32", (2, 3)),))

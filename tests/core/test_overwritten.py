@@ -29,10 +29,10 @@ from shmring.core.compiled import (
     RecordWriter,
     Regions,
     ring_nbytes,
-    write_submit,
 )
 from shmring.core.geometry import EngineBookLimits, Geometry
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.model.inside import write_submit
 
 CAPACITY = 1 << 17
 RECORDS = 4096
@@ -126,7 +126,7 @@ class Keeper(RecordTaker):
         self.memory = memory
         self.kept: list[bytes] = []
 
-    def take_record(self, record: bytes) -> None:
+    def take_message(self, record: bytes, /) -> None:
         self.memory[RECORDS:] = b"\xff" * CAPACITY
         self.kept.append(record[:])
 

@@ -17,22 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.config import RingConfig
-from shmring.core.compiled import (
-    Content,
-    Mapping,
-    RecordReader,
-    RecordWriter,
-    Regions,
-    Submit,
-    decode_content,
-    decode_values,
-    read_record,
-    ring_nbytes,
-    write_submit,
-)
+from shmring.core.compiled import Content, Mapping, RecordReader, RecordWriter, Regions, Submit, decode_values, ring_nbytes
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.model.inside import decode_content, read_record, take_payload, write_submit
 from tests.records import content_of, slot_extension, tensor_extension
 
 SLAB_NBYTES = 1 << 20
@@ -72,7 +61,7 @@ def sent(payload: object, slab: Mapping, inline_nbytes: int = 0) -> Content:
     content = message.content
     if content.payload_nbytes:
         start = SLOT_OFFSET + SLOT_HEADER_NBYTES + content.payload_offset
-        content.take_payload(bytes(memoryview(slab)[start : start + content.payload_nbytes]), 64)
+        take_payload(content, bytes(memoryview(slab)[start : start + content.payload_nbytes]), 64)
     return content
 
 
@@ -144,9 +133,9 @@ def test_a_payload_in_a_slot_is_checked_when_it_is_taken_out(slab: Mapping, regi
     content = sent({"t": "x" * 70000, "p": torch.ones(3)}, slab)
     assert decoded(content, slab, regions)[0]["p"].sum() == 3
     with pytest.raises(RemoteProtocolError, match="cut off"):
-        content.take_payload(content.payload[:-1], 64)
+        take_payload(content, content.payload[:-1], 64)
     with pytest.raises(RemoteProtocolError, match="something follows"):
-        content.take_payload(content.payload + b"\0", 64)
+        take_payload(content, content.payload + b"\0", 64)
 
 
 class Picture(msgspec.Struct):
@@ -287,7 +276,7 @@ def test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made(dtype: s
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError, match=rf"more tensors than max_tensors \({MAX_TENSORS}\)"):
-            content.take_payload(payload, MAX_TENSORS)
+            take_payload(content, payload, MAX_TENSORS)
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -300,7 +289,7 @@ def test_a_tensor_that_is_named_as_often_as_may_be_is_viewed_and_never_copied(
     dtype: str, slab: Mapping, regions: Regions
 ) -> None:
     content, payload = naming_one_tensor(MAX_TENSORS, dtype)
-    content.take_payload(payload, MAX_TENSORS)
+    take_payload(content, payload, MAX_TENSORS)
     tracemalloc.start()
     try:
         tensors, viewed = decoded(content, slab, regions)

@@ -19,25 +19,20 @@ from shmring.core.compiled import (
     MAX_DEPTH,
     ClientBook,
     Content,
-    Done,
     HeldSlots,
     Packed,
     RecordReader,
     RecordWriter,
-    Reply,
     Submit,
     check_count,
     check_payload,
-    read_record,
     ring_nbytes,
-    write_done,
-    write_reply,
-    write_submit,
 )
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.messages import LeaseGrant, SlotRef, TensorRef
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
+from tests.model.inside import Done, Reply, read_record, take_payload, write_done, write_reply, write_submit
 from tests.records import content_of, slot_extension, submit_of, tensor_extension
 
 EPOCH = 0x1122334455667788
@@ -101,10 +96,10 @@ def test_a_submission_whose_tensors_travel_inline() -> None:
 def test_a_submission_whose_tensors_are_copied_to_a_slot() -> None:
     packed = pack({"x": torch.zeros(5000)})
     assert packed.slot_nbytes == 20000
-    record = submit_record(packed, (SlotRef(3, 8192, 20000, 1 << 40 | 9),), fence=b"\xee" * 64)
+    record = submit_record(packed, (SlotRef(3, 8192, 20000, 1 << 40 | 9),))
     slot = "c72052" + "0300000000000000" + "0020000000000000" + "204e000000000000" + "0900000000010000"
     tensor = "81a178c71c53" + "0000" + "0c01" + "0000000000000000" + "204e000000000000" + "8813000000000000"
-    assert record.hex() == HEADER_HEX + "a0" + "c440" + "ee" * 64 + "90" + slot + tensor
+    assert record.hex() == HEADER_HEX + "a0" + "c400" + "90" + slot + tensor
 
 
 def test_a_submission_in_place_beside_what_is_copied() -> None:
@@ -114,6 +109,14 @@ def test_a_submission_in_place_beside_what_is_copied() -> None:
     in_place = "c71c53" + "0100" + "0c01" + "4000000000000000" + "0c00000000000000" + "0300000000000000"
     inline = "c71c53" + "0000" + "0201" + "0000000000000000" + "0200000000000000" + "0200000000000000"
     assert record.hex() == HEADER_HEX + "a0" + "c400" + "91" + slot + "c4020101" + "92" + in_place + inline
+
+
+def test_a_submission_in_device_memory() -> None:
+    packed = pack(TENSOR, held_slot(TENSOR.data_ptr(), 64))
+    record = submit_record(packed, (SlotRef(3, 8192, 64, 5),), fence=b"\xee" * 64)
+    slot = "c72052" + "0300000000000000" + "0020000000000000" + "4000000000000000" + "0500000000000000"
+    in_place = "c71c53" + "0100" + "0c01" + "0000000000000000" + "0c00000000000000" + "0300000000000000"
+    assert record.hex() == HEADER_HEX + "a0" + "c440" + "ee" * 64 + "91" + slot + "c0" + in_place
 
 
 def test_a_payload_too_long_for_a_record_lies_in_the_slot() -> None:
@@ -128,7 +131,7 @@ def test_a_payload_too_long_for_a_record_lies_in_the_slot() -> None:
     content = read_submit(record).content
     assert (content.payload, content.tensors) == (b"", ())
     assert (content.payload_offset, content.payload_nbytes) == (64, len(packed.payload))
-    content.take_payload(bytes(slot_bytes[64:]), MAX_TENSORS)
+    take_payload(content, bytes(slot_bytes[64:]), MAX_TENSORS)
     assert content.tensors == (TensorRef(1, 0, 12, "float32", (3,)),)
 
 
@@ -176,19 +179,19 @@ payloads = st.recursive(
 )  # fmt: skip
 
 
-@given(payloads, names, st.binary(max_size=64), slot_refs)
-def test_what_was_written_is_what_is_read(payload: object, name: str, fence: bytes, slot: SlotRef) -> None:
+@given(payloads, names, slot_refs)
+def test_what_was_written_is_what_is_read(payload: object, name: str, slot: SlotRef) -> None:
     packed = pack(payload)
     slots = (slot,) if packed.slot_nbytes else ()
-    record = submit_record(packed, slots, name, fence)
+    record = submit_record(packed, slots, name)
     message = read_submit(record)
     assert (message.epoch, message.request_id, message.name) == (EPOCH, 7, name)
     content = message.content
-    assert (content.fence, content.slots, content.payload) == (fence, slots, packed.payload)
+    assert (content.fence, content.slots, content.payload) == (b"", slots, packed.payload)
     assert len(content.inline) == (0 if slots else packed.region_nbytes)
     assert content.tensor_count == len(packed.parts) == len(content.tensors)
     plain = msgspec.msgpack.decode(record)  # any reader of msgpack can show it
-    assert plain[:5] == [2, EPOCH, 7, name, fence]
+    assert plain[:5] == [2, EPOCH, 7, name, b""]
     assert msgspec.msgpack.encode(plain[-1]) == msgspec.msgpack.encode(msgspec.msgpack.decode(packed.payload))
 
 
@@ -438,7 +441,7 @@ def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
     reply = read_record(reader.read() or b"", MAX_TENSORS, from_engine=True)
     assert isinstance(reply, Reply)
     assert reply.request_id == number
-    assert write_done(writer, number, (number, number), packed)
+    write_done(writer, number, (number, number), packed)
     done = read_record(reader.read() or b"", MAX_TENSORS, from_engine=True)
     assert isinstance(done, Done)
     assert (done.request_id, done.released) == (number, (number, number))
@@ -447,6 +450,13 @@ def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 256])
 def test_a_name_may_have_any_length(length: int) -> None:
     assert read_submit(submit_record(pack(PAYLOAD), name="x" * length)).name == "x" * length
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 64])
+def test_a_fence_may_have_any_length(length: int) -> None:
+    packed = pack(TENSOR, held_slot(TENSOR.data_ptr(), 64))
+    record = submit_record(packed, (SlotRef(3, 8192, 64, 5),), fence=b"\xee" * length)
+    assert read_submit(record).content.fence == b"\xee" * length
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])

@@ -146,11 +146,12 @@ async def test_connections_to_an_engine_that_say_nothing_are_one_line_with_peer_
 
 
 async def test_a_connection_that_says_nothing_in_time_is_refused_with_that_reason(
-    serve: Any, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+    serve: Any, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ignore(claim: Any) -> None: ...
 
-    ring = await serve(ignore, handshake_timeout_s=0.05)
+    monkeypatch.setattr("shmring.ring.limits.HANDSHAKE_S", 0.05)
+    ring = await serve(ignore)
     [path] = socket_dir.glob("*.sock")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))

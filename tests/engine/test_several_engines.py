@@ -89,8 +89,9 @@ async def engines(serve: Any) -> AsyncIterator[list[Engine]]:
 
 
 @pytest.fixture
-async def client(engines: list[Engine], socket_dir: Path) -> AsyncIterator[EngineClient]:
-    options: dict[str, Any] = {"lease_nbytes": "64KiB", "reconnect_max_s": 0.01}
+async def client(engines: list[Engine], socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
+    monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
+    options: dict[str, Any] = {"lease_nbytes": "64KiB"}
     async with await EngineClient.connect(NAMES, socket_dir=str(socket_dir), retries=1, **options) as client:
         yield client
 

@@ -30,15 +30,7 @@ from shmring.client.client import Client
 from shmring.client.connecting import open_client
 from shmring.client.session import Session
 from shmring.config import ClientConfig, WorkerConfig
-from shmring.core.compiled import (
-    WORKER_PAGE_NBYTES,
-    Mapping,
-    RecordReader,
-    RecordWriter,
-    Submit,
-    largest_record_nbytes,
-    read_record,
-)
+from shmring.core.compiled import WORKER_PAGE_NBYTES, Mapping, RecordReader, RecordWriter, Submit, largest_record_nbytes
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -69,6 +61,7 @@ from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
 from shmring.worker.joining import join_in_time
 from shmring.worker.worker import Message, Worker
 from tests.fuzz.scripts import MOST_TURNS, NAME, Steps, changed, check_error, listening, over, play, stage, turns
+from tests.model.inside import read_record
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
 from tests.sessions import attachment_of
 

@@ -16,6 +16,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -24,6 +25,7 @@ import shmring
 from shmring.core.compiled import WORKER_PAGE_NBYTES, Mapping, RecordReader, RecordWriter, largest_record_nbytes
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.errors import RemoteProtocolError
+from shmring.ring import limits
 from shmring.transport.endpoint import join_engine
 from shmring.transport.rings import map_rings
 from tests.fuzz.scripts import Steps, changed, check_error, listening, over, play, stage, turns
@@ -42,7 +44,6 @@ _OPTIONS: dict[str, Any] = {
     "pin": "off",
     "inline_nbytes": 1024,
     "message_ring_nbytes": _RING_NBYTES,
-    "max_workers": 2,
     "worker_backlog": 4,
     "broadcast_nbytes": 32 << 10,
 }
@@ -253,7 +254,8 @@ async def _scene(data: bytes) -> None:
 
 def joined_workers(data: bytes) -> None:
     """A worker that has joined an engine does as it likes."""
-    play(_scene(data))
+    with patch.object(limits, "MAX_WORKERS", 2):
+        play(_scene(data))
 
 
 #: Honest scripts.

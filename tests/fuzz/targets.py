@@ -22,7 +22,6 @@ from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
     ClaimEnd,
     Content,
-    Done,
     EngineBook,
     EngineEnd,
     FanOutBook,
@@ -36,19 +35,13 @@ from shmring.core.compiled import (
     RecordReader,
     RecordWriter,
     Regions,
-    Reply,
     Submit,
     WorkerEnd,
     WorkerRecord,
     check_kept,
     check_payload,
-    decode_content,
     largest_record_nbytes,
-    read_record,
     ring_nbytes,
-    write_done,
-    write_reply,
-    write_submit,
 )
 from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
@@ -89,6 +82,7 @@ from shmring.frontend.openai.chat import CHAT_PARSER
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.fuzz import hostile_engine, hostile_worker
+from tests.model.inside import Done, Reply, decode_content, read_record, take_payload, write_done, write_reply, write_submit
 from tests.model.pairs import PairedEngineBook
 
 __all__ = ["SEEDS", "TARGETS"]
@@ -152,8 +146,8 @@ def _check_content(content: Content, record: bytes) -> None:
         assert not content.payload
         assert content.payload_offset + content.payload_nbytes <= content.slots[-1].nbytes
         with contextlib.suppress(RemoteProtocolError):
-            content.take_payload(
-                record[-content.payload_nbytes :], _MAX_TENSORS, _MAX_VALUES
+            take_payload(
+                content, record[-content.payload_nbytes :], _MAX_TENSORS, _MAX_VALUES
             )  # any bytes: what lies in a slot is anybody's
     else:
         # What msgspec takes for the record's last member is the payload.
@@ -194,7 +188,7 @@ def payloads(data: bytes) -> None:
             return
         content = submit.content
         if content.payload_nbytes:
-            content.take_payload(in_slot, _MAX_TENSORS)
+            take_payload(content, in_slot, _MAX_TENSORS)
     except RemoteProtocolError:
         return
     if any(slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > _SLAB_NBYTES for slot in content.slots):

@@ -50,8 +50,9 @@ async def engines(launch: Callable[..., Any], socket_dir: Path) -> Engines:
 
 
 @pytest.fixture
-async def client(engines: Engines, socket_dir: Path) -> AsyncIterator[shmring.Client]:
-    options: dict[str, Any] = {"lease_nbytes": "64KiB", "connect_timeout_s": 30.0, "reconnect_max_s": 0.05}
+async def client(engines: Engines, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[shmring.Client]:
+    monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.05)
+    options: dict[str, Any] = {"lease_nbytes": "64KiB", "connect_timeout_s": 30.0}
     async with shmring.connect(NAMES, socket_dir=str(socket_dir), **options) as client:
         yield client
 

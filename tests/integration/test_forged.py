@@ -142,11 +142,12 @@ class Forger:
 
 
 @pytest.fixture
-async def ring(serve: Any) -> shmring.Ring:
+async def ring(serve: Any, monkeypatch: pytest.MonkeyPatch) -> shmring.Ring:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
-    ring: shmring.Ring = await serve(answer, name="honest", max_calls=2, max_inflight=8)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 2)
+    ring: shmring.Ring = await serve(answer, name="honest", max_inflight=8)
     return ring
 
 

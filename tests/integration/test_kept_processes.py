@@ -103,11 +103,12 @@ async def test_a_stopped_frontend_keeps_its_pins_however_long_that_takes(observe
 
 
 @pytest.fixture
-async def ring(socket_dir: Path) -> AsyncIterator[shmring.Ring]:
+async def ring(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[shmring.Ring]:
     async def handle(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
-    options: dict[str, Any] = {"slab_nbytes": "1MiB", "inline_nbytes": "1KiB", "max_pins": 8}
+    monkeypatch.setattr("shmring.ring.limits.MAX_PINS", 8)
+    options: dict[str, Any] = {"slab_nbytes": "1MiB", "inline_nbytes": "1KiB"}
     async with shmring.serve("honest", socket_dir=str(socket_dir), **options) as ring:
         running = asyncio.create_task(ring.run(handle))
         yield ring

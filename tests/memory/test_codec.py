@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmring.core.compiled import MAX_DEPTH, Reply, check_payload, decode_content, read_record
+from shmring.core.compiled import MAX_DEPTH, check_payload
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.model.inside import Reply, decode_content, read_record
 
 _PACKER = make_packer(16, 1 << 24)
 _DECODER = make_decoder()

@@ -32,15 +32,13 @@ from shmring.core.compiled import (
     RecordWriter,
     Regions,
     Submit,
-    decode_content,
-    read_record,
     ring_nbytes,
-    write_submit,
 )
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, TENSOR_ALIGNMENT, TORCH_ITEM_NBYTES, LeaseGrant, SlotRef
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer, nbytes_for, torch_dtype_name
+from tests.model.inside import decode_content, read_record, take_payload, write_submit
 from tests.records import content_of, slot_extension, tensor_extension
 
 LARGEST_RECORD_NBYTES = 1 << 16
@@ -130,7 +128,7 @@ def over_the_wire(ends: Ends, packed: Packed) -> tuple[Content, Mapping]:
     content = message.content
     if content.payload_nbytes:
         start = CONTENT_OFFSET + content.payload_offset
-        content.take_payload(bytes(memoryview(slab)[start : start + content.payload_nbytes]), MAX_TENSORS)
+        take_payload(content, bytes(memoryview(slab)[start : start + content.payload_nbytes]), MAX_TENSORS)
     return content, slab
 
 
@@ -739,7 +737,7 @@ def test_a_hostile_payload_in_a_slot_is_refused_and_nothing_else(ends: Ends, sla
 def taken_from_slot(payload: bytes) -> Content:
     """A content whose payload lay in a slot, where anybody may have written it."""
     content = content_of(None, SLOTS[0], SLOTS, lies_at=(0, 64))
-    content.take_payload(payload, MAX_TENSORS)
+    take_payload(content, payload, MAX_TENSORS)
     return content
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from shmring.core.compiled import ClientBook
 from shmring.core.states import ClientSlot, EngineSlot, Lease
+from tests.model.inside import slots_here, slots_with_engine
 
-__all__ = ["DERIVED", "FIELDS", "plain"]
+__all__ = ["DERIVED", "FIELDS", "HIDDEN", "plain"]
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
@@ -54,11 +56,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "Waiter": ("nbytes", "held"),
 }
 DERIVED: dict[str, tuple[str, ...]] = {
-    "EngineBook": ("_counts", "host"),
-    "Lending": ("clients", "contents", "_apart", "_by_start", "_counts"),
+    "EngineBook": ("host",),
+    "Lending": ("clients", "contents", "_apart", "_by_start"),
     "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
-    "ClientBook": ("_counts",),
 }
+#: Of a frontend's compiled book, what Python does not see.
+HIDDEN = {"_submitted": slots_with_engine, "_others": slots_here}
 #: What a book answers about itself; its counts of slots and leases by state come beside.
 ANSWERS: dict[str, tuple[str, ...]] = {
     "EngineBook": ("waiting_lease_requests", "reply_free_nbytes"),
@@ -81,7 +84,7 @@ def plain(value: Any) -> Any:
     name = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in FIELDS or hasattr(kind, "runs"))
     if name not in FIELDS:
         return [getattr(value, "start", None), getattr(value, "length", None), *value.runs()]
-    items = [(field, plain(getattr(value, field))) for field in FIELDS[name]]
+    items = [(field, plain(_field(value, field))) for field in FIELDS[name]]
     items += [(answer, getattr(value, answer)) for answer in ANSWERS.get(name, ())]
     if name == "EngineBook":
         items += [("slots", [value.count_slots(state) for state in EngineSlot]), ("device", value.count_device_slots())]
@@ -94,6 +97,12 @@ def plain(value: Any) -> Any:
     if name == "RequestRecord":
         items[1] = ("slots", plain(value.slots or []))
     return name, items
+
+
+def _field(value: Any, name: str) -> Any:
+    if isinstance(value, ClientBook) and name in HIDDEN:
+        return HIDDEN[name](value)
+    return getattr(value, name)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

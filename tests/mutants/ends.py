@@ -108,7 +108,7 @@ FAULTS = (
         ),
         (
             "tensors in a slot are not aligned",
-            "offset[0] = (self._cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)",
+            "offset[0] = align(self._cursor)",
             "offset[0] = self._cursor",
             "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
         ),

@@ -8,12 +8,6 @@ FAULTS = (
     *faults_in(
         "shmring/core/payload.pyx",
         (
-            "tensors are not aligned to lines of the cache",
-            "return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)",
-            "return nbytes",
-            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
-        ),
-        (
             "what was encoded is lost where it grows",
             "    if not out.is_on_heap:\n        memcpy(larger, out.start, used)\n",
             "",
@@ -129,6 +123,12 @@ FAULTS = (
     ),
     *faults_in(
         "shmring/core/slot_header.pyx",
+        (
+            "tensors are not aligned to lines of the cache",
+            "return (nbytes + TENSOR_ALIGNMENT - 1) & ~<uint64_t>(TENSOR_ALIGNMENT - 1)",
+            "return nbytes",
+            "tests/memory/test_payload.py::test_any_payload_arrives_as_it_was_sent",
+        ),
         (
             "a header needs no magic",
             "return not memcmp(header, magic, MAGIC_NBYTES)",

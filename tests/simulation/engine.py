@@ -26,6 +26,7 @@ from shmring.errors import AbortedError, LocalProtocolError, PeerLostError, Remo
 from shmring.memory.slab import Slab
 from shmring.ring import frontend as frontend_module
 from shmring.ring import handshakes as handshakes_module
+from shmring.ring import limits
 from shmring.ring import shell as shell_module
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import Frontend
@@ -66,18 +67,13 @@ def ring_config(scenario: Scenario) -> RingConfig:
         max_lease_nbytes=scenario.max_lease_blocks * BLOCK_NBYTES,
         client_quota_nbytes=scenario.quota_blocks * BLOCK_NBYTES,
         kept_nbytes=scenario.kept_blocks * BLOCK_NBYTES,
-        max_kept=scenario.max_kept,
-        max_pins=scenario.max_pins,
         max_inflight=scenario.max_inflight,
-        max_leases=scenario.max_leases,
         max_tensors=MAX_TENSORS,
         max_values=MAX_VALUES,
         max_payload_nbytes=MAX_PAYLOAD_NBYTES,
         inline_nbytes=INLINE_NBYTES,
         message_ring_nbytes=_RING_NBYTES,
-        copy_offload_nbytes=offload_nbytes(scenario),
         worker_backlog=scenario.worker_backlog,
-        max_workers=scenario.workers + 2,  # who was dropped and still reads counts
         prefault=False,
     )
 
@@ -168,6 +164,14 @@ class Engine:
         with (
             self.loop.running(),
             standing_on(shell_module, EngineBook=kind.engine, Copier=CopyingThreads, Workers=workers),
+            standing_on(
+                limits,
+                MAX_KEPT=scenario.max_kept,
+                MAX_PINS=scenario.max_pins,
+                MAX_LEASES=scenario.max_leases,
+                MAX_WORKERS=scenario.workers + 2,  # who was dropped and still reads counts
+                COPY_OFFLOAD_NBYTES=offload_nbytes(scenario),
+            ),
         ):
             shell = Shell(
                 Life("simulated", ring_config(scenario), epoch),

@@ -42,6 +42,7 @@ from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ShmringError, WouldBlock
 from shmring.memory import slots as slots_module
 from shmring.memory.slab import Slab
+from tests.model.inside import slots_here, slots_with_engine
 from tests.records import submit_of
 from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
 from tests.simulation.books import Books
@@ -254,7 +255,7 @@ class Session:
     @property
     def slots(self) -> list[ClientSlotRecord]:
         """The same and, as long as the session lives, all that are not free; by address."""
-        booked = () if self.ended else (*self.book._submitted.values(), *self.book._others)
+        booked = () if self.ended else (*slots_with_engine(self.book).values(), *slots_here(self.book))
         slots = {id(slot): slot for slot in (*self.reached, *booked)}
         return sorted(slots.values(), key=lambda slot: slot.start)
 
@@ -404,7 +405,7 @@ class Session:
     def _was_sent(self, submission: Submission, number: int) -> None:
         require(not self.ended or submission.ended, "a request was sent when its session had ended")
         self.sent[submission.request_id] = Sent(submission, number)
-        submitted = [slot for slot in self.book._submitted.values() if slot.lease is not None]
+        submitted = [slot for slot in slots_with_engine(self.book).values() if slot.lease is not None]
         if submitted:
             self.last_sent = max(submitted, key=lambda slot: slot.generation).ref()
 

@@ -12,6 +12,7 @@ from shmring.core.compiled import ClientRecord, KeptRecord
 from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.states import ClientSlot, EngineSlot, Lease
+from tests.model.inside import largest_run, slots_here, slots_with_engine
 from tests.simulation.engine import Engine
 from tests.simulation.frontend import Session, Wants
 from tests.simulation.loop import waited_for
@@ -169,7 +170,7 @@ def _check_submitted(engine: Engine, client: ClientRecord, session: Session) -> 
     """What a frontend has handed over, the engine has, or a record says so that is under way, in whichever direction."""
     there = client.slots.keys() | engine.book.kept.by_generation.keys()
     records = (*session.wire.to_engine, *session.wire.to_frontend)
-    for generation in session.book._submitted.keys() - there:
+    for generation in slots_with_engine(session.book).keys() - there:
         named = generation.to_bytes(8, "big"), generation.to_bytes(8, "little")  # as an int of msgpack, and in a slot's numbers
         require(any(name in record for record in records for name in named), "a submitted slot is lost")
 
@@ -212,7 +213,7 @@ def _check_book(session: Session) -> None:
     require(all(place in waiting for place in book._waiters), "a waiter is in line whom nobody knows")
     first = next(iter(book._waiters.values()), None)
     blocks = 0 if first is None else slot_blocks(first.nbytes)
-    usable = [lease.slots.largest_run for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]
+    usable = [largest_run(lease.slots) for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]
     require(first is None or blocks > max(usable, default=0), "the first in line could be served")
     _check_callers_slots(session)
     counted: Any = session.end
@@ -224,14 +225,15 @@ def _check_book(session: Session) -> None:
 def _check_callers_slots(session: Session) -> None:
     """What callers have is in the book, and what is in the book somebody has."""
     book = session.book
-    booked = {*book._submitted.values(), *book._others}
+    sent = slots_with_engine(book).values()
+    booked = {*sent, *slots_here(book)}
     reached = session.reached
     require(all(slot in booked for slot in reached if slot.lease is not None), "a caller has a slot that is free")
     starts = [slot.start for slot in session.real.sending.copies.values()]
     require(all(copying.start in starts for copying in session.copies), "a copy is made to a slot of nobody")
     unsent = [slot for caller in session.callers if (slot := session.unsent(caller)) is not None]
     require(len(unsent) == len(set(unsent)), "two payloads are in one slot")
-    for slot in booked.difference(reached, book._submitted.values()):
+    for slot in booked.difference(reached, sent):
         require(not slot.held or slot.state is ClientSlot.DRAINING, "a slot is held by nobody")
         if slot.state is ClientSlot.DRAINING:
             is_read = any(slot in caller.slots for caller in session.callers)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from shmring.core.compiled import ClientRecord, Done, EngineBook, Reply, Submit, read_record
+from shmring.core.compiled import ClientRecord, EngineBook, Submit
 from shmring.core.messages import (
     Abort,
     Failed,
@@ -39,6 +39,7 @@ from shmring.core.messages import (
 )
 from shmring.core.states import ClientSlot
 from shmring.errors import RemoteProtocolError
+from tests.model.inside import Done, Reply, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.loop import came_to, local_of, waited_for

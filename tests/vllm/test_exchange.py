@@ -22,6 +22,7 @@ from shmring.integrations.vllm import cancellation
 from shmring.integrations.vllm.engine import HandedOver, Receiver
 from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
 from shmring.integrations.vllm.settings import Settings
+from tests.sessions import session_of
 
 ENGINE = (0).to_bytes(2, "little")
 MB = 1 << 20
@@ -305,7 +306,7 @@ async def test_what_was_placed_when_the_connection_is_lost_goes_inline(
     def send_late() -> Any:
         link = exchange.frontend._links[ENGINE]
         assert link._client is not None
-        link._client._session._lose(EngineDeadError("lost"))  # type: ignore[union-attr]
+        session_of(link._client)._lose(EngineDeadError("lost"))  # type: ignore[union-attr]
         return send()
 
     await exchange.frontend.divert(request, ENGINE, send_late)

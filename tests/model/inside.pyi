@@ -1,0 +1,62 @@
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from shmring.core.compiled import (
+    ClientBook,
+    ClientSlotRecord,
+    Content,
+    EngineBook,
+    Lending,
+    Mapping,
+    Packed,
+    PayloadDecoder,
+    RecordReader,
+    RecordTaker,
+    RecordWriter,
+    Regions,
+    RunAllocator,
+    Submit,
+    TensorMaker,
+)
+from shmring.core.messages import SlotRef, TensorRef
+
+class Reply(NamedTuple):
+    request_id: int
+    content: Content
+
+class Done(NamedTuple):
+    request_id: int
+    released: tuple[int, ...]
+    content: Content | None
+
+def read_record(
+    record: bytes, max_tensors: int, max_values: int = ..., *, from_engine: bool
+) -> Submit | Reply | Done | None: ...
+def take_payload(content: Content, payload: bytes, max_tensors: int, max_values: int = ...) -> None: ...
+def decode_content(
+    decoder: PayloadDecoder,
+    content: Content,
+    client_id: int,
+    regions: Regions,
+    mapping: Mapping,
+    place: Callable[[TensorRef], Any] | None = None,
+) -> tuple[Any, list[bool]]: ...
+def write_submit(
+    writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple[SlotRef, ...]
+) -> bool: ...
+def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot: SlotRef | None) -> bool: ...
+def write_done(
+    writer: RecordWriter, request_id: int, released: Sequence[int], reply: Packed | None = None, slot: SlotRef | None = None
+) -> bool: ...
+
+class ColdTaker(RecordTaker):
+    @property
+    def asked(self) -> int: ...
+
+def hear(reader: RecordReader, taker: RecordTaker) -> bool: ...
+def largest_run(allocator: RunAllocator) -> int: ...
+def uses_table(maker: TensorMaker) -> bool: ...
+def slots_with_engine(book: ClientBook) -> dict[int, ClientSlotRecord]: ...
+def slots_here(book: ClientBook) -> set[ClientSlotRecord]: ...
+def counts_of(book: ClientBook | EngineBook | Lending) -> tuple[Any, ...]: ...
+def miscount(book: ClientBook | EngineBook | Lending, states: Sequence[int], *others: int) -> None: ...
