@@ -10,11 +10,13 @@ import asyncio
 import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shmring
 
@@ -41,9 +43,13 @@ def raised_errors() -> list[str]:
     return lines
 
 
+async def join(socket_dir: Path) -> shmring.Worker:
+    return await shmring.join("test", 0, socket_dir=str(socket_dir))
+
+
 async def test_ends_that_have_closed_keep_none(serve: Any, connect: Any, socket_dir: Path) -> None:
     ring, client = await serve(), await connect()
-    worker = await shmring.join("test", 0, socket_dir=str(socket_dir))
+    worker = await join(socket_dir)
     for end in (worker, client, ring):
         await end.close()
     assert raised_errors() == []
@@ -63,3 +69,72 @@ async def test_a_client_that_has_closed_leaves_no_task(
     mapped.set()
     await closing
     assert asyncio.all_tasks() - before == set()
+
+
+async def test_a_client_that_was_closed_while_it_looked_for_an_engine_keeps_none(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring, client = await serve(), await connect(reconnect=True)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    await client.close()
+    assert raised_errors() == []
+
+
+async def test_a_worker_keeps_none_of_a_reply_that_it_gave_up(serve: Any, socket_dir: Path, hold: Any, turns: Any) -> None:
+    ring = await serve(message_ring_nbytes="16KiB")
+    worker = await join(socket_dir)
+    await ring.wait_workers(1)
+    gathering = asyncio.ensure_future(ring.gather("?"))
+    with await worker.receive() as message:
+        [joined] = ring.workers._workers.values()
+        go_on = hold(joined.link)
+        replying = asyncio.create_task(message.reply("x" * 100_000))
+        await turns()
+        await worker.close()
+        with pytest.raises(shmring.ClosedError):
+            await replying
+    go_on()
+    with pytest.raises(shmring.WorkerLostError):
+        await gathering
+    del replying, gathering
+    await turns()
+    assert raised_errors() == []
+
+
+async def test_an_engine_keeps_none_of_a_memory_that_it_could_not_reserve(
+    serve: Any, socket_dir: Path, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise shmring.SlabError("there is no memory")
+
+    monkeypatch.setattr("shmring.ring.workers.reserve_for_one_writer", refuse)
+    ring = await serve()
+    joining = asyncio.ensure_future(join(socket_dir))
+    await eventually(lambda: ring.statistics().refused)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    del joining
+    await turns()
+    assert raised_errors() == []
+
+
+async def test_a_request_that_waited_for_any_engine_leaves_none(
+    serve: Any, socket_dir: Path, eventually: Any, turns: Any
+) -> None:
+    ring = await serve()
+    client = await shmring.connect(["test", "other"], socket_dir=str(socket_dir))
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    payload = torch.ones(10)
+    died = weakref.ref(payload)
+    requesting = asyncio.create_task(client.request(payload))
+    await turns()
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await requesting
+    del payload, requesting
+    await turns()
+    assert died() is None
+    assert raised_errors() == []

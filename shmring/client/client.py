@@ -582,6 +582,7 @@ class RingClient(ClientCalls):
             if self._reattaching is not None and not self._reattaching.done():
                 self._reattaching.cancel()
                 await asyncio.wait([self._reattaching])
+                self._reattaching = None  # it holds the error that it was cancelled with, whose traceback holds frames
         finally:  # also when this is cancelled
             try:
                 if self._session is not None:

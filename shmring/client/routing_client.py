@@ -36,7 +36,7 @@ from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
 from shmring.core.compiled import Origin
 from shmring.core.states import ClientSlot
-from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
+from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.statistics import ClientStatistics
 from shmring.transport.loops import check_loop
@@ -610,8 +610,8 @@ class RoutingClient:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for wait in done:
                     error = wait.exception()
-                    if error is not None and not isinstance(error, EngineDeadError):
-                        raise error
+                    if isinstance(error, Exception) and not isinstance(error, EngineDeadError):
+                        raise fresh(error)  # this frame holds the task that holds the error
             if not self.connected and not self._reconnect:
                 raise self._none_attached()
         finally:
