@@ -430,13 +430,11 @@ class MediaIntake:
 
     async def _copy(self, decoded: Sequence[DecodedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
         results = await asyncio.gather(*map(self._loader.copy, decoded, targets), return_exceptions=True)
-        try:
-            for error in results:
-                if isinstance(error, BaseException):
-                    raise error
-            return [result for result in results if not isinstance(result, BaseException)]
-        finally:
-            results.clear()  # this frame is in the traceback
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            results.clear()
+            raise errors.pop(0)  # no variable keeps it, as this frame is in its traceback
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _add_checksums(self, media: Sequence[Medium]) -> None:
         loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ import torch
 import shmring
 from shmring.core.compiled import EngineEnd
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
+from shmring.memory.slab import reserve_for_one_writer
 from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
 from tests.sessions import session_of
@@ -169,6 +170,34 @@ async def test_a_message_goes_to_some(serve: Any, join: Any) -> None:
                 assert message.payload == expected
         with pytest.raises(shmring.WouldBlock):
             worker.receive_nowait()
+
+
+async def test_memory_that_is_reserved_while_the_ring_closes_goes_at_once(
+    serve: Any, join: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> list[str]:
+        """Of broadcasts: those that are open or mapped."""
+        opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry)]
+        lines = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
+        return [line for line in lines if "test-broadcasts" in line]
+
+    def reserve(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert closed.wait(30)
+        return reserve_for_one_writer(*arguments, **options)
+
+    begun, closed = threading.Event(), threading.Event()
+    monkeypatch.setattr("shmring.ring.workers.reserve_for_one_writer", reserve)
+    ring = await serve(**OPTIONS)
+    joining = asyncio.ensure_future(join())
+    await eventually(begun.is_set)
+    await ring.close()
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    closed.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    await eventually(lambda: not files())
 
 
 async def test_who_joins_late_begins_with_the_next_message(serve: Any, join: Any) -> None:

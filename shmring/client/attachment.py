@@ -225,6 +225,7 @@ class Attachment:
             if self._reattaching is not None and self.is_attaching:
                 self._reattaching.cancel()
                 await asyncio.wait([self._reattaching])
+                self._reattaching = None  # it holds the error that it was cancelled with, whose traceback holds frames
         finally:  # also when this is cancelled
             if self.session is not None:
                 await self.session.close()

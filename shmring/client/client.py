@@ -40,7 +40,7 @@ from shmring.config import ClientConfig, parse_nbytes
 from shmring.core.compiled import ClientCalls, ClientEnd, Origin, Packed
 from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
-from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
+from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
@@ -155,7 +155,7 @@ class Client(ClientCalls):
         deadline = self._loop.time() + self.config.connect_timeout_s
         refusals = await self._try_each(deadline)
         if len(refusals) == len(self.names):
-            raise refusals[0]  # whatever starts later would say the same
+            raise fresh(refusals[0])  # whatever starts later would say the same
         for attachment in self._attachments.values():
             if attachment.session is None:
                 attachment.keep_attaching()
@@ -164,12 +164,12 @@ class Client(ClientCalls):
                 await self._some_engine()
         except TimeoutError:
             if refusals:
-                raise refusals[0] from None
+                raise fresh(refusals[0]) from None
             raise EngineDeadError(
                 f"none of the engines {self._listed} answered within {self.config.connect_timeout_s:g} s", engine=None
             ) from None
 
-    async def _try_each(self, deadline: float) -> list[BaseException]:
+    async def _try_each(self, deadline: float) -> list[Exception]:
         """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse."""
         tries = [self._loop.create_task(attachment.attach()) for attachment in self._attachments.values()]
         try:
@@ -185,8 +185,8 @@ class Client(ClientCalls):
             for trying in tries:
                 trying.cancel()
             outcomes = await asyncio.gather(*tries, return_exceptions=True)
-        errors = [error for error in outcomes if isinstance(error, BaseException)]
-        return [error for error in errors if not isinstance(error, EngineDeadError | asyncio.CancelledError)]
+        errors = [error for error in outcomes if isinstance(error, Exception)]
+        return [error for error in errors if not isinstance(error, EngineDeadError)]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

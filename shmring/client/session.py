@@ -307,8 +307,6 @@ class Session:
         self._regions.close()
         self.link.abort()
         waiting = [*self.sending.lose(), *(future for slots in self.slots for future in slots.lose())]
-        if self._touching is not None:
-            self._touching.cancel()
         if self._unread is not None:
             self._unread.cancel()
         for submission in list(self.end.pending.values()):
@@ -376,11 +374,14 @@ class Session:
         All of them, whoever leases them now: so this process's resident memory is the same from here on.
         """
         for offset in range(0, self._slab.nbytes, _TOUCHED_AT_ONCE_NBYTES):
+            if not self.is_usable:
+                return
             nbytes = min(_TOUCHED_AT_ONCE_NBYTES, self._slab.nbytes - offset)
             try:
                 await self._copier.run(functools.partial(self._slab.prefault, offset, nbytes))
-            except SlabError as error:
-                logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
+            except (SlabError, ClosedError) as error:
+                if self.is_usable:  # else it was unmapped meanwhile
+                    logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
                 return
 
     async def prefaulted(self) -> None:
@@ -509,6 +510,7 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                     await asyncio.shield(self._ended)
+                    await self.prefaulted()
         finally:
             self._lose(ClosedError(_CLOSED))
 

@@ -82,12 +82,13 @@ class Handshakes:
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
-        self._accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
-        self._accepting.add_done_callback(self._accepting_ended)
+        accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
+        accepting.add_done_callback(self._accepting_ended)
+        self._accepting: asyncio.Task[None] | None = accepting
 
     async def close(self) -> None:
         """Admits nobody any more, and waits until whoever was about to come has gone."""
-        tasks = [self._accepting, *self._running]
+        tasks = [task for task in (self._accepting, *self._running) if task is not None]
         for task in tasks:
             task.cancel()
         try:
@@ -109,6 +110,7 @@ class Handshakes:
             task.add_done_callback(self._running.discard)
 
     def _accepting_ended(self, accepting: asyncio.Task[None]) -> None:
+        self._accepting = None  # if it was cancelled, it holds its error, whose traceback holds frames
         if not accepting.cancelled():
             logger.critical("ring %r accepts no further frontends", self._life.name, exc_info=accepting.exception())
 

@@ -431,17 +431,26 @@ class Workers:
     async def _reserve(self) -> None:
         """Reserves memory for broadcasts, once; on a thread, since that touches all of it."""
         if self._memory is None:
-            if self._reserving is None or (self._reserving.done() and self._reserving.exception() is not None):
+            if self._reserving is None:
                 config = self.life.config
                 nbytes = -(-int(config.broadcast_nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
                 self._reserving = self.loop.run_in_executor(
                     None, lambda: reserve_for_one_writer(f"{self.life.name}-broadcasts", nbytes, prefault=config.prefault)
                 )
-            reserved = await asyncio.shield(self._reserving)
+                self._reserving.add_done_callback(self._reserved)
+            await asyncio.shield(self._reserving)
             self._check_open()
-            if self._memory is None:
-                self._fd, self._memory = reserved
-                self.end.reserve(self._memory)
+
+    def _reserved(self, reserving: asyncio.Future[tuple[int, Mapping]]) -> None:
+        self._reserving = None  # it holds the memory, or an error, whose traceback holds frames
+        if reserving.exception() is not None:
+            return  # whoever joins next tries again
+        fd, memory = reserving.result()
+        if self.end.is_open:
+            self._fd, self._memory = fd, memory
+            self.end.reserve(memory)
+        else:  # the ring was closed meanwhile
+            os.close(fd)
 
     def _make(self, peer: Peer, watch: ProcessWatch) -> _Worker:
         config = self.life.config

@@ -164,6 +164,7 @@ class _Connection:
                 await self._writable()
                 self._link.send_record(parts.popleft())
         finally:
+            self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of whoever replies
             self._answering.release()
             if parts:  # nothing else can follow half of a reply
                 self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))

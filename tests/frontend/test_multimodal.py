@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import wave
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -229,6 +231,36 @@ async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
     assert raised.value.param == "this"
     del raised  # its traceback has the frames that made the views
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_an_error_while_a_medium_is_copied_is_not_kept(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback holds the frames of whoever asks, and what was sent to be answered."""
+
+    class Broken(Exception):
+        pass
+
+    async def fail(*_: object) -> None:
+        error = Broken()
+        errors.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    errors: list[weakref.ref[Broken]] = []
+    intake = open_intake(await open_engine())
+    monkeypatch.setattr(intake._loader, "copy", fail)
+    gc.disable()
+    try:
+        with pytest.raises(Broken):
+            async with intake.take([source_of(encoded(pixels)) for pixels in PIXELS], SPEC, admitted, "messages"):
+                pass
+        await asyncio.sleep(0)  # the loop lets go of tasks
+        assert [error() for error in errors] == [None] * len(PIXELS)
+    finally:
+        gc.enable()
 
 
 async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_waiting(
