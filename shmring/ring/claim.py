@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from shmring.core.compiled import ClaimEnd, Content, ContentRegions, done
 from shmring.core.printable import printable
@@ -26,9 +27,10 @@ from shmring.ring.shell import Shell
 __all__ = ["Claim"]
 
 _NOTHING: Any = object()
+_Payload = TypeVar("_Payload", default=Any)
 
 
-class Claim(ClaimEnd):
+class Claim(ClaimEnd, Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``.
 
     Leaving the block releases the slots and tells the frontend: done, or failed with the exception, which goes on
@@ -47,6 +49,11 @@ class Claim(ClaimEnd):
 
     __slots__ = ()
 
+    if TYPE_CHECKING:
+
+        @property
+        def payload(self) -> _Payload: ...
+
     @property
     def _shell(self) -> Shell:
         shell: Shell = self._end.shell
@@ -56,7 +63,7 @@ class Claim(ClaimEnd):
         state = "aborted" if self.aborted else "ended" if self.ended else "running"
         return f"<Claim {self.client_id}:{self.request_id} {printable(self.name)} {self.nbytes} bytes, {state}>"
 
-    async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
+    async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
         """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
 
         One copy per slot, on a stream of the ring's own; ``stream`` waits for it, and this does not: the tensors may be
@@ -89,7 +96,7 @@ class Claim(ClaimEnd):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        payload = await self._shell.uploads.upload(
+        payload: _Payload = await self._shell.uploads.upload(
             *self._source(),
             device,
             stream,
@@ -99,7 +106,7 @@ class Claim(ClaimEnd):
         self._end.release(self, copying=True)
         return payload
 
-    def to_nowait(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
+    def to_nowait(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
         """The same if nothing has to be waited for.
 
         Raises:
@@ -107,7 +114,7 @@ class Claim(ClaimEnd):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        payload = self._shell.uploads.upload_nowait(
+        payload: _Payload = self._shell.uploads.upload_nowait(
             *self._source(), device, stream, self._shell.given(self.client_id, self._submit, device, stream)
         )
         self._end.release(self, copying=True)

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Self
 
-from shmring.core.compiled import EngineCalls
+from typing_extensions import TypeVar
+
+from shmring.core.compiled import Awaited, EngineCalls
 from shmring.errors import ClosedError, WouldBlock
 from shmring.ring.claim import Claim
 from shmring.ring.handling import handle_batches, handle_claims
@@ -21,10 +23,12 @@ from shmring.statistics import RingStatistics
 
 __all__ = ["Ring"]
 
+_Payload = TypeVar("_Payload", default=Any)
+
 _LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine polls busily: what one takes to come back
 
 
-class Ring(EngineCalls):
+class Ring(EngineCalls, Generic[_Payload]):
     """The engine's end. Made by :func:`serve`; iterate over it for claims, in order of arrival.
 
     Attributes:
@@ -43,7 +47,15 @@ class Ring(EngineCalls):
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    async def _claim_lingering(self, most: int, linger_s: float) -> list[Claim]:
+    if TYPE_CHECKING:
+
+        def claim(self) -> Awaited[Claim[_Payload]]: ...
+
+        def claim_many(self, most: int, *, linger_s: float = 0) -> Awaitable[list[Claim[_Payload]]]: ...
+
+        def __anext__(self) -> Awaited[Claim[_Payload]]: ...
+
+    async def _claim_lingering(self, most: int, linger_s: float) -> list[Claim[_Payload]]:
         """For :meth:`claim_many`: more is waited for once the first has come."""
         claims = await self.claim_many(most)
         end_s = self._shell.loop.time() + linger_s
@@ -58,7 +70,7 @@ class Ring(EngineCalls):
             raise
         return claims
 
-    def claim_nowait(self) -> Claim:
+    def claim_nowait(self) -> Claim[_Payload]:
         """Claims the next request if there is one.
 
         Raises:
@@ -66,12 +78,12 @@ class Ring(EngineCalls):
             ClosedError: the ring is closed.
         """
         self._shell.check_claiming()
-        claim = self._shell.end.take_now()
+        claim: Claim[_Payload] | None = self._shell.end.take_now()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim
 
-    async def run(self, handler: Callable[[Claim], Awaitable[object]], max_concurrency: int = 64) -> None:
+    async def run(self, handler: Callable[[Claim[_Payload]], Awaitable[object]], max_concurrency: int = 64) -> None:
         """Handles claims until the ring is closed, one task a claim.
 
         A handler that raises fails its own request and is logged; the loop goes on. A handler whose request is aborted
@@ -88,7 +100,7 @@ class Ring(EngineCalls):
         await handle_claims(self.claim, handler, max_concurrency)
 
     async def run_batches(
-        self, handler: Callable[[list[Claim]], Awaitable[Sequence[object]]], most: int, *, linger_s: float = 0.0
+        self, handler: Callable[[list[Claim[_Payload]]], Awaitable[Sequence[object]]], most: int, *, linger_s: float = 0.0
     ) -> None:
         """Handles claims in batches until the ring is closed, one batch at a time: for models, to which a batch is one call.
 
@@ -225,7 +237,7 @@ class Ring(EngineCalls):
         """
         await self._shell.close(reason)
 
-    async def __aenter__(self) -> Ring:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -6,7 +6,7 @@ import mmap
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 from shmring.config import RingConfig, RingOptions, configured
 from shmring.core.geometry import Geometry
@@ -24,6 +24,7 @@ from shmring.transport.endpoint import Listener, socket_path
 __all__ = ["Serving", "create_shell", "serve"]
 
 _Shell = TypeVar("_Shell", bound=Shell)
+_Payload = TypeVar("_Payload")
 
 
 async def create_shell(
@@ -74,17 +75,17 @@ async def create_shell(
         raise
 
 
-class Serving:
+class Serving(Generic[_Payload]):
     """What :func:`serve` returns: await it, or use it with ``async with``."""
 
-    def __init__(self, create: Callable[[], Awaitable[Ring]]) -> None:
+    def __init__(self, create: Callable[[], Awaitable[Ring[_Payload]]]) -> None:
         self._create = create
-        self._ring: Ring | None = None
+        self._ring: Ring[_Payload] | None = None
 
-    def __await__(self) -> Generator[Any, None, Ring]:
+    def __await__(self) -> Generator[Any, None, Ring[_Payload]]:
         return self._create().__await__()
 
-    async def __aenter__(self) -> Ring:
+    async def __aenter__(self) -> Ring[_Payload]:
         self._ring = await self._create()
         return self._ring
 
@@ -95,6 +96,28 @@ class Serving:
         await self._ring.close()
 
 
+@overload
+def serve(
+    name: str,
+    config: RingConfig | None = ...,
+    *,
+    payload_type: type[_Payload],
+    calls: Mapping[str, CallHandler] | None = ...,
+    **overrides: Unpack[RingOptions],
+) -> Serving[_Payload]: ...
+
+
+@overload
+def serve(
+    name: str,
+    config: RingConfig | None = ...,
+    *,
+    payload_type: Any = ...,
+    calls: Mapping[str, CallHandler] | None = ...,
+    **overrides: Unpack[RingOptions],
+) -> Serving[Any]: ...
+
+
 def serve(
     name: str,
     config: RingConfig | None = None,
@@ -102,7 +125,7 @@ def serve(
     payload_type: Any = Any,
     calls: Mapping[str, CallHandler] | None = None,
     **overrides: Unpack[RingOptions],
-) -> Serving:
+) -> Serving[Any]:
     """Opens the engine's end of a ring: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
 
     Args:
@@ -122,7 +145,7 @@ def serve(
     """
     settled = configured(RingConfig, config, overrides)
 
-    async def create() -> Ring:
+    async def create() -> Ring[Any]:
         return Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))
 
     return Serving(create)

@@ -15,7 +15,9 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Generic, Self, Unpack, overload
+
+from typing_extensions import TypeVar
 
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
@@ -29,6 +31,8 @@ from shmring.threads.blocking import Blocking, blocking, done_in_loop, read_thro
 from shmring.threads.loop_thread import LoopCall, LoopThread, within
 
 __all__ = ["Claim", "Ring", "serve"]
+
+_Payload = TypeVar("_Payload", default=Any)
 
 _NOTHING: Any = object()
 
@@ -215,7 +219,7 @@ class _Shell(Shell):
         self._arrivals.lost((client_id, request_id), RemoteProtocolError(text))
 
 
-class Claim(Blocking[in_loop.Claim]):
+class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``, or :meth:`done` or :meth:`fail` it, in any thread.
 
     It is what :class:`shmring.Claim` is; see there. What ends it or gives its slots back (:meth:`done`, :meth:`fail`,
@@ -245,7 +249,7 @@ class Claim(Blocking[in_loop.Claim]):
         return repr(self._in_loop)
 
     @property
-    def payload(self) -> Any:
+    def payload(self) -> _Payload:
         """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
 
         Raises:
@@ -255,7 +259,8 @@ class Claim(Blocking[in_loop.Claim]):
         self._thread.check_process()
         if self._is_left:
             raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
-        return self._in_loop.payload
+        payload: _Payload = self._in_loop.payload
+        return payload
 
     @property
     def aborted(self) -> bool:
@@ -329,7 +334,7 @@ class Claim(Blocking[in_loop.Claim]):
         """Calls back in the loop's thread when the request is aborted; soon if it was. There, nothing may be waited for."""
         self._thread.post(self._in_loop.on_abort, callback)
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
@@ -340,7 +345,7 @@ class Claim(Blocking[in_loop.Claim]):
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
 
 
-class Ring(Blocking[ring_in_loop.Ring]):
+class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
     """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
 
     Iterate over it for claims, in order of arrival; several threads may do so at once.
@@ -372,7 +377,7 @@ class Ring(Blocking[ring_in_loop.Ring]):
         self._thread = LoopThread(f"ring {name!r}", create)
         self._thread.open()
 
-    def claim(self, timeout: float | None = None) -> Claim:
+    def claim(self, timeout: float | None = None) -> Claim[_Payload]:
         """Waits for the next request that nobody has taken.
 
         Threads that wait are served in the order in which they wait.
@@ -390,7 +395,7 @@ class Ring(Blocking[ring_in_loop.Ring]):
             claim = self._thread.ask(timeout, "a request to come", self._arrivals.next, undo=self._arrivals.put_back)
         return claim
 
-    def claim_nowait(self) -> Claim:
+    def claim_nowait(self) -> Claim[_Payload]:
         """Claims the next request if one has arrived that nobody has taken.
 
         Raises:
@@ -403,7 +408,7 @@ class Ring(Blocking[ring_in_loop.Ring]):
             raise WouldBlock("no request is waiting")
         return claim
 
-    def take(self, client_id: int, request_id: int, timeout: float | None = None) -> Claim:
+    def take(self, client_id: int, request_id: int, timeout: float | None = None) -> Claim[_Payload]:
         """Claims one request, whether it arrived already or not. One that has arrived is there at once.
 
         A thread that waits for a request gets it, also if others wait in :meth:`claim`. Whoever takes requests by their numbers
@@ -430,10 +435,10 @@ class Ring(Blocking[ring_in_loop.Ring]):
             claim = self._thread.ask(timeout, what, self._arrivals.take, key, undo=self._arrivals.put_back)
         return claim
 
-    def __iter__(self) -> Ring:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Claim:
+    def __next__(self) -> Claim[_Payload]:
         try:
             return self.claim()
         except ClosedError:
@@ -468,11 +473,35 @@ class Ring(Blocking[ring_in_loop.Ring]):
         """
         self._thread.close(reason)
 
-    def __enter__(self) -> Ring:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+@overload
+def serve(
+    name: str,
+    config: RingConfig | None = ...,
+    *,
+    payload_type: type[_Payload],
+    calls: Mapping[str, CallHandler] | None = ...,
+    untaken_s: float | None = ...,
+    **overrides: Unpack[RingOptions],
+) -> Ring[_Payload]: ...
+
+
+@overload
+def serve(
+    name: str,
+    config: RingConfig | None = ...,
+    *,
+    payload_type: Any = ...,
+    calls: Mapping[str, CallHandler] | None = ...,
+    untaken_s: float | None = ...,
+    **overrides: Unpack[RingOptions],
+) -> Ring[Any]: ...
 
 
 def serve(
@@ -483,7 +512,7 @@ def serve(
     calls: Mapping[str, CallHandler] | None = None,
     untaken_s: float | None = None,
     **overrides: Unpack[RingOptions],
-) -> Ring:
+) -> Ring[Any]:
     """Opens the engine's end of a ring: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
 
     Returns when frontends can connect.

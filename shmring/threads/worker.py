@@ -22,7 +22,9 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
+
+from typing_extensions import TypeVar
 
 from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, MessageEnd, Origin, RecordReader, RecordWriter, take_bells
@@ -43,11 +45,18 @@ from shmring.worker.joining import Joined, join_in_time
 
 __all__ = ["Message", "Worker", "join"]
 
+_Payload = TypeVar("_Payload", default=Any)
 
-class Message(MessageEnd):
+
+class Message(MessageEnd, Generic[_Payload]):
     """A message of the engine, for any thread: ``with message:``. Its attributes are those of :class:`shmring.Message`."""
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def payload(self) -> _Payload: ...
 
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -286,7 +295,7 @@ class _Connection:
         os.close(pidfd)
 
 
-class Worker:
+class Worker(Generic[_Payload]):
     """A worker's end, for any thread. Made by :func:`join`; iterate over it for messages, in the engine's order.
 
     Attributes:
@@ -301,7 +310,7 @@ class Worker:
         self.config = config
         self._connection = _Connection(name, rank, joined, payload_type)
 
-    def receive(self, timeout: float | None = None) -> Message:
+    def receive(self, timeout: float | None = None) -> Message[_Payload]:
         """Waits for the next message. Leave it: ``with worker.receive() as message:``.
 
         Args:
@@ -333,7 +342,7 @@ class Worker:
         finally:
             connection.leave(connection.receiving)
 
-    def receive_nowait(self) -> Message:
+    def receive_nowait(self) -> Message[_Payload]:
         """Returns the next message if it has come.
 
         Raises:
@@ -350,10 +359,10 @@ class Worker:
                 return message
         raise WouldBlock("no message has come")
 
-    def __iter__(self) -> Worker:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Message:
+    def __next__(self) -> Message[_Payload]:
         try:
             return self.receive()
         except ClosedError:
@@ -367,7 +376,7 @@ class Worker:
         """
         self._connection.close()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -425,6 +434,30 @@ def _timeout_error(timeout: float | None) -> TimeoutError:
     return TimeoutError(f"waited {timeout:g} s for a message, and gave up")
 
 
+@overload
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = ...,
+    *,
+    payload_type: type[_Payload],
+    label: str = ...,
+    **overrides: Unpack[WorkerOptions],
+) -> Worker[_Payload]: ...
+
+
+@overload
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = ...,
+    *,
+    payload_type: Any = ...,
+    label: str = ...,
+    **overrides: Unpack[WorkerOptions],
+) -> Worker[Any]: ...
+
+
 def join(
     name: str,
     rank: int,
@@ -433,7 +466,7 @@ def join(
     payload_type: Any = Any,
     label: str = "",
     **overrides: Unpack[WorkerOptions],
-) -> Worker:
+) -> Worker[Any]:
     """Joins an engine as a worker: ``with shmring.threads.join("vision", rank=0) as worker``.
 
     Args:

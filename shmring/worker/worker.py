@@ -13,7 +13,9 @@ import contextlib
 from collections import deque
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
+
+from typing_extensions import TypeVar
 
 from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.compiled import MessageEnd, Origin
@@ -30,12 +32,14 @@ from shmring.worker.joining import Joined, join_in_time
 
 __all__ = ["Joining", "Message", "Worker", "join"]
 
+_Payload = TypeVar("_Payload", default=Any)
+
 _LARGEST_FAILURE_NBYTES = 8192  # of what can't wait: a message that is left without a reply, one for each that there may be
 _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
 
-class Message(MessageEnd):
+class Message(MessageEnd, Generic[_Payload]):
     """A message of the engine. Use it as ``with message:``; leaving acknowledges it, when the last view of it has died.
 
     Attributes:
@@ -47,6 +51,11 @@ class Message(MessageEnd):
     """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def payload(self) -> _Payload: ...
 
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -259,7 +268,7 @@ class _Connection:
         await asyncio.sleep(0)  # lets the link report its end
 
 
-class Worker:
+class Worker(Generic[_Payload]):
     """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
 
     Attributes:
@@ -274,7 +283,7 @@ class Worker:
         self.config = config
         self._connection = _Connection(name, rank, config, joined, payload_type)
 
-    async def receive(self) -> Message:
+    async def receive(self) -> Message[_Payload]:
         """Waits for the next message. Leave it: ``with await worker.receive() as message:``.
 
         Raises:
@@ -289,7 +298,7 @@ class Worker:
                 return message
             await self._connection.record_came()
 
-    def receive_nowait(self) -> Message:
+    def receive_nowait(self) -> Message[_Payload]:
         """Returns the next message if it has come.
 
         Raises:
@@ -301,10 +310,10 @@ class Worker:
             raise WouldBlock("no message has come")
         return message
 
-    def __aiter__(self) -> Worker:
+    def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> Message[_Payload]:
         try:
             return await self.receive()
         except ClosedError:
@@ -315,7 +324,7 @@ class Worker:
         """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
         await self._connection.close()
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -324,21 +333,21 @@ class Worker:
         await self.close()
 
 
-async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker:
+async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker[Any]:
     return Worker(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
 
 
-class Joining:
+class Joining(Generic[_Payload]):
     """What :func:`join` returns: await it, or use it with ``async with``."""
 
     def __init__(self, name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> None:
         self._arguments = name, rank, config, payload_type, label
-        self._worker: Worker | None = None
+        self._worker: Worker[_Payload] | None = None
 
-    def __await__(self) -> Generator[Any, None, Worker]:
+    def __await__(self) -> Generator[Any, None, Worker[_Payload]]:
         return _join(*self._arguments).__await__()
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> Worker[_Payload]:
         self._worker = await self
         return self._worker
 
@@ -349,6 +358,30 @@ class Joining:
         await self._worker.close()
 
 
+@overload
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = ...,
+    *,
+    payload_type: type[_Payload],
+    label: str = ...,
+    **overrides: Unpack[WorkerOptions],
+) -> Joining[_Payload]: ...
+
+
+@overload
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = ...,
+    *,
+    payload_type: Any = ...,
+    label: str = ...,
+    **overrides: Unpack[WorkerOptions],
+) -> Joining[Any]: ...
+
+
 def join(
     name: str,
     rank: int,
@@ -357,7 +390,7 @@ def join(
     payload_type: Any = Any,
     label: str = "",
     **overrides: Unpack[WorkerOptions],
-) -> Joining:
+) -> Joining[Any]:
     """Joins an engine as a worker: ``async with shmring.join("vision", rank=0) as worker``.
 
     Args:
