@@ -87,7 +87,7 @@ async def test_a_worker_keeps_none_of_a_reply_that_it_gave_up(serve: Any, socket
     await ring.wait_workers(1)
     gathering = asyncio.ensure_future(ring.gather("?"))
     with await worker.receive() as message:
-        [joined] = ring.workers._workers.values()
+        [joined] = ring._shell.workers._workers.values()
         go_on = hold(joined.link)
         replying = asyncio.create_task(message.reply("x" * 100_000))
         await turns()

@@ -340,7 +340,7 @@ async def test_a_message_looks_through_the_claims_once_however_many_tensors_of_t
             Watched.looks += 1
             return super().claims
 
-    monkeypatch.setattr("shmring.ring.ring.EngineEnd", Watched)
+    monkeypatch.setattr("shmring.ring.shell.EngineEnd", Watched)
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()
     for value in (1, 2, 3):

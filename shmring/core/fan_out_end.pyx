@@ -74,8 +74,8 @@ cdef class ClaimedSlots(HeldSlots):
         cdef uint32_t i
         self._is_filled = True
         for claim in self._end.claims.values():
-            for i in range(0 if claim.regions is None else claim.regions.content.slot_count):
-                start = self._address + claim.regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
+            for i in range(0 if claim._regions is None else claim._regions.content.slot_count):
+                start = self._address + claim._regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
                 if start not in self._slots:  # what is kept may be in several
                     self._addresses.make_ready()
                     self._addresses.insert(start)

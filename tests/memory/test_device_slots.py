@@ -759,7 +759,7 @@ async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends, eve
         asyncio.ensure_future(client.request(tensors[2].fill_(3), retry=1)),
     ]
     await eventually(lambda: client.statistics().in_flight == 3)
-    first_slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
+    first_slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
     await ring.close()
     for request in asking[:2]:
         with pytest.raises(shmring.EngineDeadError):

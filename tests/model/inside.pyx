@@ -200,8 +200,8 @@ def write_reply(RecordWriter writer not None, Packed packed not None, request_id
     """Writes a reply; returns whether there was room in the ring. ``slot``: of region 0, or None."""
     cdef _SendingEngine engine = _SendingEngine.__new__(_SendingEngine)
     cdef ClaimEnd claim = ClaimEnd.__new__(ClaimEnd)
-    claim.end, claim.frontend, claim.submit = engine, _frontend(writer), Submit.__new__(Submit)
-    claim.submit.request_id = request_id
+    claim._end, claim._frontend, claim._submit = engine, _frontend(writer), Submit.__new__(Submit)
+    claim._submit.request_id = request_id
     return engine._send_reply(claim, packed, slot)
 
 
