@@ -202,7 +202,7 @@ def write_reply(RecordWriter writer not None, Packed packed not None, request_id
     cdef ClaimEnd claim = ClaimEnd.__new__(ClaimEnd)
     claim._end, claim._frontend, claim._submit = engine, _frontend(writer), Submit.__new__(Submit)
     claim._submit.request_id = request_id
-    return engine._send_reply(claim, packed, slot)
+    return engine.send_reply(claim, packed, slot)
 
 
 def write_done(RecordWriter writer not None, request_id, released, Packed reply=None, slot=None):

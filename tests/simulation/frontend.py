@@ -262,7 +262,7 @@ class Session:
     @staticmethod
     def is_in_flight(caller: Caller) -> bool:
         """Whether the request of a caller counts as in flight: its turn has come."""
-        flight: Any = local_of(caller.task, "submit", "flight")
+        flight: Any = local_of(caller.task, "submit_in_turn", "flight")
         in_line = local_of(caller.task, "turn", "self") is not None
         turn: Any = local_of(caller.task, "stay", "place") if in_line else None
         return flight is not None and (flight._counts or (turn is not None and turn.done() and not turn.cancelled()))
