@@ -489,6 +489,27 @@ async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(
     assert await client.call("hang", timeout=5) == "done"
 
 
+async def test_a_call_that_can_not_be_sent_takes_no_turn(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer() -> int:
+        return 7
+
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
+    await serve(calls={"answer": answer})
+    client = await connect()
+    session = session_of(client)
+
+    def fail(message: object) -> None:
+        raise MemoryError("there is none for the record")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.link, "send", fail)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                await client.call("answer", timeout=60)
+    assert not session.calls._results
+    assert await client.call("answer", timeout=60) == 7
+
+
 async def test_a_call_ends_with_its_connection(serve: Any, connect: Any, eventually: Any) -> None:
     cancelled: list[bool] = []
 
