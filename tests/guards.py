@@ -641,7 +641,7 @@ GUARDS = (
     ),
     Guard(
         "a payload lies in slots of one engine",
-        "shmring/client/client.py",
+        "shmring/client/engines.py",
         "            if holder is not None:\n                raise LocalProtocolError(",
         "            if False:\n                raise LocalProtocolError(",
         "tests/test_several_engines.py::test_a_slot_and_its_request_can_not_be_at_two_engines",
@@ -1270,8 +1270,8 @@ GUARDS = (
     Guard(
         "a request goes to the engine of its slots",
         "shmring/client/client.py",
-        "attachment = holder or self._pick(key, engine) or await",
-        "attachment = self._pick(key, engine) or await",
+        "attachment = holder or await self._engines.pick_in_time(key, engine)",
+        "attachment = await self._engines.pick_in_time(key, engine)",
         "tests/test_several_engines.py::test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said",
     ),
     Guard(

@@ -12,7 +12,7 @@ __all__ = ["attachment_of", "session_of"]
 
 def attachment_of(client: Any, engine: str | None = None) -> Attachment:
     """Returns a client's attachment to an engine: to that one, or to the only one."""
-    attachment: Attachment = client._attachments[engine or client.names[0]]
+    attachment: Attachment = client._engines.attachments[engine or client.names[0]]
     return attachment
 
 

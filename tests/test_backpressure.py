@@ -268,7 +268,7 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
             async with shmring.connect("test", **options) as client:
                 async with client.slot(1000) as slot:
                     slot.array((1000,), "u1")[:] = 1
-                    session = client._attachments["test"].session
+                    session = client._engines.attachments["test"].session
                     print("leased", flush=True)
                     session._slab.bytes_at(session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
                     print("beyond")

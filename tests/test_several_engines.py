@@ -163,7 +163,7 @@ async def test_calls_and_statistics_are_of_one_engine(serve: Any, connect_to: Co
     for ask in (lambda: client.client_id, lambda: client.epoch):
         with pytest.raises(ValueError, match=r"several engines have .*'a', 'b'"):
             ask()
-    with pytest.raises(ValueError, match="several engines have methods to call: name one with engine="):
+    with pytest.raises(ValueError, match=r"several engines have methods to call: name one of 'a', 'b', with engine="):
         await client.call("who")
     with pytest.raises(ValueError, match="no engine 'c'"):
         await client.call("who", engine="c")
@@ -522,7 +522,7 @@ async def test_an_engine_that_refuses_is_no_error_while_another_one_does_not(
 async def test_an_engine_that_does_not_answer_holds_nobody_up(
     serve: Any, connect_to: Connect, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.client.client._OTHERS_S", 0.01)
+    monkeypatch.setattr("shmring.client.engines._OTHERS_S", 0.01)
     engines = Engines(serve)
     await engines.start("vision-1")
     with socket.socket(socket.AF_UNIX) as silent:

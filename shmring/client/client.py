@@ -2,12 +2,9 @@
 
 Theory of operation: :class:`Client` is what callers hold. It has an :class:`~shmring.client.attachment.Attachment` to each of
 its engines, which attaches to it, learns of its death, and attaches to the next one of that name. A request goes to one of
-them, whole: its engine is chosen when it is sent (:mod:`shmring.client.routing`). So an engine that dies takes its own requests
+them, whole: its engine is chosen when it is sent (:mod:`shmring.client.engines`). So an engine that dies takes its own requests
 with it and no others. With one engine there is nothing to choose, and what can be done at once is done by the compiled
 :class:`~shmring.core.compiled.ClientCalls`.
-
-What decides where a request goes, in this order: a slot in which tensors of its payload lie, since nobody but that slot's
-engine can read them there; the ``engine`` that its caller names; its ``key``; the route.
 
 What was not sent to an engine that died goes to another one, if there are others. What was sent fails, since nobody knows how
 far it came, unless its caller allows another try. Tensors in slots of the dead engine are still there, as long as their caller
@@ -19,34 +16,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
-from shmring.cancellation import uninterrupted
-from shmring.client.attachment import Attachment
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
+from shmring.client.engines import Engines
 from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
-from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
+from shmring.client.routing import EngineLoad, Route
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.compiled import ClientCalls, ClientEnd, Origin, Packed
+from shmring.core.compiled import ClientCalls
 from shmring.core.geometry import nbytes_for_slots
-from shmring.core.states import ClientSlot
-from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
+from shmring.errors import EngineDeadError, ShmringError, WouldBlock
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
-from shmring.transport.loops import check_loop
 
 __all__ = ["Client", "check_name"]
 
@@ -96,97 +89,27 @@ class Client(ClientCalls):
         device_memory: DeviceMemory | None = None,
     ) -> None:
         """Makes a client that is not attached yet; see :func:`shmring.client.connecting.open_client`."""
-        _check_names(names)
         check_name(description)
-        if route not in ROUTES:
-            raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {route!r}")
         self.names = tuple(names)
         self.config = config
         self.resent = 0
-        self._reconnect = reconnect
         self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         super().__init__(self._copier)
         self._deadlines = Deadlines()
         self._preparations = Preparations()
-        self._router = Router(self.names, route, random.randrange(len(names)))
-        self._estimates = {name: LoadEstimate() for name in names}
-        self._sessions: dict[str, Session] = {}  # that the estimates are of
-        self._some_attached = asyncio.Event()
-        self._closed = False
-        self._origin = Origin()
-        self._loop = asyncio.get_running_loop()
-        self._attachments = {
-            name: Attachment(
-                name,
-                config,
-                reconnect=reconnect,
-                description=description,
-                origin=self._origin,
-                copier=self._copier,
-                cuda=cuda or TorchCuda(),
-                device_memory=device_memory or Driver(),
-                on_change=self._changed,
-            )
-            for name in names
-        }
-        self._only = self._attachments[self.names[0]] if len(names) == 1 else None
-        self.engines: Mapping[str, EngineConnection] = MappingProxyType(
-            {name: EngineConnection(attachment) for name, attachment in self._attachments.items()}
+        self._engines = Engines(
+            self.names,
+            config,
+            route=route,
+            reconnect=reconnect,
+            description=description,
+            copier=self._copier,
+            cuda=cuda or TorchCuda(),
+            device_memory=device_memory or Driver(),
+            use=self._use,
         )
-
-    def _changed(self, end: ClientEnd | None) -> None:
-        """An engine is attached, or not any more."""
-        if self._only is not None:
-            self._use(end)
-        if self.connected or self._closed:
-            self._some_attached.set()
-        else:
-            self._some_attached.clear()
-
-    async def _attach(self) -> None:
-        """Attaches to the only engine; or to one of several, when the others have been tried.
-
-        Raises:
-            EngineDeadError, RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
-        """
-        if self._only is not None:
-            await self._only.attach_in_time()
-            return
-        deadline = self._loop.time() + self.config.connect_timeout_s
-        refusals = await self._try_each(deadline)
-        if len(refusals) == len(self.names):
-            raise fresh(refusals[0])  # whatever starts later would say the same
-        for attachment in self._attachments.values():
-            if attachment.session is None:
-                attachment.keep_attaching()
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._some_engine()
-        except TimeoutError:
-            if refusals:
-                raise fresh(refusals[0]) from None
-            raise EngineDeadError(
-                f"none of the engines {self._listed} answered within {self.config.connect_timeout_s:g} s", engine=None
-            ) from None
-
-    async def _try_each(self, deadline: float) -> list[Exception]:
-        """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse."""
-        tries = [self._loop.create_task(attachment.attach()) for attachment in self._attachments.values()]
-        try:
-            pending = set(tries)
-            while pending and not self.connected:
-                left_s = max(0.0, deadline - self._loop.time())
-                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-            if pending and self.connected:
-                await asyncio.wait(pending, timeout=_OTHERS_S)
-        finally:
-            for trying in tries:
-                trying.cancel()
-            outcomes = await asyncio.gather(*tries, return_exceptions=True)
-        errors = [error for error in outcomes if isinstance(error, Exception)]
-        return [error for error in errors if not isinstance(error, EngineDeadError)]
+        connections = {name: EngineConnection(attachment) for name, attachment in self._engines.attachments.items()}
+        self.engines: Mapping[str, EngineConnection] = MappingProxyType(connections)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +161,7 @@ class Client(ClientCalls):
             ValueError: there is no such engine, or ``engine`` and ``retry`` contradict each other.
         """
         _check_retry(retry, engine)
-        why_not_sent = self._why_not_sent if engine is None else functools.partial(self._why_not_sent, engine)
+        why_not_sent = self._engines.why_not_sent if engine is None else functools.partial(self._engines.why_not_sent, engine)
         with self._deadlines.within(timeout, why_not_sent) as deadline:
             while True:
                 submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
@@ -288,7 +211,7 @@ class Client(ClientCalls):
                 return [await submission.next(reply_type)]
 
         while True:
-            with self._deadlines.within(timeout, lambda: self._why_not_sent(engine), until_s=until_s):
+            with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine), until_s=until_s):
                 submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
             try:
                 while True:
@@ -316,7 +239,6 @@ class Client(ClientCalls):
         self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
     ) -> Submission:
         """For :meth:`submit`: something has to be waited for, or an engine to be chosen."""
-        _check_route_key(key)
         if not request_id:
             return await self._submit_when_attached(payload, request_id, key, engine)
         check_name(request_id)
@@ -327,10 +249,10 @@ class Client(ClientCalls):
         self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
     ) -> Submission:
         while True:
-            holder, packed, on_gpu = self._holder(payload, engine)
-            attachment = holder or self._pick(key, engine) or await self._pick_in_time(key)
+            holder, packed, on_gpu = self._engines.holder(payload, engine)
+            attachment = holder or await self._engines.pick_in_time(key, engine)
             session = attachment.session
-            if self._only is None and session is not None and not request_id:
+            if self._engines.only is None and session is not None and not request_id:
                 attachment.check_loop()
                 submission = self._submit_now(session.end, payload, packed, request_id)
                 if submission is not None:
@@ -340,7 +262,7 @@ class Client(ClientCalls):
                 session = await attachment.ready()
                 return await session.sending.submit_in_turn(payload, request_id)
             except EngineDeadError:  # before it was sent
-                if engine is not None or self._only is not None or on_gpu:
+                if on_gpu or self._engines.leaves_no_other(engine):
                     raise
 
     def submit_nowait(
@@ -366,7 +288,7 @@ class Client(ClientCalls):
         """
         check_name(request_id)
         return _first_that_can(
-            self._takers(payload, key, engine),
+            self._engines.takers(payload, key, engine),
             lambda session: session.sending.submit_nowait(payload, request_id, ask=ask),
         )
 
@@ -379,11 +301,10 @@ class Client(ClientCalls):
         Raises:
             ClosedError: this client belongs to the process that forked this one.
         """
-        self._check_process()
+        self._engines.check_process()
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         preparing = self._preparations.abort(names)
-        sessions = [attachment.session for attachment in self._attachments.values() if attachment.session is not None]
-        pending = [submission for session in sessions for submission in session.end.pending.values()]
+        pending = [submission for session in self._engines.sessions() for submission in session.end.pending.values()]
         in_flight = [submission for submission in pending if submission.name in names and not submission.ended]
         for submission in in_flight:
             submission.abort()
@@ -404,8 +325,8 @@ class Client(ClientCalls):
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
         check_name(method)
-        attachment = self._given(engine) if engine is not None else self._the_only("methods to call: name one with engine=")
-        with self._deadlines.within(timeout, lambda: f"{self._why_no_answer(engine)}, for the call {method!r}"):
+        attachment = self._engines.given(engine) if engine is not None else self._engines.the_only("methods to call")
+        with self._deadlines.within(timeout, lambda: f"{self._engines.why_no_answer(engine)}, for the call {method!r}"):
             session = await attachment.ready()
             return await session.calls.call(method, arguments)
 
@@ -445,28 +366,18 @@ class Client(ClientCalls):
             TypeError, ValueError: this is no key, or there is no such engine.
         """
         check_key(key)
-        with self._deadlines.within(timeout, lambda: self._why_no_answer(engine)):
-            for attachment in await self._searched(engine):
+        with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
+            for attachment in await self._engines.searched(engine):
                 try:
                     session = await attachment.ready()
                     kept = await session.kept.find(key, payload_type)
                 except EngineDeadError:
-                    if engine is not None or self._only is not None:
+                    if self._engines.leaves_no_other(engine):
                         raise
                 else:
                     if kept is not None:
                         return kept
         return None
-
-    async def _searched(self, engine: str | None) -> list[Attachment]:
-        """Where kept content is looked for."""
-        if engine is not None:
-            return [self._given(engine)]
-        if self._only is not None:
-            return [self._only]
-        await self._some_engine()
-        loads = self.loads()
-        return [self._attachments[name] for name in sorted(loads, key=lambda name: loads[name].in_flight)]
 
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
         """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.
@@ -492,11 +403,11 @@ class Client(ClientCalls):
             TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
         check_key(key)
-        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
-            holder = self._holder(payload, engine)[0]
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
+            holder = self._engines.holder(payload, engine)[0]
             if holder is not None:
                 engine = holder.name
-            return await self._at_some_engine(None, engine, lambda session: session.kept.keep(key, payload))
+            return await self._engines.at_some_engine(None, engine, lambda session: session.kept.keep(key, payload))
 
     @property
     def kept_nbytes(self) -> int:
@@ -536,8 +447,8 @@ class Client(ClientCalls):
             record = await slots.acquire(nbytes_for_slots(parts), held=True)
             return [slots.hold(part, drain=drain) for part in slots.book.split(record, parts)]
 
-        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
-            return await self._at_some_engine(key, engine, acquire)
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
+            return await self._engines.at_some_engine(key, engine, acquire)
 
     async def _acquire_in_turn(
         self,
@@ -555,8 +466,8 @@ class Client(ClientCalls):
             slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
             return slot
 
-        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
-            return await self._at_some_engine(key, engine, acquire)
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
+            return await self._engines.at_some_engine(key, engine, acquire)
 
     def slot_nowait(
         self,
@@ -588,7 +499,7 @@ class Client(ClientCalls):
             slot: Slot = slots.hold(slots.acquire_nowait(asked_nbytes, held=True, ask=ask), drain=drain)
             return slot
 
-        return _first_that_can(self._candidates(key, engine), take)
+        return _first_that_can(self._engines.candidates(key, engine), take)
 
     def check_capacity(self, *sizes: int | str, engine: str | None = None) -> None:
         """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
@@ -604,7 +515,7 @@ class Client(ClientCalls):
             ValueError: a size is negative, there is none, or there is no such engine.
         """
         total_nbytes = nbytes_for_slots(_parse_sizes(sizes))
-        for session in self._candidates(None, engine):
+        for session in self._engines.candidates(None, engine):
             session.check_alive()
             session.host_slots.book.check_capacity(total_nbytes)
 
@@ -626,7 +537,7 @@ class Client(ClientCalls):
             WouldBlock: none is attached now, and one is waited for.
             EngineDeadError: none is attached, and none is waited for (``reconnect=False``).
         """
-        return self._candidates(key, None)[0].engine_name
+        return self._engines.candidates(key, None)[0].engine_name
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns the loads of the engines that are attached, as requests are routed by them now.
@@ -634,169 +545,7 @@ class Client(ClientCalls):
         Raises:
             ClosedError: this client belongs to the process that forked this one.
         """
-        self._check_process()
-        return {name: self._load(name, session) for name, session in self._reached()}
-
-    def _reached(self) -> Iterator[tuple[str, Session]]:
-        """The engines to which something may be sent now."""
-        for name, attachment in self._attachments.items():
-            session = attachment.session
-            if session is not None and not session.link.lost:  # it may have ended, and will say so in the loop's next turn
-                yield name, session
-
-    def _load(self, name: str, session: Session) -> EngineLoad:
-        if self._sessions.get(name) is not session:  # another life: nothing of what was seen of the last one holds
-            self._sessions[name], self._estimates[name] = session, LoadEstimate()
-        writer = session.link.writer
-        return self._estimates[name].look(
-            published=session.load.in_flight,
-            waiting=session.load.waiting,
-            own=session.end.in_flight + session.host_slots.book.count(ClientSlot.WRITING),
-            unread_nbytes=writer.unread_nbytes,
-            taken_nbytes=writer.taken_nbytes,
-            now=session.loop.time(),
-        )
-
-    def _holder(self, payload: object, engine: str | None) -> tuple[Attachment | None, Packed | None, bool]:
-        """Of several engines, finds the one in whose slots tensors of a payload lie.
-
-        Returns:
-            The attachment to it, the payload as it is sent there, and whether some of those tensors are on a GPU.
-
-        Raises:
-            LocalProtocolError: they lie in slots of two engines, or of another one than ``engine``.
-        """
-        holder, packed, on_gpu = None, None, False
-        if self._only is not None:
-            return holder, packed, on_gpu
-        for attachment in self._attachments.values():
-            session = attachment.session
-            found = None if session is None else session.find_held(payload)
-            if found is None:
-                continue
-            if holder is not None:
-                raise LocalProtocolError(
-                    f"tensors of the payload lie in slots of two engines, {holder.name!r} and {attachment.name!r}, and neither "
-                    "can read the other's; send a copy of one of them, or acquire both slots with the same key= or engine="
-                )
-            holder, (packed, on_gpu) = attachment, found
-        if holder is not None and engine is not None and holder is not self._given(engine):
-            raise LocalProtocolError(
-                f"tensors of the payload lie in a slot of engine {holder.name!r}, so the request can't go to {engine!r}; "
-                "leave engine= out, or send a copy"
-            )
-        return holder, packed, on_gpu
-
-    def _given(self, engine: str) -> Attachment:
-        attachment = self._attachments.get(engine)
-        if attachment is None:
-            raise ValueError(f"there is no engine {engine!r} here, there are {self._listed}")
-        return attachment
-
-    def _the_only(self, what: str) -> Attachment:
-        if self._only is None:
-            raise ValueError(f"several engines have {what}, there are {self._listed}")
-        return self._only
-
-    def _pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
-        """Chooses among the engines that are attached; None if none is. One that is named, or the only one, need not be."""
-        self._check_open()
-        if engine is not None:
-            return self._given(engine)
-        if self._only is not None:
-            return self._only
-        if key is not None:
-            attached = [name for name, _ in self._reached()]
-            return self._attachments[self._router.choose_for(key, attached)] if attached else None
-        loads = self.loads()
-        return self._attachments[self._router.choose(loads)] if loads else None
-
-    async def _pick_in_time(self, key: str | bytes | None) -> Attachment:
-        """The same when an engine is attached."""
-        while True:
-            await self._some_engine()
-            if (attachment := self._pick(key, None)) is not None:
-                return attachment
-            await asyncio.sleep(0)  # a connection has ended, and says so in the loop's next turn
-
-    async def _at_some_engine(
-        self, key: str | bytes | None, engine: str | None, attempt: Callable[[Session], Awaitable[_Result]]
-    ) -> _Result:
-        """Does something at an engine that is chosen; at another one if that dies meanwhile, and was not named."""
-        _check_route_key(key)
-        while True:
-            attachment = self._pick(key, engine) or await self._pick_in_time(key)
-            try:
-                return await attempt(await attachment.ready())
-            except EngineDeadError:
-                if engine is not None or self._only is not None:
-                    raise
-
-    def _takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
-        """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`_candidates`."""
-        holder = self._holder(payload, engine)[0]
-        return self._candidates(key, engine if holder is None else holder.name)
-
-    def _candidates(self, key: str | bytes | None, engine: str | None) -> list[Session]:
-        """Returns the engines that may be asked for what can't wait, the best one first.
-
-        Raises:
-            WouldBlock: none is attached, and one is waited for.
-        """
-        _check_route_key(key)
-        best = self._pick(key, engine)
-        if best is None:
-            raise self._none_attached()
-        first = best.ready_nowait()
-        if key is not None or engine is not None:
-            return [first]
-        return [first, *(session for _, session in self._reached() if session is not first)]
-
-    async def _some_engine(self) -> None:
-        """Waits until one of the engines is attached."""
-        while not self.connected:
-            self._check_open()
-            if not self._reconnect and not any(attachment.is_attaching for attachment in self._attachments.values()):
-                raise self._none_attached()
-            check_loop(self._loop, f"this client of {self._listed}")
-            await self._some_attached.wait()
-        self._check_open()
-
-    def _none_attached(self) -> EngineDeadError | WouldBlock:
-        """Says why nothing can be sent now to several engines: others are waited for, or none will come."""
-        if self._reconnect:
-            return WouldBlock(f"none of the engines {self._listed} is attached now")
-        why = f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out"
-        return EngineDeadError(why, engine=None)
-
-    @property
-    def _listed(self) -> str:
-        return ", ".join(map(repr, self.names))
-
-    def _why_not_sent(self, engine: str | None = None) -> str:
-        """Says what a request that was not sent yet, or a slot, is waiting for: at one engine if that is named."""
-        if self._only is not None:
-            return self._only.why_not_sent()
-        return self._why_at(engine) or "; ".join(f"at {each.name!r}: {each.why_not_sent()}" for each in self._attached(engine))
-
-    def _why_no_answer(self, engine: str | None) -> str:
-        """Says what somebody waits for who looks for kept content, or calls an engine."""
-        if self._only is not None:
-            return self._only.why_no_answer()
-        return self._why_at(engine) or ", or ".join(each.why_no_answer() for each in self._attached(engine))
-
-    def _why_at(self, engine: str | None) -> str:
-        """Says which of several engines would have to be attached; nothing if it is."""
-        if self._attached(engine):
-            return ""
-        if engine is None:
-            return f"one of the engines {self._listed} to be attached"
-        attached = ", ".join(repr(each.name) for each in self._attached(None))
-        return f"engine {engine!r} to be attached, which it is not; attached are: {attached or 'none'}"
-
-    def _attached(self, engine: str | None) -> list[Attachment]:
-        """Returns the engines that are attached: this one, or all."""
-        return [each for each in self._attachments.values() if each.session is not None and engine in (None, each.name)]
+        return self._engines.loads()
 
     # -- the connections -----------------------------------------------------------------------------------------------
 
@@ -807,7 +556,7 @@ class Client(ClientCalls):
         Raises:
             ValueError: there are several; ask each of :attr:`engines`.
         """
-        return self.engines[self._the_only("a client_id for this client: ask engines[name]").name].client_id
+        return self.engines[self._engines.the_only("a client_id").name].client_id
 
     @property
     def epoch(self) -> int:
@@ -816,29 +565,29 @@ class Client(ClientCalls):
         Raises:
             ValueError: there are several; ask each of :attr:`engines`.
         """
-        return self.engines[self._the_only("an epoch: ask engines[name]").name].epoch
+        return self.engines[self._engines.the_only("an epoch").name].epoch
 
     @property
     def connected(self) -> bool:
         """Whether an engine is attached now."""
-        return any(attachment.session is not None for attachment in self._attachments.values())
+        return self._engines.connected
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._closed
+        return self._engines.is_closed
 
     @property
     def lost_error(self) -> ShmringError | None:
         """Why an engine that went away did, as far as it is known: the only one, or one that is not attached now."""
-        lost = (each.lost_error for each in self._attachments.values() if each is self._only or each.session is None)
-        return next((error for error in lost if error is not None), None)
+        return self._engines.lost_error
 
     async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
         """Waits until an engine is attached: the one that is named, or any (at once, unless one is being waited for)."""
-        given = self._given(engine) if engine is not None else self._only
-        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
-            await (self._some_engine() if given is None else given.ready())
+        if engine is not None:
+            self._engines.given(engine)
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
+            await self._engines.ready(engine)
 
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
         """Waits until the slabs' pages are mapped in this process (at once, without ``prefault``), of each engine attached.
@@ -848,8 +597,8 @@ class Client(ClientCalls):
         """
         with self._deadlines.within(timeout, lambda: "the slabs' pages to be mapped in this process"):
             while True:
-                await (self._some_engine() if self._only is None else self._only.ready())
-                sessions = [each.session for each in self._attached(None) if each.session is not None]
+                await self._engines.ready(None)
+                sessions = self._engines.sessions()
                 for session in sessions:
                     await session.prefaulted()
                 if all(session.error is None for session in sessions):
@@ -863,32 +612,18 @@ class Client(ClientCalls):
         Raises:
             ClosedError: this client belongs to the process that forked this one.
         """
-        self._check_process()
+        self._engines.check_process()
         return ClientStatistics.total([connection.statistics() for connection in self.engines.values()])
 
     async def close(self) -> None:
         """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
-        if self._closed or self._origin.forked:
+        if self._engines.is_closed or self._engines.is_forked:
             return  # a forked child must not say goodbye for its parent
-        check_loop(self._loop, f"this client of {self._listed}")
-        self._closed = True
-        self._some_attached.set()  # whoever waits for an engine learns that there will be none
+        self._engines.check_loop()
         try:
-            if self._only is not None:
-                await self._only.close()
-            else:
-                await uninterrupted(asyncio.gather(*(attachment.close() for attachment in self._attachments.values())))
+            await self._engines.close()
         finally:  # also when this is cancelled
             self._copier.close()
-
-    def _check_process(self) -> None:
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise ClosedError(f"this client of {self._listed} is closed")
 
     async def __aenter__(self) -> Client:
         return self
@@ -899,24 +634,11 @@ class Client(ClientCalls):
         await self.close()
 
 
-def _check_names(names: Sequence[str]) -> None:
-    """Raises ValueError unless these can be the engines of one client."""
-    if not 1 <= len(names) <= _MAX_ENGINES:
-        raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"an engine is named twice in {list(names)}")
-
-
 def check_name(name: str) -> None:
     """Raises ValueError unless this can name a request, a method or a client."""
     if len(name) > _MAX_NAME_CHARACTERS:
         raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
     name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
-
-
-def _check_route_key(key: object) -> None:
-    if key is not None and not isinstance(key, str | bytes):
-        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
 
 
 def _check_retry(retry: int, engine: str | None) -> None:

@@ -108,7 +108,7 @@ async def open_client(kind: type[_Client], names: Sequence[str], config: ClientC
     """
     client = kind(names, config, **options)
     try:
-        await client._attach()
+        await client._engines.attach()
     except BaseException:
         await client.close()
         raise

@@ -299,7 +299,7 @@ class _ClientInLoop(client_in_loop.Client):
         engine: str | None = None,
     ) -> submission_in_loop.Submission:
         """As :meth:`submit`, within so many seconds."""
-        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
             return await self.submit(payload, request_id=request_id, key=key, engine=engine)
 
     async def submit_unless_full(
@@ -314,7 +314,7 @@ class _ClientInLoop(client_in_loop.Client):
         """As :meth:`submit_nowait`, with a long copy made beside the loop."""
         check_name(request_id)
         full: WouldBlock | None = None
-        for session in self._takers(payload, key, engine):
+        for session in self._engines.takers(payload, key, engine):
             try:
                 return await session.sending.submit_unless_full(payload, request_id, ask=ask)
             except WouldBlock as error:
@@ -325,8 +325,7 @@ class _ClientInLoop(client_in_loop.Client):
     @property
     def used_device_slots(self) -> Sequence[DeviceSlots]:
         """In any thread: the slots in device memory of the engines of which callers hold some."""
-        sessions = [attachment.session for attachment in self._attachments.values()]
-        return [session.device_slots for session in sessions if session is not None and session.device_slots.held]
+        return [session.device_slots for session in self._engines.sessions() if session.device_slots.held]
 
 
 class EngineConnection(Blocking[connection_in_loop.EngineConnection]):

@@ -1,0 +1,399 @@
+"""The engines of one client: the attachments to them, and which of them something goes to.
+
+What decides where a request goes, in this order: a slot in which tensors of its payload lie, since nobody but that slot's
+engine can read them there; the engine that its caller names; its key; the route (:mod:`shmring.client.routing`). With one
+engine, there is nothing to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from shmring.cancellation import uninterrupted
+from shmring.client.attachment import Attachment
+from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
+from shmring.client.session import Session
+from shmring.config import ClientConfig
+from shmring.core.compiled import ClientEnd, Origin, Packed
+from shmring.core.states import ClientSlot
+from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
+from shmring.gpu.cuda import Cuda
+from shmring.gpu.device import DeviceMemory
+from shmring.memory.copier import Copier
+from shmring.transport.loops import check_loop
+
+__all__ = ["Engines"]
+
+_Result = TypeVar("_Result")
+
+_MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
+#: For those that are not the first: an engine that listens and does not answer must not hold up those that do.
+_OTHERS_S = 1.0
+
+
+class Engines:
+    """See the head of this file.
+
+    Args:
+        names: of the engines.
+        config, route, reconnect, description, copier, cuda, device_memory: as of :class:`~shmring.client.attachment.Attachment`
+            and :class:`~shmring.client.routing.Router`.
+        use: called with the end of the only engine's session when it begins, and with None when it has ended.
+
+    Attributes:
+        attachments: by name.
+        only: the attachment to the only engine; None: there are several.
+        is_closed: whether :meth:`close` was called.
+        is_forked: whether this is a forked child, to which nothing of it belongs.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        config: ClientConfig,
+        *,
+        route: Route,
+        reconnect: bool,
+        description: str,
+        copier: Copier,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
+        use: Callable[[ClientEnd | None], object],
+    ) -> None:
+        _check_names(names)
+        if route not in ROUTES:
+            raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {route!r}")
+        self.is_closed = False
+        self._config = config
+        self._reconnect = reconnect
+        self._use = use
+        self._listed = ", ".join(map(repr, names))
+        self._router = Router(names, route, random.randrange(len(names)))
+        self._estimates = {name: LoadEstimate() for name in names}
+        self._sessions: dict[str, Session] = {}  # that the estimates are of
+        self._some_attached = asyncio.Event()
+        self._origin = Origin()
+        self._loop = asyncio.get_running_loop()
+        self.attachments = {
+            name: Attachment(
+                name,
+                config,
+                reconnect=reconnect,
+                description=description,
+                origin=self._origin,
+                copier=copier,
+                cuda=cuda,
+                device_memory=device_memory,
+                on_change=self._changed,
+            )
+            for name in names
+        }
+        self.only = self.attachments[names[0]] if len(names) == 1 else None
+
+    # -- the attachments -----------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether an engine is attached now."""
+        return any(attachment.session is not None for attachment in self.attachments.values())
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, to which nothing of it belongs."""
+        return self._origin.forked
+
+    def sessions(self) -> list[Session]:
+        """Returns the sessions with the engines that are attached. Any thread may ask."""
+        sessions = [attachment.session for attachment in self.attachments.values()]
+        return [session for session in sessions if session is not None]
+
+    @property
+    def lost_error(self) -> ShmringError | None:
+        """Why an engine that went away did, as far as it is known: the only one, or one that is not attached now."""
+        lost = (each.lost_error for each in self.attachments.values() if each is self.only or each.session is None)
+        return next((error for error in lost if error is not None), None)
+
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise self._origin.stray("this client", "connect again here")
+
+    def _check_open(self) -> None:
+        self.check_process()
+        if self.is_closed:
+            raise ClosedError(f"this client of {self._listed} is closed")
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop than the client's."""
+        check_loop(self._loop, f"this client of {self._listed}")
+
+    def _changed(self, end: ClientEnd | None) -> None:
+        """An engine is attached, or not any more."""
+        if self.only is not None:
+            self._use(end)
+        if self.connected or self.is_closed:
+            self._some_attached.set()
+        else:
+            self._some_attached.clear()
+
+    async def attach(self) -> None:
+        """Attaches to the only engine; or to one of several, when the others have been tried.
+
+        Raises:
+            EngineDeadError, RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
+        """
+        if self.only is not None:
+            await self.only.attach_in_time()
+            return
+        deadline = self._loop.time() + self._config.connect_timeout_s
+        refusals = await self._try_each(deadline)
+        if len(refusals) == len(self.attachments):
+            raise fresh(refusals[0])  # whatever starts later would say the same
+        for attachment in self.attachments.values():
+            if attachment.session is None:
+                attachment.keep_attaching()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.some_engine()
+        except TimeoutError:
+            if refusals:
+                raise fresh(refusals[0]) from None
+            raise EngineDeadError(
+                f"none of the engines {self._listed} answered within {self._config.connect_timeout_s:g} s", engine=None
+            ) from None
+
+    async def _try_each(self, deadline: float) -> list[Exception]:
+        """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse."""
+        tries = [self._loop.create_task(attachment.attach()) for attachment in self.attachments.values()]
+        try:
+            pending = set(tries)
+            while pending and not self.connected:
+                left_s = max(0.0, deadline - self._loop.time())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+            if pending and self.connected:
+                await asyncio.wait(pending, timeout=_OTHERS_S)
+        finally:
+            for trying in tries:
+                trying.cancel()
+            outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        errors = [error for error in outcomes if isinstance(error, Exception)]
+        return [error for error in errors if not isinstance(error, EngineDeadError)]
+
+    async def close(self) -> None:
+        """Says goodbye to all of them, and attaches to no other one."""
+        self.is_closed = True
+        self._some_attached.set()  # whoever waits for an engine learns that there will be none
+        if self.only is not None:
+            await self.only.close()
+        else:
+            await uninterrupted(asyncio.gather(*(attachment.close() for attachment in self.attachments.values())))
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """Returns the loads of the engines to which something may be sent now."""
+        self.check_process()
+        return {name: self._load(name, session) for name, session in self._reached()}
+
+    def _reached(self) -> Iterator[tuple[str, Session]]:
+        """The engines to which something may be sent now."""
+        for name, attachment in self.attachments.items():
+            session = attachment.session
+            if session is not None and not session.link.lost:  # it may have ended, and will say so in the loop's next turn
+                yield name, session
+
+    def _load(self, name: str, session: Session) -> EngineLoad:
+        if self._sessions.get(name) is not session:  # another life: nothing of what was seen of the last one holds
+            self._sessions[name], self._estimates[name] = session, LoadEstimate()
+        writer = session.link.writer
+        return self._estimates[name].look(
+            published=session.load.in_flight,
+            waiting=session.load.waiting,
+            own=session.end.in_flight + session.host_slots.book.count(ClientSlot.WRITING),
+            unread_nbytes=writer.unread_nbytes,
+            taken_nbytes=writer.taken_nbytes,
+            now=session.loop.time(),
+        )
+
+    def holder(self, payload: object, engine: str | None) -> tuple[Attachment | None, Packed | None, bool]:
+        """Of several engines, finds the one in whose slots tensors of a payload lie.
+
+        Returns:
+            The attachment to it, the payload as it is sent there, and whether some of those tensors are on a GPU.
+
+        Raises:
+            LocalProtocolError: they lie in slots of two engines, or of another one than ``engine``.
+        """
+        holder, packed, on_gpu = None, None, False
+        if self.only is not None:
+            return holder, packed, on_gpu
+        for attachment in self.attachments.values():
+            session = attachment.session
+            found = None if session is None else session.find_held(payload)
+            if found is None:
+                continue
+            if holder is not None:
+                raise LocalProtocolError(
+                    f"tensors of the payload lie in slots of two engines, {holder.name!r} and {attachment.name!r}, and neither "
+                    "can read the other's; send a copy of one of them, or acquire both slots with the same key= or engine="
+                )
+            holder, (packed, on_gpu) = attachment, found
+        if holder is not None and engine is not None and holder is not self.given(engine):
+            raise LocalProtocolError(
+                f"tensors of the payload lie in a slot of engine {holder.name!r}, so the request can't go to {engine!r}; "
+                "leave engine= out, or send a copy"
+            )
+        return holder, packed, on_gpu
+
+    def given(self, engine: str) -> Attachment:
+        """Returns the attachment to an engine that is named.
+
+        Raises:
+            ValueError: there is no such engine.
+        """
+        attachment = self.attachments.get(engine)
+        if attachment is None:
+            raise ValueError(f"there is no engine {engine!r} here, there are {self._listed}")
+        return attachment
+
+    def the_only(self, what: str) -> Attachment:
+        """Returns the attachment to the only engine.
+
+        Raises:
+            ValueError: several have what is asked for.
+        """
+        if self.only is None:
+            raise ValueError(f"several engines have {what}: name one of {self._listed}, with engine= or in client.engines")
+        return self.only
+
+    def pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
+        """Chooses among the engines that are attached; None if none is. One that is named, or the only one, need not be."""
+        _check_key(key)
+        self._check_open()
+        if engine is not None:
+            return self.given(engine)
+        if self.only is not None:
+            return self.only
+        if key is not None:
+            attached = [name for name, _ in self._reached()]
+            return self.attachments[self._router.choose_for(key, attached)] if attached else None
+        loads = self.loads()
+        return self.attachments[self._router.choose(loads)] if loads else None
+
+    async def pick_in_time(self, key: str | bytes | None, engine: str | None) -> Attachment:
+        """The same when an engine is attached, if it is to be one of several."""
+        while (attachment := self.pick(key, engine)) is None:
+            await self.some_engine()
+            await asyncio.sleep(0)  # a connection that has ended says so in the loop's next turn
+        return attachment
+
+    async def at_some_engine(
+        self, key: str | bytes | None, engine: str | None, attempt: Callable[[Session], Awaitable[_Result]]
+    ) -> _Result:
+        """Does something at an engine that is chosen; at another one if that dies meanwhile, and was not named."""
+        while True:
+            attachment = await self.pick_in_time(key, engine)
+            try:
+                return await attempt(await attachment.ready())
+            except EngineDeadError:
+                if self.leaves_no_other(engine):
+                    raise
+
+    def takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
+        """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`candidates`."""
+        holder = self.holder(payload, engine)[0]
+        return self.candidates(key, engine if holder is None else holder.name)
+
+    def candidates(self, key: str | bytes | None, engine: str | None) -> list[Session]:
+        """Returns the engines that may be asked for what can't wait, the best one first.
+
+        Raises:
+            WouldBlock: none is attached, and one is waited for.
+        """
+        best = self.pick(key, engine)
+        if best is None:
+            raise self._none_attached()
+        first = best.ready_nowait()
+        if key is not None or engine is not None:
+            return [first]
+        return [first, *(session for _, session in self._reached() if session is not first)]
+
+    async def searched(self, engine: str | None) -> list[Attachment]:
+        """Returns the engines where kept content is looked for: the one that is named, or all, the least loaded first."""
+        if engine is not None:
+            return [self.given(engine)]
+        if self.only is not None:
+            return [self.only]
+        await self.some_engine()
+        loads = self.loads()
+        return [self.attachments[name] for name in sorted(loads, key=lambda name: loads[name].in_flight)]
+
+    def leaves_no_other(self, engine: str | None) -> bool:
+        """Whether what can't be done at an engine that has died can be done nowhere else: it was named, or is the only one."""
+        return engine is not None or self.only is not None
+
+    async def ready(self, engine: str | None) -> None:
+        """Waits until an engine is attached: the one that is named, or any."""
+        given = self.only if engine is None else self.given(engine)
+        await (self.some_engine() if given is None else given.ready())
+
+    async def some_engine(self) -> None:
+        """Waits until one of the engines is attached."""
+        while not self.connected:
+            self._check_open()
+            if not self._reconnect and not any(attachment.is_attaching for attachment in self.attachments.values()):
+                raise self._none_attached()
+            self.check_loop()
+            await self._some_attached.wait()
+        self._check_open()
+
+    def _none_attached(self) -> EngineDeadError | WouldBlock:
+        """Says why nothing can be sent now to several engines: others are waited for, or none will come."""
+        if self._reconnect:
+            return WouldBlock(f"none of the engines {self._listed} is attached now")
+        why = f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out"
+        return EngineDeadError(why, engine=None)
+
+    def why_not_sent(self, engine: str | None = None) -> str:
+        """Says what a request that was not sent yet, or a slot, is waiting for: at one engine if that is named."""
+        if self.only is not None:
+            return self.only.why_not_sent()
+        return self._why_at(engine) or "; ".join(f"at {each.name!r}: {each.why_not_sent()}" for each in self._attached(engine))
+
+    def why_no_answer(self, engine: str | None) -> str:
+        """Says what somebody waits for who looks for kept content, or calls an engine."""
+        if self.only is not None:
+            return self.only.why_no_answer()
+        return self._why_at(engine) or ", or ".join(each.why_no_answer() for each in self._attached(engine))
+
+    def _why_at(self, engine: str | None) -> str:
+        """Says which of several engines would have to be attached; nothing if it is."""
+        if self._attached(engine):
+            return ""
+        if engine is None:
+            return f"one of the engines {self._listed} to be attached"
+        attached = ", ".join(repr(each.name) for each in self._attached(None))
+        return f"engine {engine!r} to be attached, which it is not; attached are: {attached or 'none'}"
+
+    def _attached(self, engine: str | None) -> list[Attachment]:
+        """Returns the engines that are attached: this one, or all."""
+        return [each for each in self.attachments.values() if each.session is not None and engine in (None, each.name)]
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises ValueError unless these can be the engines of one client."""
+    if not 1 <= len(names) <= _MAX_ENGINES:
+        raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"an engine is named twice in {list(names)}")
+
+
+def _check_key(key: object) -> None:
+    """Raises TypeError unless requests can be routed by this key."""
+    if key is not None and not isinstance(key, str | bytes):
+        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
