@@ -294,7 +294,7 @@ class Session:
 
     def _lose(self, error: ShmringError) -> None:
         """Ends the session: whatever waits in it fails with this error."""
-        if self.error is not None:
+        if self.life.error is not None:
             return
         self.life.error = self.life.closed_error() if self.life.is_closing else error
         self.end.is_open = False
@@ -356,7 +356,7 @@ class Session:
 
     def kept_slot_left(self, record: ClientSlotRecord) -> None:
         """For the end: the caller has left a slot that the engine keeps."""
-        if self.error is None:
+        if self.life.error is None:
             self.kept.slot_left(record)
 
     def warn_of_views(self, record: ClientSlotRecord) -> None:
@@ -365,7 +365,7 @@ class Session:
         logger.warning("a slot of %d bytes was left with living views; it was %s", record.nbytes, report(lent))
 
     def _collect_deaths(self) -> None:
-        if self.error is not None:
+        if self.life.error is not None:
             return
         replies = []
         for kind, key in self._regions.collect():
@@ -428,7 +428,7 @@ class Session:
 
     def release_replies(self, generations: Sequence[int]) -> None:
         """Gives reply slots back that nobody views."""
-        if generations and self.error is None:
+        if generations and self.life.error is None:
             self.link.send_listed(ReplyRelease, generations)
 
     def expect_unread(self) -> None:
@@ -450,7 +450,7 @@ class Session:
 
     async def close(self) -> None:
         """Says goodbye: what nobody in this process uses any more goes back at once, the rest when the last of it is left."""
-        if self.error is not None:
+        if self.life.error is not None:
             return
         self.life.is_closing = True
         self.end.is_open = False
@@ -460,10 +460,10 @@ class Session:
             try:
                 if self.sending.copies:  # whoever waits for one learns that this is closed, and gives its slot up
                     await asyncio.wait(self.sending.copies, timeout=_GOODBYE_TIMEOUT_S)
-                if self.error is None:
+                if self.life.error is None:
                     await self.device_slots.close()
             finally:  # also when this is cancelled
-                if self.error is None:  # else it was lost meanwhile
+                if self.life.error is None:  # else it was lost meanwhile
                     self._say_goodbye()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
