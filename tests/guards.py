@@ -564,7 +564,7 @@ GUARDS = (
     ),
     Guard(
         "a forked child may not use its parent's client",
-        "shmring/client/session.py",
+        "shmring/client/life.py",
         "if self._origin.forked:",
         "if False:",
         "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",

@@ -55,7 +55,10 @@ ALLOWED |= {
 }
 
 # Where parts are handed what they use, and know no type of who has them.
-WITHOUT_OWNERS = ("shmring/gpu", "shmring/memory", "shmring/ring", "shmring/threads", "shmring/transport", "shmring/worker")
+WITHOUT_OWNERS = (
+    *("shmring/client", "shmring/gpu", "shmring/memory", "shmring/ring"),
+    *("shmring/threads", "shmring/transport", "shmring/worker"),
+)
 
 # The only types from above: what callers await of the core gives them what the shells around it have made.
 GIVEN_BY_SUBCLASSES = {

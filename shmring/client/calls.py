@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from shmring.client.life import Life
+from shmring.client.sending import Sending
 from shmring.core.compiled import check_count, decode_values
 from shmring.core.messages import Call, CallResult
 from shmring.core.printable import printable, printable_lines
 from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
-
-if TYPE_CHECKING:
-    from shmring.client.session import Session
+from shmring.transport.link import Link
 
 __all__ = ["CallsInFlight"]
 
@@ -28,38 +28,42 @@ class CallsInFlight:
     """The calls that a session makes.
 
     Args:
-        session: that it is part of.
+        life: of the engine.
+        link: to it.
+        sending: of the session.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, life: Life, link: Link, sending: Sending) -> None:
+        self._life = life
+        self._link = link
+        self._sending = sending
         self._ids = itertools.count(1)
-        self._free = asyncio.Semaphore(session.welcome.max_calls)
+        self._free = asyncio.Semaphore(life.welcome.max_calls)
         self._results: dict[int, asyncio.Future[Any]] = {}
 
     async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
         """Calls a method of the engine and waits for its result."""
-        session = self._session
+        welcome = self._life.welcome
         encoded = msgspec.msgpack.encode(arguments)
-        capacity = session.welcome.max_record_nbytes - _CALL_NBYTES
+        capacity = welcome.max_record_nbytes - _CALL_NBYTES
         if len(encoded) > capacity:
             raise CapacityError(
                 f"the arguments of {method} take {len(encoded)} bytes, and have to fit a message of "
-                f"{session.welcome.max_record_nbytes}",
+                f"{welcome.max_record_nbytes}",
                 needed=len(encoded),
                 capacity=capacity,
             )
-        check_count(f"the arguments of {method}", encoded, session.welcome.max_values)
+        check_count(f"the arguments of {method}", encoded, welcome.max_values)
         await self._free.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
-            await session.sending.writable()
-            session.check_alive()
+            await self._sending.writable()
+            self._life.check_alive()
             call_id = next(self._ids)
-            session.link.send(Call(call_id, method, encoded))
+            self._link.send(Call(call_id, method, encoded))
         except BaseException:
             self._free.release()
             raise
-        future = self._results[call_id] = session.loop.create_future()
+        future = self._results[call_id] = self._life.loop.create_future()
         try:
             return await future
         finally:
@@ -75,7 +79,7 @@ class CallsInFlight:
         if future is None:
             raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
         try:
-            value = None if result.error is not None else decode_values(result.result, self._session.welcome.max_values)
+            value = None if result.error is not None else decode_values(result.result, self._life.welcome.max_values)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"the result of call {result.call_id} is not msgpack: {error}") from error
         del self._results[result.call_id]  # not before: whoever waits is told if the result breaks the rules

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import Any, Generic, Self
 
 import msgspec
 from typing_extensions import TypeVar
 
-from shmring.core.compiled import ClientSlotRecord, KeptContent, kept_slot
+from shmring.client.life import Life
+from shmring.client.sending import Sending
+from shmring.core.compiled import ClientEnd, ClientSlotRecord, KeptContent, Packed, kept_slot
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.geometry import BLOCK_NBYTES, Geometry, slot_blocks
 from shmring.core.messages import (
@@ -37,9 +40,9 @@ from shmring.core.messages import (
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
 from shmring.line import Line, Place
-
-if TYPE_CHECKING:
-    from shmring.client.session import Session
+from shmring.memory.slab import Slab
+from shmring.memory.slots import HostSlots
+from shmring.transport.link import Link
 
 __all__ = ["Kept", "KeptContents", "check_key"]
 
@@ -127,12 +130,12 @@ class Kept(Generic[_Payload]):
         """
         if self._pin is None:
             raise ClosedError("this content was left; take what you need of its payload inside the block")
-        self._contents.session.check_alive()
+        self._contents.life.check_alive()
         if not self._payload:
             if self._content is None:
                 self._content = self._contents.open(self._pin)
             try:
-                self._payload.append(self._content.decode(self._contents.session.end.decoder_of(self._payload_type)))
+                self._payload.append(self._content.decode(self._contents.end.decoder_of(self._payload_type)))
             except msgspec.ValidationError as error:
                 raise RemoteError("UnexpectedContent", f"what is kept is not of payload_type: {error}") from error
         payload: _Payload = self._payload[0]
@@ -153,13 +156,13 @@ class Kept(Generic[_Payload]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_pin", None) is None or not self._contents.session.is_usable:
+        if getattr(self, "_pin", None) is None or not self._contents.life.is_usable:
             return
-        give_back_soon(self._contents.session.loop, self._give_back)
+        give_back_soon(self._contents.life.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and was not left since."""
-        if self._pin is not None and self._contents.session.is_usable:
+        if self._pin is not None and self._contents.life.is_usable:
             warn_of(f"kept content of {self.nbytes} bytes was dropped before it was left; use `with kept:`", self)
             self.close()
 
@@ -168,13 +171,32 @@ class KeptContents:
     """What a session has pinned, and what it asks for.
 
     Args:
-        session: that it is part of.
+        life: of the engine.
+        end, link: of the session, towards the engine.
+        host_slots: of the session.
+        sending: of the session.
+        slab: that content lies in; it lets go of its mapping when the session ends.
         key_of_regions: the first number of the keys of their regions.
     """
 
-    def __init__(self, session: Session, key_of_regions: int) -> None:
-        self.session = session
+    def __init__(
+        self,
+        life: Life,
+        end: ClientEnd,
+        link: Link,
+        host_slots: HostSlots,
+        sending: Sending,
+        slab: Slab,
+        key_of_regions: int,
+    ) -> None:
+        self.life = life
+        self.end = end
+        self._link = link
+        self._host_slots = host_slots
+        self._sending = sending
+        self._slab = slab
         self._key_of_regions = key_of_regions
+        self._tokens = itertools.count(1)
         self._pins: dict[int, _Pin] = {}  # by generation
         self._by_key: dict[bytes, _Pin] = {}
         self._asking = asyncio.Semaphore(MAX_FINDS)
@@ -190,50 +212,56 @@ class KeptContents:
         """See :meth:`Client.find`."""
         pin = self._by_key.get(key)
         if pin is not None:
-            self.session.check_alive()
+            self.life.check_alive()
             pin.users += 1
         else:
             answer = await self._ask(key, None)
             if isinstance(answer, NotKept):
                 if answer.reason == "absent":
-                    self.session.counters.kept_misses += 1
+                    self.life.counters.kept_misses += 1
                     return None
                 raise WouldBlock(_WHY_NOT[answer.reason])
             pin = answer
-        self.session.counters.kept_hits += 1
+        self.life.counters.kept_hits += 1
         return Kept(self, pin, payload_type)
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
-        session = self.session
-        session.check_alive()
+        self.life.check_alive()
         copied: ClientSlotRecord | None = None
-        packed = session.end.pack(payload)
-        if not session.can_keep(packed):
-            packed = session.end.pack_apart(payload)
+        packed = self.end.pack(payload)
+        if not self._can_keep(packed):
+            packed = self.end.pack_apart(payload)
             if not packed.copied_nbytes:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
         self._check_payload(packed.payload)
         if packed.copied:
-            copied = await session.host_slots.acquire(packed.slot_nbytes, held=False)
+            copied = await self._host_slots.acquire(packed.slot_nbytes, held=False)
         try:
             if copied is not None:
-                await session.sending.copy(packed, copied)
+                await self._sending.copy(packed, copied)
             answer = await self._ask(key, (packed.payload, payload, copied))
         except BaseException:
             if copied is not None and copied.state is ClientSlot.WRITING:
-                session.host_slots.give_up(copied)
+                self._host_slots.give_up(copied)
             raise
         if isinstance(answer, NotKept):
             if answer.reason == "large":
-                nbytes, capacity = packed.slot_nbytes or packed.in_place_nbytes, session.welcome.kept_nbytes
+                nbytes, capacity = packed.slot_nbytes or packed.in_place_nbytes, self.life.welcome.kept_nbytes
                 message = f"{nbytes} bytes are more than the {capacity} that the engine keeps; raise its kept_nbytes"
                 raise CapacityError(message, needed=nbytes, capacity=capacity)
             raise WouldBlock(_WHY_NOT[answer.reason])
         return Kept(self, answer, Any)
 
+    def _can_keep(self, packed: Packed) -> bool:
+        """Whether the engine can keep a payload where it lies: in one slot in host memory that it does not keep already."""
+        if packed.copied or len(packed.slots) != 1:
+            return False
+        record: ClientSlotRecord = packed.slots[0]
+        return record.is_submittable() and record.lease is not None and record.offset < self.life.welcome.slab_nbytes
+
     def _check_payload(self, payload: bytes) -> None:
-        capacity = min(MAX_KEPT_PAYLOAD_NBYTES, self.session.welcome.max_record_nbytes - _KEEP_NBYTES)
+        capacity = min(MAX_KEPT_PAYLOAD_NBYTES, self.life.welcome.max_record_nbytes - _KEEP_NBYTES)
         if len(payload) > capacity:
             raise CapacityError(
                 f"what is kept beside tensors takes {len(payload)} bytes, and has to fit {capacity}",
@@ -248,12 +276,11 @@ class KeptContents:
             key: of the content.
             given: its payload as msgpack, what that was made of, and the slot that was copied to; None: it is looked for.
         """
-        session = self.session
         await self._asking.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
-            await session.sending.writable()
-            session.check_alive()
-            token = session.next_id()
+            await self._sending.writable()
+            self.life.check_alive()
+            token = next(self._tokens)
             record: ClientSlotRecord | None = None
             if given is None:
                 message: Find | Keep = Find(token, key)
@@ -261,17 +288,17 @@ class KeptContents:
                 encoded, payload, record = given
                 is_copied = record is not None
                 if record is None:  # where its tensors are may have changed while this waited
-                    packed = session.end.pack(payload)
-                    if not session.can_keep(packed):
+                    packed = self.end.pack(payload)
+                    if not self._can_keep(packed):
                         raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
                     encoded, record = packed.payload, packed.slots[0]
-                slot = session.end.hand_over(record)
+                slot = self.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
             try:
-                session.link.send(message)  # it delivers nothing: who enters after it misses no answer
+                self._link.send(message)  # it delivers nothing: who enters after it misses no answer
             except BaseException:
                 if record is not None:  # the engine has not heard of it
-                    session.end.take_back((record.generation,))
+                    self.end.take_back((record.generation,))
                 raise
             place = self._line.enter()
             self._answers[token] = place, key, record
@@ -316,7 +343,6 @@ class KeptContents:
         Raises:
             RemoteProtocolError: it can't be what the engine keeps under this key.
         """
-        session = self.session
         pin = self._pins.get(found.generation)
         is_given = pin is None and record is not None and record.generation == found.generation
         if not (self._is_same(pin, key, found) if pin is not None else self._can_be(key, found, record if is_given else None)):
@@ -325,19 +351,19 @@ class KeptContents:
             )
         if is_given:
             assert record is not None
-            session.host_slots.carry_out(session.host_slots.book.kept(found.generation, session.loop.time()))
-            pin = _Pin(key, found, record, session.end.content_address(record))
+            self._host_slots.carry_out(self._host_slots.book.kept(found.generation, self.life.loop.time()))
+            pin = _Pin(key, found, record, self.end.content_address(record))
             if record.held or record.viewed:  # its caller has not left it, or still views it
                 pin.is_slots = record.held
                 pin.users += 1
         elif pin is None:
             pin = _Pin(key, found, record := kept_slot(found), 0)
-            KeptContent(found, self._key_of_regions, session.regions, session.mapping, session.welcome.max_tensors)
-            pin.address = session.end.content_address(record)
+            self._open(found)
+            pin.address = self.end.content_address(record)
         if found.generation not in self._pins:
             self._pins[found.generation] = self._by_key[key] = pin
             if not pin.is_slots:
-                session.end.held.hold(pin.record, pin.address, found.nbytes)
+                self.end.held.hold(pin.record, pin.address, found.nbytes)
         pin.count += 1
         pin.users += 1
         return pin
@@ -353,18 +379,19 @@ class KeptContents:
             return False
         if given is not None:
             return (found.offset, found.nbytes) == (given.offset, given.nbytes)
-        session = self.session
-        address = session.mapping.address + found.offset + SLOT_HEADER_NBYTES
+        address = self._slab.mapping.address + found.offset + SLOT_HEADER_NBYTES
         start, blocks = found.offset // BLOCK_NBYTES, slot_blocks(found.nbytes)
-        last_block = Geometry.LEASABLE_START + session.welcome.leasable_nbytes // BLOCK_NBYTES
+        last_block = Geometry.LEASABLE_START + self.life.welcome.leasable_nbytes // BLOCK_NBYTES
         is_leasable = not found.offset % BLOCK_NBYTES and start >= Geometry.LEASABLE_START and start + blocks <= last_block
-        is_ours = session.host_slots.book.has(start, blocks) or session.end.held.overlaps(address, found.nbytes)
+        is_ours = self._host_slots.book.has(start, blocks) or self.end.held.overlaps(address, found.nbytes)
         return is_leasable and not is_ours
 
     def open(self, pin: _Pin) -> KeptContent:
         """Opens a content for one caller's views."""
-        session = self.session
-        return KeptContent(pin.found, self._key_of_regions, session.regions, session.mapping, session.welcome.max_tensors)
+        return self._open(pin.found)
+
+    def _open(self, found: Found) -> KeptContent:
+        return KeptContent(found, self._key_of_regions, self.end.regions, self._slab.mapping, self.life.welcome.max_tensors)
 
     # -- leaving -------------------------------------------------------------------------------------------------------------
 
@@ -375,7 +402,7 @@ class KeptContents:
             pin: of it.
             content: that it had opened.
         """
-        if self.session.error is not None:
+        if self.life.error is not None:
             return
         pin.users -= 1
         if content is not None and content.leave():
@@ -390,8 +417,7 @@ class KeptContents:
         pin.is_slots = False
         if not record.viewed:
             pin.users -= 1
-        session = self.session
-        session.end.held.hold(record, pin.address, pin.found.nbytes)  # for who holds the content
+        self.end.held.hold(record, pin.address, pin.found.nbytes)  # for who holds the content
         self._forget_unused(pin)
 
     def slot_views_gone(self, record: ClientSlotRecord) -> None:
@@ -410,9 +436,9 @@ class KeptContents:
         if pin.users or pin.views:
             return
         del self._pins[pin.found.generation], self._by_key[pin.key]
-        self.session.end.held.leave(pin.address)
+        self.end.held.leave(pin.address)
         pin.record.state = ClientSlot.FREE  # whoever is about to send it packs it again
-        self.session.link.send_listed(Unpin, [pin.found.generation] * pin.count)
+        self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
 
     def in_use(self) -> list[int]:
         """The generations of what is pinned, for a goodbye: those that this process may still view.

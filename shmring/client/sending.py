@@ -14,18 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from shmring.client.life import Life
 from shmring.client.submission import Submission
-from shmring.core.compiled import ClientSlotRecord, Packed
+from shmring.core.compiled import ClientEnd, ClientSlotRecord, Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.gpu.cuda import Stream
+from shmring.gpu.device_slots import DeviceSlots
 from shmring.line import Line, Place
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
-
-if TYPE_CHECKING:
-    from shmring.client.session import Session
+from shmring.memory.slots import HostSlots
+from shmring.transport.link import Link
 
 __all__ = ["Sending"]
 
@@ -58,23 +59,37 @@ class Sending:
     """What one session has to send, and can't send at once. Lives in a loop.
 
     Args:
-        session: that it is part of.
+        life: of the engine.
+        end, link: of the session, towards the engine.
+        host_slots, device_slots: of the session.
         copier: has the turns of copies, and the threads.
         slab: that payloads are copied to.
+        count_pins: returns how many kept contents the session has pinned.
 
     Attributes:
         end: the session's.
         copies: the slots of the copies that are being made, or wait for their turn.
     """
 
-    def __init__(self, session: Session, copier: Copier, slab: Slab) -> None:
-        self._session = session
-        self.end = session.end
-        self._link = session.link
-        self._host_slots = session.host_slots
-        self._device_slots = session.device_slots
+    def __init__(
+        self,
+        life: Life,
+        end: ClientEnd,
+        link: Link,
+        host_slots: HostSlots,
+        device_slots: DeviceSlots,
+        copier: Copier,
+        slab: Slab,
+        count_pins: Callable[[], int],
+    ) -> None:
+        self._life = life
+        self.end = end
+        self._link = link
+        self._host_slots = host_slots
+        self._device_slots = device_slots
         self._copier = copier
         self._slab = slab
+        self._count_pins = count_pins
         # Of requests that wait until fewer are in flight; and of those among them that come first: they have space by now.
         self._turns: Line[None] = Line()
         self._again: Line[None] = Line()
@@ -91,7 +106,7 @@ class Sending:
         await flight.begin()
         try:
             while True:
-                self._session.check_alive()
+                self._life.check_alive()
                 packed = self.end.pack(payload)
                 submission = self._send_now(packed, name, stream, self._copier.at_once_nbytes)
                 if submission is None:
@@ -133,7 +148,7 @@ class Sending:
         The slot is taken after that, so that it is the one that was released last, which is still in the cache.
         """
         await self._copier.turn(packed.slot_nbytes)
-        self._session.check_alive()
+        self._life.check_alive()
         submission = self._send_now(packed, name, stream, self._copier.offload_nbytes)
         if submission is None:
             slot = await self._space(packed.slot_nbytes, flight) if packed.slot_nbytes else None
@@ -149,7 +164,7 @@ class Sending:
         slot = await self._host_slots.acquire(nbytes, held=False)
         try:
             await flight.begin()
-            self._session.check_alive()
+            self._life.check_alive()
         except BaseException:
             self._host_slots.give_up(slot)
             raise
@@ -173,7 +188,7 @@ class Sending:
                 await self.copy(packed, slot)
             while submission is None and all(record.is_submittable() for record in packed.slots):
                 await self.writable()
-                self._session.check_alive()
+                self._life.check_alive()
                 submission = self.end.send(packed, slot, name, stream)
                 if submission is None and self._link.can_write:
                     self._link.expect_space()
@@ -184,7 +199,7 @@ class Sending:
 
     async def copy(self, packed: Packed, slot: ClientSlotRecord) -> None:
         """Copies a payload into a slot; for :meth:`Session.close` to know of."""
-        copying = self._session.loop.create_future()
+        copying = self._life.loop.create_future()
         self.copies[copying] = slot
         try:
             await self._copier.copy(packed, self._slab.mapping, self.end.content_address(slot))
@@ -226,11 +241,11 @@ class Sending:
 
     def _begin_nowait(self) -> None:
         """A request is in flight from here on; raises if it would have to wait for that, or for the engine."""
-        self._session.check_alive()
+        self._life.check_alive()
         self._link.poll()
-        self._session.check_alive()  # what came may have been its end
+        self._life.check_alive()  # what came may have been its end
         if not self.end.begin():
-            limit = self._session.welcome.max_inflight
+            limit = self._life.welcome.max_inflight
             raise WouldBlock(f"{limit} requests are in flight, the engine takes no more (max_inflight)")
         if not self._link.can_write:
             self.end.leave()
@@ -250,7 +265,7 @@ class Sending:
     def why_not_sent(self) -> str:
         """Says what somebody waits for who has a payload to send, or wants a slot."""
         reasons = []
-        if any(slots.book.waiting for slots in self._session.slots):
+        if any(slots.book.waiting for slots in (self._host_slots, self._device_slots)):
             reasons.append(self._why_no_space())
         if self._turns.is_waited_in or self._again.is_waited_in:
             reasons.append(
@@ -266,7 +281,7 @@ class Sending:
         kept_nbytes = book.draining_nbytes()
         if kept_nbytes:
             reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
-        pins = len(self._session.kept)
+        pins = self._count_pins()
         if len(self.end.held) > pins:  # what is kept stands there, too
             reason += f", callers hold {len(self.end.held) - pins} slots"
         if pins:

@@ -4,6 +4,7 @@ Theory of operation: :class:`Session` is the asyncio shell around the :class:`~s
 is around the engine's end. It ends for good when the engine's connection or process ends; a client that reconnects
 makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead. What happens in between is in
 parts of it: slots in each memory (``memory/slots.py``), payloads that wait to be sent (``sending.py``), calls, kept content.
+Each part is handed what it uses, and not this.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import socket
@@ -21,6 +21,7 @@ from pathlib import Path
 from shmring.client.calls import CallsInFlight
 from shmring.client.counters import ClientCounters
 from shmring.client.kept import KeptContents
+from shmring.client.life import Life
 from shmring.client.sending import Sending
 from shmring.client.slot import DeviceSlot, Slot
 from shmring.client.submission import Submission
@@ -30,7 +31,6 @@ from shmring.core.compiled import (
     ClientSlotRecord,
     LoadPage,
     Mapping,
-    Origin,
     Packed,
     Regions,
     RingMemory,
@@ -63,7 +63,6 @@ from shmring.errors import (
     RemoteProtocolError,
     ShmringError,
     SlabError,
-    fresh,
 )
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
@@ -79,7 +78,6 @@ from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.load import map_load_page
-from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 from shmring.transport.rings import map_rings
 
@@ -89,26 +87,29 @@ logger = logging.getLogger("shmring.client")
 
 _MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases and replies, are far less
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
-_CLOSED = "this client was closed"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 _UNREAD_S = 0.25  # after a reply that lies in a slot came, and from then on as long as there are any
 _OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # what a region is of
 
 
 class Session:
-    """See the head of this file. Made by :meth:`open`."""
+    """See the head of this file. Made by :meth:`open`.
+
+    Attributes:
+        life: of the engine.
+        loop, config, engine_name, welcome: those of ``life``.
+        load: what the engine publishes of how busy it is.
+    """
 
     decoder = staticmethod(make_decoder)  # for the end, which keeps those that it has asked for
 
     def __init__(
         self,
-        config: ClientConfig,
-        counters: ClientCounters,
+        life: Life,
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
-        engine_name: str,
-        engine: AttachedEngine,
+        connected: socket.socket,
         slab: Slab,
         regions: Regions,
         rings: Sequence[RingMemory],
@@ -116,35 +117,30 @@ class Session:
         watch: ProcessWatch,
         on_lost: Callable[[Session], object],
     ) -> None:
-        welcome = engine.welcome
-        self.loop = asyncio.get_running_loop()
-        self.config = config
-        self.counters = counters
-        self.engine_name = engine_name
-        self.welcome = welcome
+        self.life = life
+        self.loop = life.loop
+        self.config = config = life.config
+        self.engine_name = life.engine_name
+        self.welcome = welcome = life.welcome
         self.load = load
-        self.error: ShmringError | None = None
         self._copier = copier
         self._slab = slab
         self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES or _OF_KEPT and a generation
         self._on_lost = on_lost
-        self._origin = Origin()
-        self._ids = itertools.count(1)
         self._touching: asyncio.Task[None] | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._ended = self.loop.create_future()
-        self._closing = False
         from_engine, to_engine = rings
         self.link: Link = Link(
             self,
-            engine.socket,
+            connected,
             from_engine,
             to_engine,
             Poller(self.loop, config.busy_poll_s),
             max_backlog_nbytes=_MAX_BACKLOG_NBYTES,
         )
         self.host_slots: HostSlots = HostSlots(self, slab)
-        self.device_slots: DeviceSlots = DeviceSlots(self, engine_name, cuda, device_memory, copier, DeviceSlot)
+        self.device_slots: DeviceSlots = DeviceSlots(self, life.engine_name, cuda, device_memory, copier, DeviceSlot)
         self.slots: tuple[Slots, ...] = (self.host_slots, self.device_slots)
         self.end: ClientEnd = ClientEnd(
             self,
@@ -174,10 +170,13 @@ class Session:
         self.end.reader = self.link.reader
         self.end.device_slots = self.device_slots
         self.take_record = self.end
-        self.sending = Sending(self, copier, slab)
-        self.calls = CallsInFlight(self)
-        self.kept = KeptContents(self, _OF_KEPT)
+        self.sending = Sending(
+            life, self.end, self.link, self.host_slots, self.device_slots, copier, slab, lambda: len(self.kept)
+        )
+        self.calls = CallsInFlight(life, self.link, self.sending)
+        self.kept: KeptContents = KeptContents(life, self.end, self.link, self.host_slots, self.sending, slab, _OF_KEPT)
         # For the end: it asks its shell for these.
+        self.check_alive, self.check_loop = life.check_alive, life.check_loop
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
         self.slot_is_viewed, self.request_left = self.host_slots.left_viewed, self.sending.request_left
         self._watch = watch
@@ -205,7 +204,8 @@ class Session:
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
         try:
-            session = cls._attach(path.stem, engine, config, counters, copier, cuda, device_memory, on_lost)
+            life = Life(path.stem, engine.welcome, config, counters)
+            session = cls._attach(life, engine, copier, cuda, device_memory, on_lost)
         except BaseException:
             give_up(engine.socket)
             engine.socket.close()
@@ -217,10 +217,8 @@ class Session:
     @classmethod
     def _attach(
         cls,
-        engine_name: str,
+        life: Life,
         engine: AttachedEngine,
-        config: ClientConfig,
-        counters: ClientCounters,
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
@@ -228,18 +226,16 @@ class Session:
     ) -> Session:
         """Takes all but the socket over, and that as well if it succeeds."""
         with contextlib.ExitStack() as undo:
-            watch = ProcessWatch(asyncio.get_running_loop(), engine.pidfd, lambda: session._engine_died())
+            watch = ProcessWatch(life.loop, engine.pidfd, lambda: session._engine_died())
             undo.callback(watch.close)
             slab, rings, load = _map(engine)
             undo.callback(slab.close)
             regions = Regions()
             undo.callback(regions.close)
-            session = cls(
-                config, counters, copier, cuda, device_memory, engine_name, engine, slab, regions, rings, load, watch, on_lost
-            )
+            session = cls(life, copier, cuda, device_memory, engine.socket, slab, regions, rings, load, watch, on_lost)
             undo.pop_all()
         try:
-            if config.map_leased_only:
+            if life.config.map_leased_only:
                 slab.protect(0, engine.welcome.slab_nbytes, readable=True, writable=False)
             if engine.welcome.base_lease is not None:
                 session._granted(engine.welcome.base_lease)
@@ -298,9 +294,9 @@ class Session:
 
     def _lose(self, error: ShmringError) -> None:
         """Ends the session: whatever waits in it fails with this error."""
-        if self.error is not None:
+        if self.life.error is not None:
             return
-        self.error = ClosedError(_CLOSED) if self._closing else error
+        self.life.error = self.life.closed_error() if self.life.is_closing else error
         self.end.is_open = False
         self._watch.close()
         self.loop.remove_reader(self._regions.bell)
@@ -312,55 +308,24 @@ class Session:
         for submission in list(self.end.pending.values()):
             self.end.forget(submission.request_id)
             if not submission.ended:
-                self.counters.failed += 1
-            submission._give_up(self._fresh_error())
+                self.life.counters.failed += 1
+            submission._give_up(self.life.fresh_error())
         for future in (*waiting, *self.calls.lose(), *self.kept.lose()):
             if not future.done():
-                future.set_exception(self._fresh_error())
+                future.set_exception(self.life.fresh_error())
         self._slab.close()
         self.end.detach()
         self._on_lost(self)
 
     @property
-    def is_usable(self) -> bool:
-        """Whether this process may use this session now."""
-        return self.error is None and not self._closing and not self._origin.forked
-
-    @property
-    def regions(self) -> Regions:
-        """Of what callers view."""
-        return self._regions
+    def error(self) -> ShmringError | None:
+        """Why this has ended; None: it has not."""
+        return self.life.error
 
     @property
     def mapping(self) -> Mapping:
         """The slab's."""
         return self._slab.mapping
-
-    def next_id(self) -> int:
-        """Returns a number that nothing else of this session has."""
-        return next(self._ids)
-
-    def check_alive(self) -> None:
-        """Raises unless this process may use this session now.
-
-        Raises:
-            ClosedError: it was closed, or belongs to the process that forked this one.
-            EngineDeadError: its engine has gone.
-        """
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-        if self.error is not None:
-            raise self._fresh_error()
-        if self._closing:
-            raise ClosedError(_CLOSED)
-
-    def check_loop(self) -> None:
-        """Raises LocalProtocolError in another loop than this session's."""
-        check_loop(self.loop, f"this client of {self.engine_name!r}")
-
-    def _fresh_error(self) -> ShmringError:
-        assert self.error is not None
-        return fresh(self.error)
 
     # -- slots ---------------------------------------------------------------------------------------------------------------
 
@@ -374,13 +339,13 @@ class Session:
         All of them, whoever leases them now: so this process's resident memory is the same from here on.
         """
         for offset in range(0, self._slab.nbytes, _TOUCHED_AT_ONCE_NBYTES):
-            if not self.is_usable:
+            if not self.life.is_usable:
                 return
             nbytes = min(_TOUCHED_AT_ONCE_NBYTES, self._slab.nbytes - offset)
             try:
                 await self._copier.run(functools.partial(self._slab.prefault, offset, nbytes))
             except (SlabError, ClosedError) as error:
-                if self.is_usable:  # else it was unmapped meanwhile
+                if self.life.is_usable:  # else it was unmapped meanwhile
                     logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
                 return
 
@@ -389,16 +354,9 @@ class Session:
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
-    def can_keep(self, packed: Packed) -> bool:
-        """Whether the engine can keep a payload where it lies: in one slot in host memory that it does not keep already."""
-        if packed.copied or len(packed.slots) != 1:
-            return False
-        record: ClientSlotRecord = packed.slots[0]
-        return record.is_submittable() and record.lease is not None and record.offset < self.welcome.slab_nbytes
-
     def kept_slot_left(self, record: ClientSlotRecord) -> None:
         """For the end: the caller has left a slot that the engine keeps."""
-        if self.error is None:
+        if self.life.error is None:
             self.kept.slot_left(record)
 
     def warn_of_views(self, record: ClientSlotRecord) -> None:
@@ -407,7 +365,7 @@ class Session:
         logger.warning("a slot of %d bytes was left with living views; it was %s", record.nbytes, report(lent))
 
     def _collect_deaths(self) -> None:
-        if self.error is not None:
+        if self.life.error is not None:
             return
         replies = []
         for kind, key in self._regions.collect():
@@ -449,7 +407,7 @@ class Session:
         if submission.ended:
             return
         submission._give_up(error)
-        self.counters.aborted += 1
+        self.life.counters.aborted += 1
         if submission.request_id in self.end.pending:
             self.link.send(Abort(submission.request_id))
 
@@ -458,11 +416,11 @@ class Session:
         if submission.ended:
             return  # aborted here before its end came
         if failure.kind == "aborted":
-            self.counters.aborted += 1
+            self.life.counters.aborted += 1
             name = submission.name or request_id
             submission._give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
         else:
-            self.counters.failed += 1
+            self.life.counters.failed += 1
             type_name, text = printable(failure.type_name), printable_lines(failure.message)
             submission._give_up(TimeoutError(text) if failure.kind == "timed_out" else RemoteError(type_name, text))
 
@@ -470,7 +428,7 @@ class Session:
 
     def release_replies(self, generations: Sequence[int]) -> None:
         """Gives reply slots back that nobody views."""
-        if generations and self.error is None:
+        if generations and self.life.error is None:
             self.link.send_listed(ReplyRelease, generations)
 
     def expect_unread(self) -> None:
@@ -478,7 +436,7 @@ class Session:
         self._unread = self.loop.call_later(_UNREAD_S, self._give_dropped_back)
 
     def _give_dropped_back(self) -> None:
-        if not self.is_usable:
+        if not self.life.is_usable:
             return
         for submission in self.end.dropped():
             submission._give_back()
@@ -492,27 +450,27 @@ class Session:
 
     async def close(self) -> None:
         """Says goodbye: what nobody in this process uses any more goes back at once, the rest when the last of it is left."""
-        if self.error is not None:
+        if self.life.error is not None:
             return
-        self._closing = True
+        self.life.is_closing = True
         self.end.is_open = False
         for submission in list(self.end.pending.values()):
-            self.abort(submission, ClosedError(_CLOSED))
+            self.abort(submission, self.life.closed_error())
         try:
             try:
                 if self.sending.copies:  # whoever waits for one learns that this is closed, and gives its slot up
                     await asyncio.wait(self.sending.copies, timeout=_GOODBYE_TIMEOUT_S)
-                if self.error is None:
+                if self.life.error is None:
                     await self.device_slots.close()
             finally:  # also when this is cancelled
-                if self.error is None:  # else it was lost meanwhile
+                if self.life.error is None:  # else it was lost meanwhile
                     self._say_goodbye()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                     await asyncio.shield(self._ended)
                     await self.prefaulted()
         finally:
-            self._lose(ClosedError(_CLOSED))
+            self._lose(self.life.closed_error())
 
     def _say_goodbye(self) -> None:
         for record in (*self.end.held, *self.sending.copies.values()):

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from shmring.core.compiled import Awaited, SubmissionEnd
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
 
-if TYPE_CHECKING:
-    from shmring.client.session import Session
-
 __all__ = ["Submission"]
 
 _Reply = TypeVar("_Reply")
@@ -38,8 +35,7 @@ class Submission(SubmissionEnd):
 
     def _why_no_reply(self) -> str:
         """For the client: says what somebody waits for who has sent this."""
-        session: Session = self._end.shell
-        return f"at {session.engine_name!r}: {session.why_no_reply()}"
+        return f"at {self.engine!r}: {self._end.shell.why_no_reply()}"
 
     if TYPE_CHECKING:
 

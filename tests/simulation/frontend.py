@@ -31,6 +31,7 @@ import torch
 from shmring.client import session as session_module
 from shmring.client.counters import ClientCounters
 from shmring.client.kept import Kept
+from shmring.client.life import Life
 from shmring.client.session import Session as RealSession
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
@@ -213,13 +214,11 @@ class Session:
             standing_on(slots_module, ClientBook=kind.client),
         ):
             self.real = RealSession(
-                client_config(scenario),
-                ClientCounters(),
+                Life("simulated", welcome, client_config(scenario), ClientCounters()),
                 self.copier,
                 cast(Any, None),
                 cast(Any, None),
-                "simulated",
-                cast(Any, SimpleNamespace(socket=Connected(self.wire, False, midst), welcome=welcome)),
+                cast(Any, Connected(self.wire, False, midst)),
                 Slab((-1, -1), self.slab, scenario.geometry.reply_nbytes, engine.epoch),
                 Regions(),
                 cast(Any, (None, None)),
