@@ -409,6 +409,13 @@ GUARDS = (
         "tests/test_kept.py::test_what_is_kept_outlives_who_gave_it",
     ),
     Guard(
+        "a dead client's pins of kept content go",
+        "shmring/core/engine_book.pyx",
+        "self._drop_pins(client, frozenset())",
+        "pass",
+        "tests/integration/test_kept_processes.py::test_a_killed_frontend_leaves_what_it_kept_and_no_pins",
+    ),
+    Guard(
         "a goodbye names what was given to keep and is not answered",
         "shmring/client/kept.py",
         "return [*self._pins, *given]",
