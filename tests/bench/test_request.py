@@ -231,7 +231,7 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
         assert ring().statistics().slots_claimed == 250
         (client,) = (one for one in gc.get_objects() if type(one) is shmring.Client and not one.closed)
         assert client.statistics().slots_in_use == 250  # the holes between them are free
-        slots = sorted(slot.start for client in ring()._book.clients.values() for slot in client.slots.values())
+        slots = sorted(slot.start for client in ring()._shell._book.clients.values() for slot in client.slots.values())
         gaps = np.diff(slots)
         assert (gaps[: len(gaps) // 2] > 2).all()  # a slot of 4 KiB and its header take two blocks
     assert desk._sequences == [1]
