@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shmring
-from tests.sessions import session_of
+from tests.sessions import attachment_of, session_of
 
 pytestmark = pytest.mark.both_loops
 
@@ -131,8 +131,10 @@ async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.Client, co
         owners = {(await each.request({}, key=f"session-{number}"))[0] for each in (client, other) for _ in range(3)}
         async with client.slot(100, key=f"session-{number}") as slot:
             assert {slot.engine} == owners
-    with pytest.raises(TypeError, match="str or bytes"):
-        await client.request({}, key=7)  # type: ignore[arg-type]
+    async with client.slot(100) as slot:
+        for payload in ({}, {"x": slot.tensor((10,), torch.uint8)}):
+            with pytest.raises(TypeError, match="str or bytes"):
+                await client.request(payload, key=7)  # type: ignore[arg-type]
 
 
 async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.Client) -> None:
@@ -259,6 +261,16 @@ async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.Clie
         slot.close()
 
 
+async def test_a_check_of_the_capacity_takes_nobodys_turn(engines: Engines, connect_to: Connect) -> None:
+    client = await connect_to(route="round_robin")
+    owners = []
+    for _ in range(4):
+        client.check_capacity(100)
+        owners.append((await client.request({}))[0])
+    assert owners[0] != owners[1]
+    assert owners[:2] == owners[2:]
+
+
 async def test_what_can_never_fit_is_an_error(client: shmring.Client) -> None:
     client.check_capacity(1000)
     with pytest.raises(shmring.CapacityError):
@@ -341,6 +353,57 @@ async def test_what_has_been_answered_in_part_is_not_sent_again(
     for waiting in (anext(stream), request):
         with pytest.raises(shmring.EngineDeadError, match=owner):
             await waiting
+    assert client.resent == 0
+
+
+async def test_a_request_that_learns_that_its_engine_has_gone_goes_to_another_one(
+    client: shmring.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for space may read the last words of an engine."""
+    submit_now = client._submit_now
+    lost = []
+
+    def lose_first(end: Any, *arguments: Any) -> Any:
+        if lost:
+            return submit_now(end, *arguments)
+        [name] = [name for name in NAMES if session_of(client, name).end is end]
+        lost.append(name)
+        session_of(client, name)._lose(shmring.EngineDeadError("gone"))
+        return None
+
+    monkeypatch.setattr(client, "_submit_now", lose_first)
+    monkeypatch.setattr(attachment_of(client, "vision-0"), "keep_attaching", lambda: None)
+    monkeypatch.setattr(attachment_of(client, "vision-1"), "keep_attaching", lambda: None)
+    [other] = set(NAMES) - {(await client.request({}, timeout=10))[0]}
+    assert lost == [other]
+
+
+async def test_a_search_for_kept_content_waits_for_no_engine_that_dies_meanwhile(
+    client: shmring.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_nothing(key: bytes, payload_type: object) -> None:
+        for name in NAMES:
+            session = attachment_of(client, name).session
+            if session is not None and session.kept.find is not find_nothing:
+                session._lose(shmring.EngineDeadError("gone"))
+
+    for name in NAMES:
+        monkeypatch.setattr(attachment_of(client, name), "keep_attaching", lambda: None)
+    [first, _] = sorted(NAMES, key=lambda name: client.loads()[name].in_flight)
+    monkeypatch.setattr(session_of(client, first).kept, "find", find_nothing)
+    assert await client.find(b"k" * 32, timeout=10) is None
+
+
+async def test_a_retry_that_no_engine_can_come_for_says_why_the_engine_has_died(
+    engines: Engines, connect: Any, eventually: Any
+) -> None:
+    client = await connect("vision-0")
+    engines.go_on.clear()
+    request = asyncio.create_task(client.request({}, retry=2))
+    await eventually(lambda: client.statistics().in_flight == 1)
+    await engines.stop("vision-0")
+    with pytest.raises(shmring.EngineDeadError, match="the engine is closing"):
+        await request
     assert client.resent == 0
 
 
@@ -531,6 +594,29 @@ async def test_an_engine_that_does_not_answer_holds_nobody_up(
         client = await connect_to(connect_timeout_s=30)
         assert await client.request({}) == ["vision-1", 0.0]
         await client.close()
+
+
+async def test_an_engine_that_dies_while_others_are_still_tried_is_attached_to_once(
+    serve: Any, connect_to: Connect, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.client.engines._OTHERS_S", 0.2)
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(socket_dir / "vision-0.sock"))
+        silent.listen()
+        connecting = asyncio.ensure_future(connect_to(connect_timeout_s=30))
+        await eventually(lambda: engines.rings["vision-1"].statistics().clients == 1)
+        await engines.stop("vision-1")
+        await asyncio.wait([connecting], timeout=0.4)  # by then nobody is tried any more, and both are looked for
+        await engines.start("vision-1")
+        client = await connecting
+        await client.request({}, timeout=10)
+        for _ in range(20):
+            await asyncio.sleep(0.005)  # another attempt would have attached by now
+        assert engines.rings["vision-1"].statistics().clients == 1
+        await client.close()
+    await eventually(lambda: engines.rings["vision-1"].statistics().clients == 0)
 
 
 async def test_a_client_that_is_closed_does_nothing_more(engines: Engines, connect_to: Connect, settled: Any) -> None:

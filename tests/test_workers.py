@@ -200,6 +200,18 @@ async def test_memory_that_is_reserved_while_the_ring_closes_goes_at_once(
     await eventually(lambda: not files())
 
 
+async def test_who_joins_in_the_turn_in_which_memory_for_broadcasts_is_there_finds_it(serve: Any) -> None:
+    """The future is done then, and whoever waits for it has not been called yet."""
+    ring = await serve(**OPTIONS)
+    workers = ring._shell.workers
+    reserving = asyncio.get_running_loop().create_future()
+    reserving.add_done_callback(workers._reserved)
+    workers._reserving = reserving
+    reserving.set_result(reserve_for_one_writer("test-broadcasts", 1 << 20, prefault=False))
+    await workers._reserve()
+    assert workers._memory is not None
+
+
 async def test_who_joins_late_begins_with_the_next_message(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     first = await join(0)

@@ -184,7 +184,9 @@ class Attachment:
             await asyncio.sleep(pauses.FIRST_S)
 
     def keep_attaching(self) -> None:
-        """Attaches as soon as there is an engine of this name, and does not wait for it."""
+        """Attaches as soon as there is an engine of this name, and does not wait for it. Twice is once."""
+        if self.is_attaching:
+            return
         self._reattaching = self._loop.create_task(self._reattach())
 
     async def _reattach(self) -> None:

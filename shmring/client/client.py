@@ -24,7 +24,7 @@ import torch
 
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
-from shmring.client.engines import Engines
+from shmring.client.engines import Engines, check_route_key
 from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
 from shmring.client.routing import EngineLoad, Route
@@ -48,10 +48,7 @@ _Reply = TypeVar("_Reply")
 _Payload = TypeVar("_Payload")
 
 _MAX_NAME_CHARACTERS = 256
-_MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
 _COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most servers
-#: For those that are not the first: an engine that listens and does not answer must not hold up those that do.
-_OTHERS_S = 1.0
 
 
 class _RequestOptions(TypedDict, total=False):
@@ -232,6 +229,8 @@ class Client(ClientCalls):
         """Whether a request whose engine has died is sent once more."""
         if not retry or submission.has_replied or submission._on_gpu:
             return False
+        if not self._engines.has_another:
+            return False  # its caller learns why it has died
         self.resent += 1
         return True
 
@@ -239,6 +238,7 @@ class Client(ClientCalls):
         self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
     ) -> Submission:
         """For :meth:`submit`: something has to be waited for, or an engine to be chosen."""
+        check_route_key(key)
         if not request_id:
             return await self._submit_when_attached(payload, request_id, key, engine)
         check_name(request_id)
@@ -259,7 +259,7 @@ class Client(ClientCalls):
                     return submission
             del packed
             try:
-                session = await attachment.ready()
+                session = await self._engines.session_with(attachment, engine)
                 return await session.sending.submit_in_turn(payload, request_id)
             except EngineDeadError:  # before it was sent
                 if on_gpu or self._engines.leaves_no_other(engine):
@@ -361,7 +361,7 @@ class Client(ClientCalls):
             The content; None if it is not there.
 
         Raises:
-            WouldBlock: it is there, and this client has too much pinned (``RingConfig.max_pins``).
+            WouldBlock: it is there, and this client has as much pinned as the engine allows (4,096 contents).
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
             TypeError, ValueError: this is no key, or there is no such engine.
         """
@@ -369,7 +369,7 @@ class Client(ClientCalls):
         with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
             for attachment in await self._engines.searched(engine):
                 try:
-                    session = await attachment.ready()
+                    session = await self._engines.session_with(attachment, engine)
                     kept = await session.kept.find(key, payload_type)
                 except EngineDeadError:
                     if self._engines.leaves_no_other(engine):
@@ -515,7 +515,7 @@ class Client(ClientCalls):
             ValueError: a size is negative, there is none, or there is no such engine.
         """
         total_nbytes = nbytes_for_slots(_parse_sizes(sizes))
-        for session in self._engines.candidates(None, engine):
+        for session in self._engines.asked(engine):
             session.check_alive()
             session.host_slots.book.check_capacity(total_nbytes)
 
@@ -601,7 +601,7 @@ class Client(ClientCalls):
                 sessions = self._engines.sessions()
                 for session in sessions:
                     await session.prefaulted()
-                if all(session.error is None for session in sessions):
+                if all(session.life.is_usable for session in sessions):  # else they have ended meanwhile
                     return
 
     def statistics(self) -> ClientStatistics:

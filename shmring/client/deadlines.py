@@ -128,7 +128,12 @@ class Deadline:
         task, self.task = self.task, None
         if task is None:
             return
+        self.waits_for = _nothing  # the heap may keep this until its time has come
         if self._waited_for is None:
             self._deadlines.left()
         elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given: {self._waited_for}") from None
+
+
+def _nothing() -> str:
+    return ""

@@ -25,7 +25,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
 from shmring.transport.loops import check_loop
 
-__all__ = ["Engines"]
+__all__ = ["Engines", "check_route_key"]
 
 _Result = TypeVar("_Result")
 
@@ -47,7 +47,6 @@ class Engines:
         attachments: by name.
         only: the attachment to the only engine; None: there are several.
         is_closed: whether :meth:`close` was called.
-        is_forked: whether this is a forked child, to which nothing of it belongs.
     """
 
     def __init__(
@@ -191,7 +190,11 @@ class Engines:
         if self.only is not None:
             await self.only.close()
         else:
-            await uninterrupted(asyncio.gather(*(attachment.close() for attachment in self.attachments.values())))
+            closings = [attachment.close() for attachment in self.attachments.values()]
+            outcomes = await uninterrupted(asyncio.gather(*closings, return_exceptions=True))
+            for outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise fresh(outcome)
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class Engines:
 
     def pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
         """Chooses among the engines that are attached; None if none is. One that is named, or the only one, need not be."""
-        _check_key(key)
+        check_route_key(key)
         self._check_open()
         if engine is not None:
             return self.given(engine)
@@ -299,10 +302,22 @@ class Engines:
         while True:
             attachment = await self.pick_in_time(key, engine)
             try:
-                return await attempt(await attachment.ready())
+                return await attempt(await self.session_with(attachment, engine))
             except EngineDeadError:
                 if self.leaves_no_other(engine):
                     raise
+
+    async def session_with(self, attachment: Attachment, engine: str | None) -> Session:
+        """Returns the session with a chosen engine. If it has gone, the next one is waited for where no other engine would do.
+
+        Raises:
+            EngineDeadError: it has gone, and another engine may be chosen; or as :meth:`Attachment.ready`.
+        """
+        attachment.check_loop()
+        session = attachment.session
+        if session is None and not self.leaves_no_other(engine):
+            raise EngineDeadError(f"the engine {attachment.name!r} has gone", engine=attachment.name)
+        return await attachment.ready() if session is None else session
 
     def takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
         """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`candidates`."""
@@ -323,6 +338,21 @@ class Engines:
             return [first]
         return [first, *(session for _, session in self._reached() if session is not first)]
 
+    def asked(self, engine: str | None) -> list[Session]:
+        """Returns the sessions with the engines that are attached: with the one that is named, or all. Chooses nothing.
+
+        Raises:
+            WouldBlock, EngineDeadError, ClosedError: none is.
+        """
+        self._check_open()
+        given = self.only if engine is None else self.given(engine)
+        if given is not None:
+            return [given.ready_nowait()]
+        sessions = self.sessions()
+        if not sessions:
+            raise self._none_attached()
+        return sessions
+
     async def searched(self, engine: str | None) -> list[Attachment]:
         """Returns the engines where kept content is looked for: the one that is named, or all, the least loaded first."""
         if engine is not None:
@@ -336,6 +366,11 @@ class Engines:
     def leaves_no_other(self, engine: str | None) -> bool:
         """Whether what can't be done at an engine that has died can be done nowhere else: it was named, or is the only one."""
         return engine is not None or self.only is not None
+
+    @property
+    def has_another(self) -> bool:
+        """Whether there can be an engine for what was sent to one that has died: another one, or the next of its name."""
+        return self.only is None or self._reconnect
 
     async def ready(self, engine: str | None) -> None:
         """Waits until an engine is attached: the one that is named, or any."""
@@ -393,7 +428,7 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"an engine is named twice in {list(names)}")
 
 
-def _check_key(key: object) -> None:
+def check_route_key(key: object) -> None:
     """Raises TypeError unless requests can be routed by this key."""
     if key is not None and not isinstance(key, str | bytes):
         raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")

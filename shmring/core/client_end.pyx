@@ -701,6 +701,8 @@ cdef class ClientEnd(RecordTaker):
 
     cpdef object submit_packed(self, Packed packed, str name, uint64_t most_nbytes):  # type: (Packed, str, int) -> Any
         """As :meth:`submit_now`, of what was packed just now."""
+        if not self.is_writable():
+            return None
         if packed.slot_nbytes and not self.hear():  # what was released just now is still in the cache: that is where to copy to
             return None
         if packed.slot_nbytes > most_nbytes or not self.begin():

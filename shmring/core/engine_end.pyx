@@ -581,13 +581,17 @@ cdef class EngineEnd:
         """Those that were taken up and have not ended, by client and request."""
         cdef PyObject* claim
         cdef uint64_t i
-        claims = {}
-        for i in range(self._lists):
+        cdef ClaimEnd taken
+        in_hands = []
+        for i in range(self._lists):  # nothing here runs a collection, which could end a claim: a tuple that is made does
             claim = self._claims[i]
             while claim != NULL:
                 if (<ClaimEnd>claim)._is_in_hands:
-                    claims[(<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id] = <ClaimEnd>claim
+                    in_hands.append(<ClaimEnd>claim)
                 claim = (<ClaimEnd>claim)._other
+        claims = {}
+        for taken in in_hands:
+            claims[taken._client_id, taken._request_id] = taken
         return claims
 
     @property

@@ -34,6 +34,8 @@ cdef enum:
 cdef class ClaimedSlots(HeldSlots):
     """The slots of claims that are in hand, as a :class:`Packer` asks for them: written down when the first one of a message is looked for.
 
+    A claim that code of the payload takes up after that, while the message is encoded, is not among them: its tensors are copied.
+
     Args:
         end: whose claims.
         address, nbytes: of the slab.
@@ -72,8 +74,9 @@ cdef class ClaimedSlots(HeldSlots):
         cdef ClaimEnd claim
         cdef uint64_t start
         cdef uint32_t i
+        claims = self._end.claims  # which may run a collection, and a finaliser with a message of its own: nothing after this does
         self._is_filled = True
-        for claim in self._end.claims.values():
+        for claim in claims.values():
             for i in range(0 if claim._regions is None else claim._regions.content.slot_count):
                 start = self._address + claim._regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
                 if start not in self._slots:  # what is kept may be in several

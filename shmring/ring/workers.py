@@ -438,12 +438,19 @@ class Workers:
                     None, lambda: reserve_for_one_writer(f"{self.life.name}-broadcasts", nbytes, prefault=config.prefault)
                 )
                 self._reserving.add_done_callback(self._reserved)
-            await asyncio.shield(self._reserving)
+            reserving = self._reserving
+            try:
+                await asyncio.shield(reserving)
+                self._reserved(reserving)  # if it was done before this waited, it may not have been called yet
+            finally:
+                del reserving  # as below
             self._check_open()
 
     def _reserved(self, reserving: asyncio.Future[tuple[int, Mapping]]) -> None:
+        if self._reserving is not reserving:
+            return  # it was called before
         self._reserving = None  # it holds the memory, or an error, whose traceback holds frames
-        if reserving.exception() is not None:
+        if reserving.cancelled() or reserving.exception() is not None:
             return  # whoever joins next tries again
         fd, memory = reserving.result()
         if self.end.is_open:

@@ -315,6 +315,8 @@ class _ClientInLoop(client_in_loop.Client):
         check_name(request_id)
         full: WouldBlock | None = None
         for session in self._engines.takers(payload, key, engine):
+            if full is not None and session.error is not None:
+                continue  # it has ended while the first was asked
             try:
                 return await session.sending.submit_unless_full(payload, request_id, ask=ask)
             except WouldBlock as error:
