@@ -313,11 +313,10 @@ class Engines:
         Raises:
             EngineDeadError: it has gone, and another engine may be chosen; or as :meth:`Attachment.ready`.
         """
-        attachment.check_loop()
-        session = attachment.session
-        if session is None and not self.leaves_no_other(engine):
+        self._check_open()
+        if attachment.session is None and not self.leaves_no_other(engine):
             raise EngineDeadError(f"the engine {attachment.name!r} has gone", engine=attachment.name)
-        return await attachment.ready() if session is None else session
+        return await attachment.ready()
 
     def takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
         """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`candidates`."""
