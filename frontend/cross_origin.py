@@ -25,8 +25,8 @@ HeadersFor: TypeAlias = Callable[[RawHeaders], list[tuple[bytes, bytes]]]
 
 # What pages of other sites may read of an answer's head.
 _EXPOSED_HEADERS = (
-    *("X-Request-Id", "Retry-After"),
-    *("X-Shmring-Slab-Bytes", "X-Shmring-Copies", "X-Shmring-Synthetic", "X-Shmring-Ignored-Fields"),
+    *("X-Request-Id", "Retry-After", "X-Shmring-Slab-Bytes", "X-Shmring-Copies"),
+    *("X-Shmring-Synthetic", "X-Shmring-Media-Shortfall", "X-Shmring-Ignored-Fields"),
 )
 
 

@@ -163,13 +163,13 @@ def openapi_document(keys_needed: bool, model: str = "MODEL", root_path: str = "
 def _chat(model: str) -> dict[str, Any]:
     content = {"application/json": _schema("ChatCompletion"), "text/event-stream": _stream()}
     taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
-    answer = _answer("The answer.", content, taken | _SYNTHETIC)
+    answer = _answer("The answer.", content, taken | _TOLD)
     body = _body("ChatRequest", {"model": model} | _CHAT_EXAMPLE)
     return _operation("Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
 def _embeddings(model: str) -> dict[str, Any]:
-    answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _SYNTHETIC)
+    answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _TOLD)
     body = _body("EmbeddingRequest", {"model": model} | _EMBEDDING_EXAMPLE)
     return _operation("Embed media and texts", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
@@ -230,8 +230,9 @@ def _header(description: str, kind: str = "string", *, required: bool = False) -
 
 
 _NAMED = {"X-Request-Id": _header("The request's name.", required=True)}
-_SYNTHETIC = {
+_TOLD = {
     "X-Shmring-Synthetic": _header("`true` if the answer is made up, for load tests."),
+    "X-Shmring-Media-Shortfall": _header("What of the request's media was damaged or missing, and left out."),
     "X-Shmring-Ignored-Fields": _header("Fields of the request that the server does not know, by their paths."),
 }
 _TAKEN = {

@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+from starlette.responses import PlainTextResponse
 
 import shmring
+from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import openapi_document
+from shmring.frontend.settings import CorsSettings
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -41,6 +44,15 @@ def test_streams_and_all_failures_are_documented() -> None:
     chat = openapi_document(keys_needed=False)["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "500", "503", "504"}
+
+
+def test_pages_of_other_sites_may_read_each_header_that_is_documented() -> None:
+    paths = openapi_document(keys_needed=True)["paths"].values()
+    answers = [answer for path in paths for operation in path.values() for answer in operation["responses"].values()]
+    documented = {name for answer in answers for name in answer["headers"]}
+    assert "X-Shmring-Media-Shortfall" in documented
+    answer = CrossOrigin(PlainTextResponse(), CorsSettings(allowed_origins=("*",))).simple_headers
+    assert documented - {"WWW-Authenticate"} == set(answer["Access-Control-Expose-Headers"].split(", "))
 
 
 async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenApp) -> None:
