@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -348,6 +349,29 @@ async def test_a_long_reply_that_is_cancelled_in_the_middle_arrives_whole(
         go_on()
         assert await asyncio.wait_for(gathering, 10) == ["x" * 100_000]
     assert ring.statistics().protocol_errors == 0
+
+
+async def test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then_failed(
+    serve: Any, join_here: Any, hold: Any, turns: Any
+) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join_here()
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    gathering = asyncio.ensure_future(ring.gather("?"))
+    with await worker.receive() as message:
+        go_on = hold(link_of(ring))
+        replying = asyncio.create_task(message.reply("x" * 100_000))
+        await turns()
+        await cancelled(replying)
+        del replying
+        await worker.close()
+    go_on()
+    with pytest.raises(shmring.WorkerLostError):
+        await asyncio.wait_for(gathering, 10)
+    await turns()
+    gc.collect()
+    assert reported == []
 
 
 async def test_who_closes_in_the_middle_of_a_reply_fails_its_gather_and_convicts_nobody(

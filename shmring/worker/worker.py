@@ -164,6 +164,7 @@ class _Connection:
             self._answering.release()
             return
         self._rest = self._loop.create_task(self._send_rest(parts))
+        self._rest.add_done_callback(_retrieve)
         await asyncio.shield(self._rest)
 
     async def _send_rest(self, parts: deque[bytes]) -> None:
@@ -331,6 +332,12 @@ class Worker(Generic[_Payload]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _retrieve(rest: asyncio.Task[None]) -> None:
+    """Takes the error of a reply's rest, for which nobody may wait any more: asyncio would report it as lost."""
+    if not rest.cancelled():
+        rest.exception()
 
 
 async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker[Any]:
