@@ -119,7 +119,8 @@ def _run(sanitizers: Sanitizers, command: list[str]) -> None:
 
 
 def _build(copy: Path, sanitizers: Sanitizers) -> None:
-    for name in ("shmring", "tests", "docs", "setup.py", "core_interface.py", "pyproject.toml", "README.md", "LICENSE"):
+    folders = ("shmring", "engine", "frontend", "tests", "docs")
+    for name in (*folders, "setup.py", "core_interface.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
