@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import queue
 import threading
 from collections.abc import Callable
@@ -37,29 +36,19 @@ from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from shmring.ring.serving import Serving, create_shell
 from shmring.ring.shell import Shell
+from tests.model.fake_cuda import FakeCuda, FakeMemory
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"
 
 
-def fakes() -> Any:
-    """The module of tests/memory/fake_cuda.py."""
-    path = Path(__file__).parents[1] / "memory" / "fake_cuda.py"
-    specification = importlib.util.spec_from_file_location("fake_cuda", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 class HostMemory(Gpu):
     """What measuring asks of a GPU, of host memory."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.cuda = module.FakeCuda()
-        self.memory = module.FakeMemory()
+        self.cuda = FakeCuda()
+        self.memory = FakeMemory()
         self.lag = 0  # how often what watches says no before it says yes
         self.pin: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
@@ -89,7 +78,7 @@ class HostMemory(Gpu):
 
 @pytest.fixture
 def gpu() -> HostMemory:
-    return HostMemory(fakes())
+    return HostMemory()
 
 
 SIZES = (4 * KB, 256 * KB)
@@ -138,7 +127,7 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
 
 
 async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path) -> None:
-    gpu.cuda.copy_to_device = lambda target, source, stream: None
+    gpu.cuda.forgets_copies = True
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
         with pytest.raises(CheckError, match=r"message \d+ holds"):
             await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 4 * KB, 0.0)
@@ -146,7 +135,7 @@ async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path
 
 async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket_dir: Path) -> None:
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
-        gpu.cuda.fail("copy_to_device")
+        gpu.cuda.fail("cuMemcpyHtoDAsync_v2")
         with pytest.raises(CudaError):
             await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0)
         assert (await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0))["gb_per_s"][0] > 0
@@ -235,7 +224,7 @@ def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> 
     results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
     assert {name for _, name in results.of("hand-overs")} == {"device-slab"}
     assert gpu.cuda.copied == []
-    assert gpu.cuda.calls["record_shared"] > 12, "a fence for each message"
+    assert gpu.cuda.calls["cuEventRecord"] > 12, "a fence for each message"
 
 
 @pytest.mark.usefixtures("threads")
