@@ -91,10 +91,16 @@ def cuda_index(cuda: Cuda, device: torch.device | str | int) -> int:
     Raises:
         ValueError: it is no CUDA device.
     """
+    index = _index_of(device)
+    return cuda.current_device() if index is None else index
+
+
+@functools.lru_cache(maxsize=64)
+def _index_of(device: torch.device | str | int) -> int | None:
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if wanted.type != "cuda":
         raise ValueError(f"{wanted} is no CUDA device; on the host, use the payload where it lies")
-    return cuda.current_device() if wanted.index is None else wanted.index
+    return wanted.index
 
 
 class _calling:  # a function to whoever uses it; as a generator it would take longer than some of the calls
@@ -127,7 +133,7 @@ class TorchCuda:
 
     def current_device(self) -> int:
         # Whoever chose another device has initialised CUDA by that.
-        return _cuda.current_device() if _cuda.is_initialized() else 0
+        return int(torch._C._cuda_getDevice()) if _cuda.is_initialized() else 0
 
     def host_register(self, device_index: int, address: int, nbytes: int) -> None:
         with _calling("cudaHostRegister", nbytes), _cuda.device(device_index):

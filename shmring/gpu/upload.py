@@ -107,13 +107,17 @@ class Uploads:
             return decoder.decode_again(regions, placement)
         device_index = cuda_index(self._cuda, device)
         try:
-            lane = self._lanes.get(device_index) or await self._lane(device_index)
-            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
-            part = lane.staging.take(placement.nbytes or 1)
-            if part is None:
-                part = await lane.staging.acquire(placement.nbytes or 1)
-            try:
+            lane = self._lanes.get(device_index)
+            if lane is None:
+                lane = await self._lane(device_index)
                 check()
+            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
+            part, waited = lane.staging.take(placement.nbytes or 1), False
+            if part is None:
+                part, waited = await lane.staging.acquire(placement.nbytes or 1), True
+            try:
+                if waited:
+                    check()
                 if self._must_offload(placement):
                     return await self._copy_on_thread(lane, part, placement, regions, decoder, consumer)
                 return self._copy(lane, part, placement, regions, decoder, consumer)

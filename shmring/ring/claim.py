@@ -93,7 +93,8 @@ class Claim(ClaimEnd, Generic[_Payload]):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        shell, given = self._shell, NOTHING_GIVEN
+        shell: Shell = self._end.shell
+        given = NOTHING_GIVEN
         if self._submit.content.fence:
             given = shell.given(self.client_id, self._submit, device, stream)
         payload: _Payload = await shell.uploads.upload(
@@ -115,7 +116,8 @@ class Claim(ClaimEnd, Generic[_Payload]):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        shell, given = self._shell, NOTHING_GIVEN
+        shell: Shell = self._end.shell
+        given = NOTHING_GIVEN
         if self._submit.content.fence:
             given = shell.given(self.client_id, self._submit, device, stream)
         payload: _Payload = shell.uploads.upload_nowait(self._regions, shell.decoder, device, stream, given)

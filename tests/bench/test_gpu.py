@@ -117,6 +117,9 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
         assert absent == {}
         for nbytes in SIZES:
             assert (await COMMANDS["bandwidth"](gpu, ways[way], nbytes, 0.0))["gb_per_s"][0] > 0
+            latencies = await COMMANDS["latencies"](gpu, ways[way], nbytes, 3)
+            assert len(latencies["usable_us"]) == len(latencies["held_us"]) == 3
+            assert all(held_us <= usable_us for held_us, usable_us in zip(*reversed(latencies.values()), strict=True))
             gpu.lag = 3
             stalls = await COMMANDS["stalls"](gpu, ways[way], nbytes, 2)
             assert len(stalls["brought_us"]) == len(stalls["idle_us"]) == 2
@@ -211,6 +214,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
     assert gaps(results) == {}
     cells = [(nbytes, way) for nbytes in TINY.sizes for way in TINY.ways]
     assert list(results.of("bandwidth")) == cells
+    assert list(results.of("latencies")) == cells
     assert list(results.of("stalls")) == cells
     assert list(results.of("hand-overs")) == [(nbytes, route) for nbytes in TINY.sizes for route in TINY.routes]
     assert all(len(one.runs) == 2 for one in results.measured)
@@ -234,7 +238,7 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     results = run(TINY, lambda line: None)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
-    assert len(gaps(results)) == 2 * (2 + 1 + 1), "at each size: a way in two parts, and two routes"
+    assert len(gaps(results)) == 2 * (3 + 1 + 1), "at each size: a way in three parts, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
     assert {name for _, name in results.of("bandwidth")} == {"pin-memory", "clone"}
@@ -250,7 +254,7 @@ def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
 
     gpu.pin = pin
     results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
-    assert set(gaps(results)) == {("bandwidth, 64 KB", "pin"), ("stalls, 64 KB", "pin")}
+    assert set(gaps(results)) == {(f"{kind}, 64 KB", "pin") for kind in ("bandwidth", "latencies", "stalls")}
     assert all(reason.startswith("RuntimeError: out of memory (pin, line ") for reason in gaps(results).values())
     assert list(results.of("bandwidth")) == [(4 * KB, "pin")]
 
@@ -306,7 +310,7 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
     plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, stalls=1, messages=3)
     results = run(plan, lambda line: None)
     assert gaps(results) == {}
-    assert len(results.of("bandwidth")) == len(results.of("stalls")) == 2 * len(WAYS)
+    assert len(results.of("bandwidth")) == len(results.of("latencies")) == len(results.of("stalls")) == 2 * len(WAYS)
     assert len(results.of("hand-overs")) == 2 * len(ROUTES)
 
 
