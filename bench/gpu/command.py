@@ -200,8 +200,8 @@ def _notes(results: Results) -> list[str]:
         "non_blocking.",
         "Cloned, or pinned each: what vLLM does with a tensor that came in shared memory, which it may not keep; torch with "
         "all of its threads.",
-        "Usable: one request at a time, from its begin until its data is usable, the median. Held: how long bringing it has held the "
-        "loop, the median and the 99th percentile.",
+        "Usable: one request at a time, from its begin until its data is usable, the median. Held: how long bringing it has "
+        "held the loop, the median and the 99th percentile.",
         "Stall: the longest time between two turns of the engine's loop while one request is brought; the median and the "
         "longest of all requests. idle loop: the same of a loop that does nothing.",
         "Hand-over: one message at a time, from before it is submitted until the end of a small kernel that reads it on the "
@@ -225,7 +225,8 @@ def _targets(results: Results) -> list[Verdict]:
     of_ceiling_small = [(_CEILING_SMALL_NBYTES, _ratio(results, _CEILING_SMALL_NBYTES, PINNED_SLOT, CEILING))]
     latencies = results.of(LATENCIES)
     ours, to = (latencies.get((_TO_NBYTES, name)) for name in (PINNED_SLOT, TO))
-    of_to = [] if ours is None or to is None else [(_TO_NBYTES, median_ratio(ours.medians("usable_us"), to.medians("usable_us")))]
+    both = () if ours is None or to is None else (ours.medians("usable_us"), to.medians("usable_us"))
+    of_to = [(_TO_NBYTES, median_ratio(*both))] if both else []
     held_us = [
         (nbytes, statistics.median(one.every("held_us"))) for (nbytes, name), one in latencies.items() if name == PINNED_SLOT
     ]
@@ -239,7 +240,9 @@ def _targets(results: Results) -> list[Verdict]:
         ),
         judge("pinned slot: GB/s of pin_memory() memory", "1 MB", _OF_CEILING_SMALL, "x", _named(of_ceiling_small)),
         judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", _named(of_ceiling)),
-        judge("pinned slot: how long claim.to holds the loop, p50", "any size", _HELD_US, "us", _named(held_us), at_least=False),
+        judge(
+            "pinned slot: how long claim.to holds the loop, p50", "any size", _HELD_US, "us", _named(held_us), at_least=False
+        ),
         judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(of_cloned)),
         judge("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _named(p50s_us), at_least=False),
         judge(
@@ -302,8 +305,8 @@ class Plan:
     Attributes:
         sizes: of a request's tensor, in bytes.
         ways, routes: from host memory to the GPU, and between processes.
-        timed_s, latencies, stalls, messages: in each repetition: of copying, requests brought one by one, requests brought while the
-            loop is looked at, hand-overs.
+        timed_s, latencies, stalls, messages: in each repetition: of copying, requests brought one by one, requests brought
+            while the loop is looked at, hand-overs.
     """
 
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -318,7 +321,8 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """The sizes that targets are about, in a minute."""
-        return cls(sizes=(64 << 10, 1 << 20, 8 << 20, 64 << 20), repetitions=3, timed_s=0.05, latencies=20, stalls=5, messages=20)
+        sizes = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
+        return cls(sizes=sizes, repetitions=3, timed_s=0.05, latencies=20, stalls=5, messages=20)
 
     def subjects(self, *kinds: str) -> dict[_Case, Sequence[str]]:
         """Returns who is compared, by what is measured and at which size."""
@@ -337,7 +341,9 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
     runs = Repetitions[_Case, Numbers](
-        plan.subjects(BANDWIDTH, LATENCIES, STALLS, HAND_OVERS), plan.repetitions, lambda case: f"{case[0]}, {format_nbytes(case[1])}"
+        plan.subjects(BANDWIDTH, LATENCIES, STALLS, HAND_OVERS),
+        plan.repetitions,
+        lambda case: f"{case[0]}, {format_nbytes(case[1])}",
     )
 
     def measure(kind: str, process: Process, amount: float, absent: Mapping[str, str]) -> None:

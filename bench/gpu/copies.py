@@ -3,8 +3,8 @@
 What is compared, each as its users do it:
 
 - **From a slot**, pinned or not: a frontend writes it into a slot, the engine claims it and calls ``claim.to``.
-- **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy, to a place that is
-  there, too; or to a new tensor, by ``tensor.to``, which is how torch is mostly used.
+- **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy, to a place that
+  is there, too; or to a new tensor, by ``tensor.to``, which is how torch is mostly used.
 - **From pageable memory** that is there before: what a tensor that was just made or received lies in.
 - **Cloned, then copied**, and **pinned, then copied**: what vLLM does with tensors that come in memory shared with another
   process. It may not keep that memory, so it copies each tensor into memory of its own, pageable or page-locked, and that to
@@ -13,8 +13,8 @@ What is compared, each as its users do it:
 **Bandwidth**: as many requests as may be in flight are in host memory; timed is bringing one after another to the GPU until the
 last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
 
-**Latency**: one request at a time, on a GPU that has nothing else to do: how long bringing it holds the loop, and from its begin until
-its data is usable.
+**Latency**: one request at a time, on a GPU that has nothing else to do: how long bringing it holds the loop, and from its
+begin until its data is usable.
 
 **Stall**: one request is brought while the loop does nothing but turn; the longest time between two turns is what any other
 work of the loop would have waited at most. An idle loop's longest is taken beside it, as that of the machine.
@@ -39,7 +39,19 @@ import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Command, Numbers, Openers
 
-__all__ = ["BANDWIDTH", "CEILING", "CLONED", "COMMANDS", "LATENCIES", "PINNED_SLOT", "STALLS", "TO", "WAYS", "in_flight", "openers"]
+__all__ = [
+    "BANDWIDTH",
+    "CEILING",
+    "CLONED",
+    "COMMANDS",
+    "LATENCIES",
+    "PINNED_SLOT",
+    "STALLS",
+    "TO",
+    "WAYS",
+    "in_flight",
+    "openers",
+]
 
 BANDWIDTH, LATENCIES, STALLS = "bandwidth", "latencies", "stalls"  # what is measured
 

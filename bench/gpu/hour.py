@@ -1,8 +1,9 @@
 """``make gpu-hour``: all that is to be known of a GPU that is at hand for some minutes, in one JSON with its commit.
 
-It compiles the core, runs the tests that need a GPU, and ``bench gpu`` beside ``pin_memory()``, ``tensor.to`` and CUDA IPC. Each step is
-bounded, all of them by eight minutes together. It is run as a script and knows nothing but the standard library, since the core may not be
-compiled yet: ``python3 bench/gpu/hour.py`` in a checkout, with a Python that has what the tests need. Nothing is fetched.
+It compiles the core, runs the tests that need a GPU, and ``bench gpu`` beside ``pin_memory()``, ``tensor.to`` and CUDA IPC.
+Each step is bounded, all of them by eight minutes together. It is run as a script and knows nothing but the standard library,
+since the core may not be compiled yet: ``python3 bench/gpu/hour.py`` in a checkout, with a Python that has what the tests need.
+Nothing is fetched.
 
 Ends with 1 if a step failed or a target was missed.
 """
@@ -33,7 +34,13 @@ _BENCH = (
 
 
 def step(name: str, limit_s: float, *arguments: str) -> dict[str, Any]:
-    """Runs a step of a Python of its own; returns its exit code (None: it took too long), seconds, and the end of what it said."""
+    """Runs a step in a process of its own; returns its exit code (None: it took too long), seconds, and what it said last.
+
+    Args:
+        name: for who watches.
+        limit_s: it is ended then, with what it has started.
+        arguments: of Python.
+    """
     print(f"gpu-hour: {name} ...", file=sys.stderr, flush=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started_s = time.monotonic()

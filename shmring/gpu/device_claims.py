@@ -147,7 +147,7 @@ class DeviceClaims:
         return given
 
     def release(self, client_id: int, submit: Submit) -> list[bool]:
-        """A claim is released. Returns which of its slots drain: those here that are viewed, or that a GPU may be at work on."""
+        """A claim is released. Returns which of its slots drain: those here that are viewed, or that a GPU is at work on."""
         keys = [(client_id, slot.generation) for slot in submit.content.slots]
         draining = [key in self._views and not self._views.leave(key) for key in keys]
         self._over([key for key, drains in zip(keys, draining, strict=True) if not drains])

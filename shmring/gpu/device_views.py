@@ -1,17 +1,17 @@
 """When a slot in device memory may be used again: its last view has died, and the GPU is done with what was queued on it.
 
-Theory of operation: the death of the last view says that nobody in this process will queue anything on a slot any more; the GPU may
-still be at what was queued before. So when a slot was left and its last view has died, each stream that it was used on is asked
-whether it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it has come, that
-is told like the death of a view (``core/views.pyx``). Both ends do the same: the engine with slots that it was handed, a frontend
-with slots that it gives up.
+Theory of operation: the death of the last view says that nobody in this process will queue anything on a slot any more; the
+GPU may still be at what was queued before. So when a slot was left and its last view has died, each stream that it was used on
+is asked whether it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it
+has come, that is told like the death of a view (``core/views.pyx``). Both ends do the same: the engine with slots that it was
+handed, a frontend with slots that it gives up.
 
 Nothing of CUDA is called where a view dies, which is anywhere: only in the loop, when it hears of it.
 
 Invariants:
 
-- a slot is reported once, and only after the work on all of its streams, or never: where CUDA fails to say when that is over, the
-  slot is kept for good, and counted;
+- a slot is reported once, and only after the work on all of its streams, or never: where CUDA fails to say when that is over,
+  the slot is kept for good, and counted;
 - the loop thread's stream of the moment is always among them: whoever used another one has the current one wait for it.
 """
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -34,6 +35,8 @@ from shmring.line import Line
 __all__ = ["StagingPart", "StagingRing"]
 
 logger = logging.getLogger("shmring.ring")
+
+_dlpack: Any = torch.utils.dlpack  # which is not annotated
 
 #: What parts are counted in: what torch's own allocator aligns to, so that no kernel finds an address it can't vectorise.
 UNIT_NBYTES = 512
@@ -76,7 +79,7 @@ class StagingRing:
         self._gpu = cuda.gpu(device_index)
         self._memory = memory
         # Regions keep torch's tensor in C, also when this is gone.
-        keeper = torch.utils.dlpack.to_dlpack(memory)
+        keeper = _dlpack.to_dlpack(memory)
         self._lendable = GpuMemory(self._gpu, memory.data_ptr(), memory.nbytes, keeper)
         self._stream = stream
         self._loop = asyncio.get_running_loop()

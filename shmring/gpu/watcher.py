@@ -2,7 +2,8 @@
 
 Why a thread, and no polling from the loop: both event loops count in milliseconds (asyncio rounds a timer up to the next one,
 uvloop takes half of one for none at all and spins), while a thread that sleeps in ``cuEventSynchronize`` is back some ten
-microseconds after the event, and costs nothing meanwhile. All that it does for each is compiled, and needs no interpreter's lock.
+microseconds after the event, and costs nothing meanwhile. All that it does for each is compiled, and needs no interpreter's
+lock.
 """
 
 from __future__ import annotations

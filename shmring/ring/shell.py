@@ -10,7 +10,6 @@ handed what it uses, and not this. There is no ``await`` between reading the boo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -125,8 +124,7 @@ class Shell:
         self.decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, copier, config)
         self._device_claims = tuple(  # none or one
-            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._collect_deaths)
-            for device_slab in reserved.device_slabs
+            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._collect_deaths) for device_slab in reserved.device_slabs
         )
         self._memories: tuple[ClaimedMemory, ...] = (self._host_claims, *self._device_claims)  # as the book numbers them
         self.uploads = self._host_claims.uploads

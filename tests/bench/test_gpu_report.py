@@ -45,7 +45,9 @@ HAND_OVERS = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-sla
 
 
 def brought(way: str, nbytes: int, usable_us: float, held_us: float) -> Measured:
-    return Measured("latencies", way, nbytes, [{"usable_us": [usable_us] * 3, "held_us": [held_us - 1, held_us, held_us + 10]}] * 3)
+    return Measured(
+        "latencies", way, nbytes, [{"usable_us": [usable_us] * 3, "held_us": [held_us - 1, held_us, held_us + 10]}] * 3
+    )
 
 
 def measured(*changes: Measured, coverage: Coverage | None = None) -> Results:

@@ -179,7 +179,7 @@ def test_a_view_of_lent_memory_is_no_copy_and_keeps_it() -> None:
     cuda, regions = TorchCuda(), Regions()
     memory = cuda.allocate(0, 4096)
     address, allocated = memory.data_ptr(), torch.cuda.memory_allocated(0)
-    keeper = torch.utils.dlpack.to_dlpack(memory)
+    keeper = torch.utils.dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
     lendable = GpuMemory(cuda.gpu(0), address, 4096, keeper)
     del keeper, memory
     region = lendable.lend(regions, 512, 1024, (1, 2))

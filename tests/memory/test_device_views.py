@@ -15,7 +15,6 @@ from shmring.core.compiled import GpuMemory
 from shmring.gpu.device_views import DeviceViews, Key
 from shmring.memory.views import TENSOR_MAKER
 
-
 SLOT = (3, 1 << 60)
 
 

@@ -93,9 +93,7 @@ def test_arrays_have_a_place_where_torch_has_their_dtype(cuda: Any) -> None:
 def test_every_dtype_of_torch_has_a_place(cuda: Any, dtype: str) -> None:
     wanted: torch.dtype = getattr(torch, dtype)
     slots = (SlotRef(0, 4096, 1 << 20, 1),)
-    [(tensor, _)], _ = placed(
-        content_of([tensor_extension(1, 64, 3 * wanted.itemsize, dtype, (3, 1))], b"", slots), cuda
-    )
+    [(tensor, _)], _ = placed(content_of([tensor_extension(1, 64, 3 * wanted.itemsize, dtype, (3, 1))], b"", slots), cuda)
     assert (tensor.dtype, tuple(tensor.shape)) == (wanted, (3, 1))
 
 

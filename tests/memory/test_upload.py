@@ -64,9 +64,7 @@ class Rig:
             else PinnedSlab(cuda, 0, self.slab.address)
         )
         self.copier = Copier(1, OFFLOAD_NBYTES)
-        self.uploads = Uploads(
-            cuda, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES
-        )
+        self.uploads = Uploads(cuda, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES)
         self.regions = Regions()
         self.decoder = make_decoder()
         self.opened: Any = None  # of the last upload

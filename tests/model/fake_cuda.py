@@ -1,7 +1,7 @@
 """A GPU made of host memory: the protocol of ``shmring.gpu.cuda``, on the made-up driver (``made_up_driver.pyx``).
 
-It refuses what a GPU refuses: a registration that overlaps another, unregistering what is unmapped already. And any call can be made to
-fail.
+It refuses what a GPU refuses: a registration that overlaps another, unregistering what is unmapped already. And any call can
+be made to fail.
 """
 
 from __future__ import annotations
