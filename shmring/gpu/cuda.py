@@ -3,7 +3,8 @@
 Theory of operation: everything above this file speaks to :class:`Cuda`, a protocol that is narrow on purpose. What it
 leaves out can't go wrong, and what it holds can be made to fail, call by call, on a machine without a GPU. The real
 one, :class:`TorchCuda`, is torch's: its streams and its allocator are those of whoever computes in this process, and its
-runtime is the one whose errors they would see.
+runtime is the one whose errors they would see. What happens with every request is the driver's (:meth:`Cuda.gpu`), in the
+context that torch uses.
 
 Invariants:
 
@@ -13,7 +14,7 @@ Invariants:
   :class:`TorchCuda`;
 - what CUDA refuses is a :class:`CudaError`, and leaves no error pending for the next kernel of this thread to report.
 
-Event queries are not allowed on any thread while a graph is captured in CUDA's global mode: capture with
+Queries of events and streams are not allowed on any thread while a graph is captured in CUDA's global mode: capture with
 ``capture_error_mode="thread_local"`` in a process that serves a ring.
 """
 
@@ -125,7 +126,7 @@ class TorchCuda:
     """CUDA by way of torch. Makes no call before one is asked for."""
 
     def unavailable(self) -> str | None:
-        if torch.version.cuda is None and torch.version.hip is None:
+        if torch.version.cuda is None:
             return "this torch was built without CUDA"
         if not _cuda.is_available():
             return "torch finds no CUDA device"
