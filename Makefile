@@ -5,6 +5,8 @@
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
+#   make gpu-hour all that is to be known of a GPU that is at hand for some minutes: builds, tests, measures, in at most eight minutes; one
+#                 JSON, JSON=gpu-hour.json. ENVIRONMENT=none takes the Python that is there (PYTHON=python3), and fetches nothing
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
@@ -32,7 +34,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants fuzz \
+.PHONY: demo test test-all test-gpu gpu-hour test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants fuzz \
 	wheel format clean install
 
 demo: $(INSTALLED)
@@ -74,6 +76,9 @@ bench-quick: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
+
+gpu-hour: $(if $(filter none,$(ENVIRONMENT)),,$(INSTALLED))
+	$(if $(filter none,$(ENVIRONMENT)),$(PYTHON),$(BIN)/python) bench/gpu/hour.py --json $(or $(JSON),gpu-hour.json)
 
 # vLLM needs other versions of some packages, so it has an environment of its own.
 VLLM := .venv-vllm

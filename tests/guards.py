@@ -495,15 +495,15 @@ GUARDS = (
     Guard(
         "draining: device memory that a GPU may still use",
         "shmring/gpu/device_views.py",
-        "            self._watcher.guard(event, [hold])",
-        "            pass",
+        "            return self._watcher.watch.follow(self._regions, key, streams)",
+        "            return True",
         "tests/memory/test_device_slots.py::test_a_slot_comes_back_when_the_gpu_is_done_and_not_before",
     ),
     Guard(
         "the fence of the producer that wrote to device memory",
         "shmring/gpu/device_claims.py",
-        "        self._wait(client_id, submit.content, stream)\n        for slot in slots:",
-        "        for slot in slots:",
+        "        self._wait(client_id, submit.content.fence, stream)\n",
+        "",
         "tests/memory/test_device_slots.py::test_the_engine_reads_after_the_producer_has_written",
     ),
     Guard(
@@ -916,8 +916,8 @@ GUARDS = (
     Guard(
         "a decoder that decodes another payload meanwhile goes on with its own",
         "shmring/core/received.pyx",
-        "            self._content_regions, self._place = outer, outer_place\n",
-        "            self._content_regions, self._place = None, None\n",
+        "            self._content_regions, self._placement = outer, outer_placement\n",
+        "            self._content_regions, self._placement = None, None\n",
         "tests/core/test_received.py::test_while_a_payload_is_decoded_its_decoder_may_decode_another_one",
     ),
     Guard(
@@ -944,7 +944,7 @@ GUARDS = (
     Guard(
         "a shape is read before its slot is looked at",
         "shmring/core/client_end.pyx",
-        "if self._region == NULL or not end.is_usable() or self._take",
+        "if not end.is_usable() or (self._region == NULL and self._lent_region is None) or self._take",
         "if self._take",
         "tests/test_inside_calls.py::test_a_shape_may_leave_its_slot_or_end_the_session",
     ),
@@ -1041,15 +1041,29 @@ GUARDS = (
     ),
     Guard(
         "a slot is kept until its copy to a GPU is over",
-        "shmring/gpu/upload.py",
-        "        lane.watcher.guard(event, upload.sources)",
-        "        upload.sources.clear()",
+        "shmring/core/copies.pyx",
+        "            self._watch.guard(point)\n",
+        "            self._gpu.give_point(point)\n",
         "tests/memory/test_claim_to.py::test_no_slot_is_reused_before_its_copy",
+    ),
+    Guard(
+        "no copy crosses what was registered with CUDA in one call",
+        "shmring/core/copies.pyx",
+        "part_end = self._end_of_part(at, end)",
+        "part_end = end",
+        "tests/memory/test_upload.py::test_copies_do_not_cross_what_was_registered_in_one_call",
+    ),
+    Guard(
+        "a slot is kept for good where the driver can't say when its copy is over",
+        "shmring/core/gpu.pyx",
+        "                    self._lost += 1\n",
+        "                    self._lost += 1\n                    self.gpu.point_came(point)\n",
+        "tests/memory/test_upload.py::test_slots_of_which_cuda_can_say_nothing_are_kept_for_good",
     ),
     Guard(
         "staging memory is kept until the GPU is done with it",
         "shmring/gpu/staging.py",
-        "            if over:",
+        "            if has_come:",
         "            if True:",
         "tests/memory/test_staging.py::test_a_part_is_lent_until_the_gpu_is_done_with_it",
     ),
@@ -1326,7 +1340,7 @@ GUARDS = (
     Guard(
         "whoever has read a shape looks whether the slot is there",
         "shmring/core/client_end.pyx",
-        "if self._region == NULL or not end.is_usable() or self._take(nbytes, &offset):",
+        "if not end.is_usable() or (self._region == NULL and self._lent_region is None) or self._take(nbytes, &offset):",
         "if self._take(nbytes, &offset):",
         "tests/simulation/test_midst.py::test_code_of_a_shape_may_leave_the_slot",
     ),

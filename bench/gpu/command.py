@@ -25,7 +25,7 @@ from bench import command_line, plots
 from bench.children import BenchError
 from bench.command_line import finish
 from bench.gpu import copies, device, handovers
-from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, PINNED_SLOT, STALLS, WAYS
+from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, STALLS, TO, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
@@ -35,11 +35,14 @@ from bench.targets import judge
 
 __all__ = ["Measured", "Plan", "Plotted", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
 
-_MB = 1 << 20
+_KB, _MB = 1 << 10, 1 << 20
 #: The targets, and where they hold.
-_OF_CEILING, _CEILING_FROM_NBYTES = 0.95, 8 * _MB
+_OF_CEILING, _CEILING_FROM_NBYTES = 0.97, 8 * _MB
+_OF_CEILING_SMALL, _CEILING_SMALL_NBYTES = 0.8, _MB
+_OF_TO, _TO_NBYTES = 1.0, 64 * _KB
+_HELD_US = 30.0
 _OF_CLONED, _CLONED_NBYTES = 3.0, 64 * _MB
-_HAND_OVER_US = 150.0
+_HAND_OVER_US = 100.0
 _OF_SMALLEST = 1.3  # "independent of size", as for what is written in place in host memory
 
 
@@ -128,14 +131,19 @@ def report(results: Results) -> Findings:
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
+_LATENCY = ("usable us", "held us", "p99")
+
+
 def _copies_table(results: Results) -> Table:
-    stalls = results.of(STALLS)
+    stalls, latencies = results.of(STALLS), results.of(LATENCIES)
     rows = []
     for (nbytes, name), measured in results.of(BANDWIDTH).items():
         rate = Spread.of(measured.medians("gb_per_s"))
         of_ceiling = _ratio(results, nbytes, name, CEILING)
         row = [format_nbytes(nbytes), TITLES[name], f"{rate.median:.2f}", deviation(rate)]
         row.append("" if of_ceiling is None else f"{of_ceiling:.2f} x")
+        latency = latencies.get((nbytes, name))
+        row += ["", "", ""] if latency is None else _latency_cells(latency)
         if (stall := stalls.get((nbytes, name))) is None:
             rows.append([*row, "", "", ""])
         else:
@@ -144,11 +152,17 @@ def _copies_table(results: Results) -> Table:
             rows.append([*row, *(f"{time_us:,.0f}" for time_us in times_us)])
     return Table(
         f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked",
-        ["size", "from", "GB/s", "spread", f"of {TITLES[CEILING]}", "stall us", "longest", "idle loop"],
+        ["size", "from", "GB/s", "spread", f"of {TITLES[CEILING]}", *_LATENCY, "stall us", "longest", "idle loop"],
         rows,
         texts=("from",),
         grouped=True,
     )
+
+
+def _latency_cells(latency: Measured) -> list[str]:
+    held_us = latency.every("held_us")
+    times_us = (statistics.median(latency.medians("usable_us")), statistics.median(held_us), np.percentile(held_us, 99))
+    return [f"{time_us:,.0f}" for time_us in times_us]
 
 
 def _hand_overs_table(results: Results) -> Table:
@@ -186,6 +200,8 @@ def _notes(results: Results) -> list[str]:
         "non_blocking.",
         "Cloned, or pinned each: what vLLM does with a tensor that came in shared memory, which it may not keep; torch with "
         "all of its threads.",
+        "Usable: one request at a time, from its begin until its data is usable, the median. Held: how long bringing it has "
+        "held the loop, the median and the 99th percentile.",
         "Stall: the longest time between two turns of the engine's loop while one request is brought; the median and the "
         "longest of all requests. idle loop: the same of a loop that does nothing.",
         "Hand-over: one message at a time, from before it is submitted until the end of a small kernel that reads it on the "
@@ -206,11 +222,27 @@ def announced() -> list[Verdict]:
 def _targets(results: Results) -> list[Verdict]:
     sizes = sorted({nbytes for nbytes, _ in results.of(BANDWIDTH)})
     of_ceiling = [(nbytes, _ratio(results, nbytes, PINNED_SLOT, CEILING)) for nbytes in sizes if nbytes >= _CEILING_FROM_NBYTES]
+    of_ceiling_small = [(_CEILING_SMALL_NBYTES, _ratio(results, _CEILING_SMALL_NBYTES, PINNED_SLOT, CEILING))]
+    latencies = results.of(LATENCIES)
+    ours, to = (latencies.get((_TO_NBYTES, name)) for name in (PINNED_SLOT, TO))
+    both = () if ours is None or to is None else (ours.medians("usable_us"), to.medians("usable_us"))
+    of_to = [(_TO_NBYTES, median_ratio(*both))] if both else []
+    held_us = [
+        (nbytes, statistics.median(one.every("held_us"))) for (nbytes, name), one in latencies.items() if name == PINNED_SLOT
+    ]
     of_cloned = [(_CLONED_NBYTES, _ratio(results, _CLONED_NBYTES, PINNED_SLOT, CLONED))]
     p50s_us = [(nbytes, _p50_us(one)) for (nbytes, name), one in results.of(HAND_OVERS).items() if name == DEVICE_SLAB]
     of_smallest = [(nbytes, p50_us / p50s_us[0][1]) for nbytes, p50_us in p50s_us[1:]]
     return [
+        judge(
+            "pinned slot: latency over that of torch's tensor.to from pin_memory() memory", "64 KB", _OF_TO, "x", _named(of_to),
+            at_least=False,
+        ),
+        judge("pinned slot: GB/s of pin_memory() memory", "1 MB", _OF_CEILING_SMALL, "x", _named(of_ceiling_small)),
         judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", _named(of_ceiling)),
+        judge(
+            "pinned slot: how long claim.to holds the loop, p50", "any size", _HELD_US, "us", _named(held_us), at_least=False
+        ),
         judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(of_cloned)),
         judge("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _named(p50s_us), at_least=False),
         judge(
@@ -231,7 +263,7 @@ def _named(places: Sequence[tuple[int, float | None]]) -> Iterator[tuple[str, fl
 # -- plot ----------------------------------------------------------------------------------------------------------------
 
 _OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
-_OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
+_OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f", "#17becf")
 
 
 def _figure(plotted: Plotted) -> Any:
@@ -273,7 +305,8 @@ class Plan:
     Attributes:
         sizes: of a request's tensor, in bytes.
         ways, routes: from host memory to the GPU, and between processes.
-        timed_s, stalls, messages: in each repetition: of copying, requests brought while the loop is looked at, hand-overs.
+        timed_s, latencies, stalls, messages: in each repetition: of copying, requests brought one by one, requests brought
+            while the loop is looked at, hand-overs.
     """
 
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -281,13 +314,15 @@ class Plan:
     routes: Sequence[str] = tuple(ROUTES)
     repetitions: int = 7
     timed_s: float = 0.1
+    latencies: int = 50
     stalls: int = 10
     messages: int = 50
 
     @classmethod
     def quick(cls) -> Plan:
         """The sizes that targets are about, in a minute."""
-        return cls(sizes=(64 << 10, 8 << 20, 64 << 20), repetitions=3, timed_s=0.05, stalls=5, messages=20)
+        sizes = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
+        return cls(sizes=sizes, repetitions=3, timed_s=0.05, latencies=20, stalls=5, messages=20)
 
     def subjects(self, *kinds: str) -> dict[_Case, Sequence[str]]:
         """Returns who is compared, by what is measured and at which size."""
@@ -296,7 +331,7 @@ class Plan:
 
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
-    return 2 + plan.repetitions * len(plan.sizes) * (2 * len(plan.ways) + len(plan.routes))
+    return 2 + plan.repetitions * len(plan.sizes) * (3 * len(plan.ways) + len(plan.routes))
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Results:
@@ -306,7 +341,9 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
     runs = Repetitions[_Case, Numbers](
-        plan.subjects(BANDWIDTH, STALLS, HAND_OVERS), plan.repetitions, lambda case: f"{case[0]}, {format_nbytes(case[1])}"
+        plan.subjects(BANDWIDTH, LATENCIES, STALLS, HAND_OVERS),
+        plan.repetitions,
+        lambda case: f"{case[0]}, {format_nbytes(case[1])}",
     )
 
     def measure(kind: str, process: Process, amount: float, absent: Mapping[str, str]) -> None:
@@ -331,6 +368,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         with Process("copies", ways, copies.COMMANDS) as process:
             gpu, absent = process.open()
             measure(BANDWIDTH, process, plan.timed_s, absent)
+            measure(LATENCIES, process, plan.latencies, absent)
             measure(STALLS, process, plan.stalls, absent)
             with going(STALLS):
                 process.finish()

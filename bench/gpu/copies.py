@@ -3,7 +3,8 @@
 What is compared, each as its users do it:
 
 - **From a slot**, pinned or not: a frontend writes it into a slot, the engine claims it and calls ``claim.to``.
-- **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy.
+- **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy, to a place that
+  is there, too; or to a new tensor, by ``tensor.to``, which is how torch is mostly used.
 - **From pageable memory** that is there before: what a tensor that was just made or received lies in.
 - **Cloned, then copied**, and **pinned, then copied**: what vLLM does with tensors that come in memory shared with another
   process. It may not keep that memory, so it copies each tensor into memory of its own, pageable or page-locked, and that to
@@ -11,6 +12,9 @@ What is compared, each as its users do it:
 
 **Bandwidth**: as many requests as may be in flight are in host memory; timed is bringing one after another to the GPU until the
 last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
+
+**Latency**: one request at a time, on a GPU that has nothing else to do: how long bringing it holds the loop, and from its
+begin until its data is usable.
 
 **Stall**: one request is brought while the loop does nothing but turn; the longest time between two turns is what any other
 work of the loop would have waited at most. An idle loop's longest is taken beside it, as that of the machine.
@@ -35,9 +39,21 @@ import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Command, Numbers, Openers
 
-__all__ = ["BANDWIDTH", "CEILING", "CLONED", "COMMANDS", "PINNED_SLOT", "STALLS", "WAYS", "in_flight", "openers"]
+__all__ = [
+    "BANDWIDTH",
+    "CEILING",
+    "CLONED",
+    "COMMANDS",
+    "LATENCIES",
+    "PINNED_SLOT",
+    "STALLS",
+    "TO",
+    "WAYS",
+    "in_flight",
+    "openers",
+]
 
-BANDWIDTH, STALLS = "bandwidth", "stalls"  # what is measured
+BANDWIDTH, LATENCIES, STALLS = "bandwidth", "latencies", "stalls"  # what is measured
 
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
 _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
@@ -143,6 +159,10 @@ def _to_reused(gpu: Gpu, nbytes: int) -> _Bring:
     return lambda source, start: target[start : start + source.nbytes].view(DTYPE).copy_(source, non_blocking=True)
 
 
+def _to_new(gpu: Gpu, nbytes: int) -> _Bring:
+    return lambda source, start: source.to(gpu.device, non_blocking=True)
+
+
 def _cloned(gpu: Gpu, nbytes: int) -> _Bring:
     return lambda source, start: source.clone().to(gpu.device, non_blocking=True)
 
@@ -170,12 +190,13 @@ class Contender(NamedTuple):
         return cls(title, opened)
 
 
-PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
+PINNED_SLOT, CEILING, TO, CLONED = "slot-pinned", "pin-memory", "pin-memory-to", "clone"
 
 WAYS: dict[str, Contender] = {
     PINNED_SLOT: Contender("slot, pinned slab", functools.partial(_open_slots, "on")),
     "slot-unpinned": Contender("slot, slab not pinned", functools.partial(_open_slots, "off")),
     CEILING: Contender.of_memory("pin_memory() memory", lambda gpu, nbytes: gpu.page_locked(nbytes), _to_reused),
+    TO: Contender.of_memory("pin_memory() memory, tensor.to", lambda gpu, nbytes: gpu.page_locked(nbytes), _to_new),
     "pageable": Contender.of_memory("pageable memory", lambda gpu, nbytes: torch.empty(nbytes, dtype=torch.uint8), _to_reused),
     CLONED: Contender.of_memory("cloned, then copied", _shared, _cloned),
     "pin": Contender.of_memory("pinned each, then copied", _shared, _pinned),
@@ -226,6 +247,26 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
+async def _latencies(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
+    """For so many requests: from the begin until its data is usable, and until bringing it has returned."""
+    usable_us: list[float] = []
+    held_us: list[float] = []
+    await _timed_pass(gpu, way, nbytes, min(requests, in_flight(nbytes)))  # to warm up
+    while len(usable_us) < requests:
+        async with _prepared(gpu, way, nbytes, min(requests - len(usable_us), in_flight(nbytes))) as prepared:
+            for request in prepared:
+                started_s = time.perf_counter()
+                arrived = await request.bring()
+                returned_s = time.perf_counter()
+                gpu.finish()
+                usable_us.append((time.perf_counter() - started_s) * 1e6)
+                held_us.append((returned_s - started_s) * 1e6)
+                check(sample(arrived).tolist(), request.number)
+                del arrived
+                await asyncio.sleep(0)
+    return {"usable_us": usable_us, "held_us": held_us}
+
+
 async def _stalls(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
     """The longest time between two turns of the loop: while each of so many requests is brought, and before it."""
     brought_us, idle_us = [], []
@@ -270,4 +311,4 @@ def _longest_us(times_s: list[float]) -> float:
     return float(np.diff(times_s).max()) * 1e6
 
 
-COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, STALLS: _stalls}
+COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, LATENCIES: _latencies, STALLS: _stalls}

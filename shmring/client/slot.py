@@ -24,7 +24,7 @@ from shmring.core.compiled import SlotEnd
 from shmring.core.messages import TensorRef, item_nbytes
 from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
-from shmring.memory.views import device_view
+from shmring.memory.views import gpu_dtype
 
 __all__ = ["DeviceSlot", "Slot"]
 
@@ -107,5 +107,9 @@ class DeviceSlot(Slot):
         raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
 
     def _make(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-        assert self._device_memory is not None
-        return device_view(ref, self._device_memory)
+        known = gpu_dtype(ref.dtype)
+        if known is None:
+            raise TypeError(f"{ref.dtype} tensors can't be in device memory")
+        code, bits, dtype = known
+        made: torch.Tensor = self._view_at(ref.offset if ref.nbytes else 0, ref.shape, code, bits)
+        return made if dtype is None else made.view(dtype)

@@ -246,8 +246,7 @@ cdef class SlotEnd:
     cdef readonly ClientEnd _end  # type: ClientEnd | None
     cdef readonly ClientSlotRecord _record
     cdef readonly uint64_t _cursor  # bytes that are used
-    # Its bytes, if they are in device memory.
-    cdef public object _device_memory  # type: torch.Tensor | None
+    cdef Region _lent_region  # that it is lent in device memory, and whoever lends it leaves; None: it is in host memory
     cdef Lent* _region        # NULL: left, or in device memory
     cdef uint64_t _address
     cdef bint _drain
@@ -315,6 +314,7 @@ cdef class SlotEnd:
         cdef int64_t extents[MAX_DIMENSIONS]
         cdef tuple known, items
         cdef ClientEnd end = self._end
+        cdef Lent* region
         cdef int ndim = 0
         cdef int64_t extent
         cdef uint64_t nbytes, offset
@@ -330,9 +330,10 @@ cdef class SlotEnd:
             extents[ndim] = extent
             ndim += 1
         # The shape may have been a generator, or an extent an object with code of its own, and that code may have left the slot.
-        if self._region == NULL or not end.is_usable() or self._take(nbytes, &offset):
+        if not end.is_usable() or (self._region == NULL and self._lent_region is None) or self._take(nbytes, &offset):
             return self._other_tensor(items, dtype)
-        made = end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
+        region = self._region if self._lent_region is None else self._lent_region.lent()
+        made = end._maker.view(region, offset, ndim, extents, known[0], known[1])
         end.held.remember(self._address, made)
         return made
 
@@ -350,10 +351,19 @@ cdef class SlotEnd:
             raise ClosedError("this slot was left; views of it are made inside its block")
         return lend_bytes(self._region)
 
+    def _view_at(self, offset: int, shape: Sequence[int], code: int, bits: int):
+        """Returns a tensor in device memory, as :meth:`TensorMaker.tensor` makes it."""
+        return self._end._maker.tensor(self._lent_region, offset, shape, code, bits)
+
     @property
     def _is_on_host(self) -> bool:
         """Whether it is a slot in host memory that was not left."""
         return self._region != NULL
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        """Whether it is a slot in device memory that was not left."""
+        return self._lent_region is not None
 
     def close(self) -> None:
         """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.
@@ -365,7 +375,7 @@ cdef class SlotEnd:
     cdef int _close(self) except -1:
         cdef ClientEnd end = self._end
         if end is not None:
-            self._end = self._device_memory = None
+            self._end = None
             end._leave(self)
         return 0
 
@@ -592,11 +602,26 @@ cdef class ClientEnd(RecordTaker):
         self.held.hold(record, slot._address, record.nbytes)
         return slot
 
+    def hold_lent(self, slot_type: type[SlotEnd], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:
+        """Hands an acquired slot in device memory to the caller.
+
+        Args:
+            slot_type: of the slot.
+            record: of the slot.
+            region: its bytes; ``device_slots`` leaves it.
+            drain: as of :meth:`hold`.
+        """
+        cdef SlotEnd slot = slot_type(self, record, region.address, drain)
+        slot._lent_region = region
+        self.held.hold(record, slot._address, record.nbytes)
+        return slot
+
     cdef int _leave(self, SlotEnd slot) except -1:
         cdef Lent* region = slot._region
         self.held.leave(slot._address)
         slot._region = NULL
-        if region == NULL:
+        if slot._lent_region is not None:
+            slot._lent_region = None
             self.device_slots.leave(slot._record, slot._drain)
             return 0
         if self._writer is None:

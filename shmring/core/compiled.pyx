@@ -38,11 +38,13 @@ include "atomics.pyx"
 include "python_api.pyx"
 include "integers.pyx"
 include "dlpack.pyx"
+include "cuda_driver.pyx"
 
 # Memory, and views of it.
 include "forks.pyx"
 include "mapping.pyx"
 include "views.pyx"
+include "gpu.pyx"
 
 # Tables.
 include "sorted_keys.pyx"
@@ -57,7 +59,9 @@ include "looking.pyx"
 include "msgpack.pyx"
 include "wire.pyx"
 include "slot_header.pyx"
+include "placement.pyx"
 include "received.pyx"
+include "copies.pyx"
 
 # The books.
 include "records.pyx"

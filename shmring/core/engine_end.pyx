@@ -608,10 +608,10 @@ cdef class EngineEnd:
             self._check_headers(claim)
             if is_payload_shared:
                 content.check_payload(self._payload_in_slot(content), self._bounds)
-            place = None
+            placement = None
             if content.fence:
-                place = self.shell.take_up_device(claim._client_id, claim._submit)
-            claim._payload = self._decoder.decode(claim._regions, place)
+                placement = self.shell.take_up_device(claim._client_id, claim._submit)
+            claim._payload = self._decoder.decode(claim._regions, placement)
             if claim._request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
                 raise AbortedError(
                     f"request {claim._submit.request_id} was aborted while it was taken up", request_id=claim._submit.request_id

@@ -451,18 +451,24 @@ cdef class Packer:
         return Ext(TENSOR_EXTENSION, data)
 
     cdef Part _tensor(self, tensor, DLTensor* described):
-        """A dense tensor in host memory that has all of its bytes, as DLPack describes it; None for any other."""
+        """A dense tensor that has all of its bytes, as DLPack describes it, in host memory or made in a slot; None for any other."""
         cdef Part part
         cdef uint64_t nbytes, last = 0
         cdef int64_t stride = 1, step
         cdef bint is_plain = True
         cdef uint64_t address
+        cdef bint is_on_host, is_ours
         cdef int i
         try:
             self._table.dltensor_from_py_object(<void*>tensor, described)
         except (RuntimeError, BufferError):
             return None
-        if described.device.device_type != ON_CPU or described.dtype.lanes != 1 or described.dtype.code >= 16 \
+        # What DLPack lends says nothing of torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and
+        # lets other threads run, so who has just made the tensor in a slot is not asked.
+        address = <uint64_t>described.data + described.byte_offset
+        is_on_host = described.device.device_type == ON_CPU
+        is_ours = self._held is not None and self._held.has_made(tensor, address)
+        if not (is_on_host or is_ours) or described.dtype.lanes != 1 or described.dtype.code >= 16 \
                 or described.dtype.bits > 128 or described.ndim > MAX_DIMENSIONS:
             return None
         part = Part.__new__(Part)
@@ -485,13 +491,11 @@ cdef class Packer:
         part.source = tensor
         part.spelling = b""
         part.nbytes = nbytes
-        # What DLPack lends says nothing of torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and
-        # lets other threads run, so who has just made the tensor in a slot is not asked.
-        address = <uint64_t>described.data + described.byte_offset
-        if is_plain and (self._held is None or not self._held.has_made(tensor, address)):
+        if is_plain and not is_ours:
             is_plain = not self._is_negative(tensor)
         if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
-            part.address = part.location = address
+            part.location = address
+            part.address = address if is_on_host else 0
         return part
 
     cdef uint64_t _storage_nbytes(self, tensor, uint64_t last, uint64_t item_nbytes) noexcept:

@@ -194,6 +194,8 @@ cdef class PayloadDecoder:
         dtypes: (DLPack's code, bits) by the wire's number; None: ``other`` makes tensors of that dtype.
         other: ``other(ref, memory)`` makes what the maker does not: an array, or a tensor of a dtype without a code. ``memory``:
             the region as a buffer; None if there are no bytes.
+        on_gpu: ``on_gpu(dtype)`` returns DLPack's code and bits of any other dtype, and what a tensor that is made by them is to be
+            viewed as, or None; None: no tensor on a GPU has that dtype.
     """
 
     cdef bint _is_plain
@@ -201,10 +203,11 @@ cdef class PayloadDecoder:
     cdef object _decode
     cdef TensorMaker _maker
     cdef object _other
+    cdef object _on_gpu
     cdef uint8_t _codes[64]   # DLPack's, by the wire's number
     cdef uint8_t _bits[64]    # 0: this torch does not take it through DLPack
     cdef ContentRegions _content_regions
-    cdef object _place
+    cdef Placement _placement
 
     def __init__(
         self,
@@ -213,21 +216,23 @@ cdef class PayloadDecoder:
         TensorMaker maker not None,
         dtypes: Sequence[tuple[int, int] | None],
         other: Callable[[TensorRef, RegionBytes | None], Any],
+        on_gpu: Callable[[str], tuple[int, int, torch.dtype | None] | None],
     ) -> None:
         self._is_plain = payload_type is Any
         self._decode = msgspec.msgpack.Decoder(payload_type, ext_hook=self._decode_extension, dec_hook=convert).decode
         self._maker = maker
         self._other = other
+        self._on_gpu = on_gpu
         for number, dtype in enumerate(dtypes):
             if dtype is not None:
                 self._codes[number], self._bits[number] = dtype
 
-    cdef object decode(self, ContentRegions regions, object place):
+    cdef object decode(self, ContentRegions regions, Placement placement):
         """Returns the payload of a content whose tensors were checked.
 
         Args:
             regions: of the content.
-            place: ``place(ref)`` makes tensors in place of views, those for which it does not return None. May be None.
+            placement: where its tensors are made; None: they are views of where they lie.
 
         Raises:
             RemoteProtocolError: it is not msgpack that Python can hold.
@@ -235,38 +240,37 @@ cdef class PayloadDecoder:
         """
         cdef Cursor cursor
         cdef bint is_paused = pause_collector(regions.content.value_count)
+        cdef ContentRegions outer = self._content_regions
+        cdef Placement outer_placement = self._placement
+        self._content_regions, self._placement = regions, placement
         try:
-            if self._is_plain and place is None:
+            if self._is_plain:
                 cursor.at = <const uint8_t*>PyBytes_AS_STRING(regions.content.payload)
                 cursor.end = cursor.at + PyBytes_GET_SIZE(regions.content.payload)
                 decoded = self._value(regions, &cursor, 0)
                 if decoded is not _OTHERWISE:
                     return decoded
-            return self._decode_with_msgspec(regions, place)
+            return self._decode_with_msgspec(regions)
         finally:
+            self._content_regions, self._placement = outer, outer_placement
             if is_paused:
                 PyGC_Enable()
 
-    cdef object _decode_with_msgspec(self, ContentRegions regions, object place):
-        cdef ContentRegions outer = self._content_regions
-        cdef object outer_place = self._place
-        self._content_regions, self._place = regions, place
+    cdef object _decode_with_msgspec(self, ContentRegions regions):
         try:
             return self._decode(regions.content.payload)
         except msgspec.ValidationError:
             raise
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
-        finally:
-            self._content_regions, self._place = outer, outer_place
 
-    def decode_again(self, ContentRegions regions not None, place: Callable[[TensorRef], Any]):
-        """Decodes a payload with tensors that ``place(ref)`` makes, for a content that was decoded before.
+    def decode_again(self, ContentRegions regions not None, Placement placement not None):
+        """Decodes a payload with tensors that are made somewhere else, for a content that was decoded before.
 
         Raises:
-            RemoteProtocolError, msgspec.ValidationError: as the first time, and what ``place`` raises.
+            RemoteProtocolError, msgspec.ValidationError: as the first time.
         """
-        return self.decode(regions, place)
+        return self.decode(regions, placement)
 
     cdef object _value(self, ContentRegions regions, Cursor* cursor, int depth):
         """Decodes the next value; returns ``_OTHERWISE`` if there is something in it that is for msgspec."""
@@ -364,22 +368,64 @@ cdef class PayloadDecoder:
         buffer = PyMemoryView_GET_BUFFER(data)
         if regions is None or not read_tensor(<const uint8_t*>buffer.buf, buffer.len, &tensor):
             raise RemoteProtocolError("a tensor outside of a payload that was checked")
-        if self._place is not None:
-            placed = self._place(tensor_ref(&tensor, regions.content))
-            if placed is not None:
-                return placed
         return self._tensor(regions, &tensor)
 
     cdef object _tensor(self, ContentRegions regions, TensorNumbers* tensor):
-        """A view of a tensor's bytes, where they are."""
-        cdef int64_t shape[MAX_DIMENSIONS]
+        """A tensor where it is to be made: a view of its bytes where they are, if nothing else was said."""
+        if self._placement is not None:
+            return self._placed(regions, tensor, self._placement)
+        return self._viewed(regions, tensor)
+
+    cdef object _viewed(self, ContentRegions regions, TensorNumbers* tensor):
         cdef Lent* region
-        cdef int i
         if not tensor.nbytes:
             return self._other(tensor_ref(tensor, regions.content), None)
         region = regions.region(tensor.region)
         if not tensor.dtype or not self._bits[tensor.dtype]:
             return self._other(tensor_ref(tensor, regions.content), lend_bytes(region))
+        return self._view(region, tensor.offset, tensor, self._codes[tensor.dtype], self._bits[tensor.dtype])
+
+    cdef object _view(self, Lent* region, uint64_t offset, TensorNumbers* tensor, uint8_t code, uint8_t bits):
+        cdef int64_t shape[MAX_DIMENSIONS]
+        cdef int i
         for i in range(tensor.ndim):
             shape[i] = <int64_t>read_little_endian(tensor.shape + 8 * i, 8)
-        return self._maker.view(region, tensor.offset, tensor.ndim, shape, self._codes[tensor.dtype], self._bits[tensor.dtype])
+        return self._maker.view(region, offset, tensor.ndim, shape, code, bits)
+
+    cdef object _gpu_dtype(self, TensorNumbers* tensor, Content content, uint8_t* code, uint8_t* bits):
+        """By which numbers a tensor is made on a GPU, and what it is viewed as then, or None; ``_OTHERWISE``: no GPU has its dtype."""
+        if tensor.dtype and self._bits[tensor.dtype]:
+            code[0], bits[0] = self._codes[tensor.dtype], self._bits[tensor.dtype]
+            return None
+        known = self._on_gpu(tensor_ref(tensor, content).dtype)
+        if known is None:
+            return _OTHERWISE
+        code[0], bits[0], dtype = known
+        return dtype
+
+    cdef bint is_for_gpu(self, TensorNumbers* tensor, Content content) except -1:
+        """Whether a GPU can have a tensor."""
+        cdef uint8_t code, bits
+        return self._gpu_dtype(tensor, content, &code, &bits) is not _OTHERWISE
+
+    cdef object _placed(self, ContentRegions regions, TensorNumbers* tensor, Placement placement):
+        cdef Region region = placement.given.get(regions.content.slot_of(tensor.region))
+        cdef uint64_t at = tensor.offset
+        cdef uint8_t code = 0, bits = 0
+        if region is None and not placement.is_copied:
+            return self._viewed(regions, tensor)
+        dtype = self._gpu_dtype(tensor, regions.content, &code, &bits)
+        if region is not None:
+            if not tensor.dtype or dtype is _OTHERWISE:
+                raise RemoteProtocolError(f"a {tensor_ref(tensor, regions.content).dtype} tensor can't be in device memory")
+        elif dtype is _OTHERWISE:
+            view = self._viewed(regions, tensor)
+            return view.copy()
+        elif placement.target is not None:
+            region = placement.target
+            if tensor.nbytes:
+                at = placement.find(regions.content.slot_of(tensor.region), at)
+        else:  # without content, where nothing is copied
+            region = next(iter(placement.given.values()))
+        made = self._view(region.lent(), at if tensor.nbytes else 0, tensor, code, bits)
+        return made if dtype is None else made.view(dtype)

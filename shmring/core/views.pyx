@@ -63,6 +63,7 @@ cdef struct Lent:
     Departures* departures   # NULL: nobody is ever told
     Mapped* mapped           # kept as long as the region; NULL: memory of its own, or of somebody who looks after it
     Owner* owner               # the same of something else; NULL: nothing
+    DLDevice device          # where it is
     Lent* next               # on the stack
     Lent* before             # in the list of draining ones
     Lent* after
@@ -180,6 +181,7 @@ cdef Lent* _new_region(char* address, uint64_t nbytes, uint64_t room) except NUL
     region.departures = NULL
     region.mapped = NULL
     region.owner = NULL
+    region.device.device_type, region.device.device_id = ON_CPU, 0
     region.next = region.before = region.after = NULL
     return region
 
@@ -263,15 +265,22 @@ cdef class Regions:
         region._lent = self.lend(mapping.mapped, offset, nbytes, key_high, key_low)
         return region
 
-    cdef Lent* lend(self, Mapped* mapped, uint64_t offset, uint64_t nbytes, uint64_t key_high, uint64_t key_low) except NULL:
+    cdef Lent* lend_for(self, uint64_t key_high, uint64_t key_low, char* address, uint64_t nbytes, Owner* owner) except NULL:
+        """A region of memory that somebody else looks after, who hears through ``owner``, unless it is NULL, when that is over."""
         cdef Departures* departures = self._open()
-        cdef Lent* region
-        region = _new_region(place_in(mapped, offset, nbytes), nbytes, 0)
+        cdef Lent* region = _new_region(address, nbytes, 0)
         region.key_high, region.key_low = key_high, key_low
-        keep_mapped(mapped)
-        region.mapped = mapped
+        if owner != NULL:
+            take_reference(&owner.references)
+            region.owner = owner
         take_reference(&departures.references)
         region.departures = departures
+        return region
+
+    cdef Lent* lend(self, Mapped* mapped, uint64_t offset, uint64_t nbytes, uint64_t key_high, uint64_t key_low) except NULL:
+        cdef Lent* region = self.lend_for(key_high, key_low, place_in(mapped, offset, nbytes), nbytes, NULL)
+        keep_mapped(mapped)
+        region.mapped = mapped
         return region
 
     def collect(self) -> list[tuple[int, int]]:
@@ -548,8 +557,7 @@ cdef class TensorMaker:
             view.handed.plain.deleter = _plain_gone
             tensor = &view.handed.plain.dl_tensor
         tensor.data = region.address + offset
-        tensor.device.device_type = ON_CPU
-        tensor.device.device_id = 0
+        tensor.device = region.device
         tensor.ndim = ndim
         tensor.dtype.code = code
         tensor.dtype.bits = bits

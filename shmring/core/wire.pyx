@@ -190,7 +190,7 @@ cdef object _tensor_ref(TensorNumbers* tensor, uint32_t region):
 
 cdef object tensor_ref(TensorNumbers* tensor, Content content):
     """A tensor as ``TensorRef``: ``region`` 0 is inline, ``n`` is ``content.slots[n - 1]``."""
-    return _tensor_ref(tensor, content.slot_count if not tensor.region and content.is_copied_to_slot else tensor.region)
+    return _tensor_ref(tensor, content.slot_of(tensor.region))
 
 
 cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
@@ -401,6 +401,10 @@ cdef class Content:
         if region:
             return self.slot_numbers[region - 1].nbytes
         return self.slot_numbers[self.slot_count - 1].nbytes if self.is_copied_to_slot else self.inline_nbytes
+
+    cdef uint32_t slot_of(self, uint32_t region) noexcept nogil:
+        """The number of a region's slot, from 1 on, by its number on the wire; 0: it is inline."""
+        return self.slot_count if not region and self.is_copied_to_slot else region
 
     @property
     def slots(self) -> tuple[SlotRef, ...]:

@@ -28,11 +28,10 @@ import threading
 import weakref
 from typing import Protocol
 
-import torch
-
+from shmring.core.compiled import Gpu, GpuMemory
 from shmring.core.messages import DeviceHandle
 from shmring.errors import LocalProtocolError, RemoteProtocolError
-from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+from shmring.gpu.cuda import Cuda, CudaError
 
 __all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
 
@@ -55,12 +54,12 @@ class DeviceMemory(Protocol):
 
 
 class _Mapping:
-    """Device memory as this process has it. Views hold it; when it is given back is for its users to say."""
+    """Device memory as this process has it; when it is given back is for its users to say."""
 
-    def __init__(self, memory: DeviceMemory, device_index: int, address: int, *, owned: bool) -> None:
+    def __init__(self, gpu: Gpu, memory: DeviceMemory, device_index: int, address: int, nbytes: int, *, owned: bool) -> None:
         self.address = address
         self.users = 1
-        self.lent: weakref.WeakSet[DeviceBytes] = weakref.WeakSet()
+        self.lendable = GpuMemory(gpu, address, nbytes)
         self._memory = memory
         self._device_index = device_index
         self._owned = owned
@@ -86,11 +85,10 @@ class DeviceSlab:
         nbytes: size.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int, handle: DeviceHandle, mapping: _Mapping) -> None:
+    def __init__(self, device_index: int, handle: DeviceHandle, mapping: _Mapping) -> None:
         self.device_index = device_index
         self.handle = handle
         self.nbytes = handle.nbytes
-        self._cuda = cuda
         self._mapping = mapping
         self._closed = False
 
@@ -112,13 +110,13 @@ class DeviceSlab:
         address = memory.allocate(device_index, nbytes)
         try:
             handle = DeviceHandle(cuda.uuid(device_index), memory.export(device_index, address), nbytes)
+            mapping = _Mapping(cuda.gpu(device_index), memory, device_index, address, nbytes, owned=True)
         except BaseException:
             memory.free(device_index, address)
             raise
-        mapping = _Mapping(memory, device_index, address, owned=True)
         with _lock:
             _mappings[handle.memory] = mapping
-        return cls(cuda, device_index, handle, mapping)
+        return cls(device_index, handle, mapping)
 
     @classmethod
     def attach(cls, cuda: Cuda, memory: DeviceMemory, handle: DeviceHandle) -> DeviceSlab:
@@ -140,29 +138,21 @@ class DeviceSlab:
             if mapping is not None:
                 mapping.users += 1
             else:
-                mapping = _Mapping(memory, device_index, memory.open(device_index, handle.memory), owned=False)
+                gpu, address = cuda.gpu(device_index), memory.open(device_index, handle.memory)
+                mapping = _Mapping(gpu, memory, device_index, address, handle.nbytes, owned=False)
                 _mappings[handle.memory] = mapping
-        return cls(cuda, device_index, handle, mapping)
+        return cls(device_index, handle, mapping)
 
-    def lend(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
-        """Lends bytes of the slab, to be viewed as one slot.
+    @property
+    def memory(self) -> GpuMemory:
+        """What slots are lent from; as long as any is, the slab stays mapped.
 
-        Returns:
-            What all views keep alive, so that a weak reference to it tells of the death of the last; and the bytes as a
-            view, ``uint8 (nbytes,)`` on the device.
+        Raises:
+            LocalProtocolError: the slab was closed.
         """
         if self._closed:
             raise LocalProtocolError("the device slab was closed")
-        if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
-            raise RemoteProtocolError(f"[{offset}, {offset + nbytes}) is not inside a device slab of {self.nbytes} bytes")
-        lent = DeviceBytes(self._mapping, self._mapping.address + offset, nbytes)
-        with _lock:
-            self._mapping.lent.add(lent)
-        return lent, self._cuda.view(self.device_index, lent)
-
-    def view(self, lent: DeviceBytes) -> torch.Tensor:
-        """Returns one more view of bytes that :meth:`lend` has lent and that are alive."""
-        return self._cuda.view(self.device_index, lent)
+        return self._mapping.lendable
 
     def find(self, address: int) -> int | None:
         """Returns the offset of an address of this process in the slab, or None if it is elsewhere."""
@@ -185,7 +175,7 @@ class DeviceSlab:
                 self._mapping.users -= 1
             if self._mapping.users or _mappings.get(self.handle.memory) is not self._mapping:
                 return True
-            if len(self._mapping.lent):
+            if self._mapping.lendable.lent:
                 return False
             del _mappings[self.handle.memory]
             self._mapping.give_back()
@@ -200,7 +190,7 @@ class Fence:
         handle: what travels in the descriptor.
     """
 
-    event: Event
+    event: int
     handle: bytes
 
 
@@ -208,21 +198,22 @@ class Fences:
     """A producer's events, one for each submission that is on its way; recorded again when its slots have come back.
 
     Args:
-        cuda: how to call CUDA.
+        gpu: whose streams they are in.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._free: list[Fence] = []
 
-    def record(self, stream: Stream) -> Fence:
+    def record(self, stream: int) -> Fence:
         """Returns a fence behind all that is queued in a stream."""
-        if self._free:
-            fence = self._free.pop()
-            self._cuda.record_shared(stream, fence.event)
-            return fence
-        event = self._cuda.record_shared(stream, None)
-        fence = Fence(event, self._cuda.export_event(event))
+        fence = self._free.pop() if self._free else self._create()
+        self._gpu.record_shared(fence.event, stream)
+        return fence
+
+    def _create(self) -> Fence:
+        event = self._gpu.create_shared()
+        fence = Fence(event, self._gpu.export(event))
         _fences[fence.handle] = fence
         return fence
 
@@ -235,37 +226,39 @@ class OpenedFences:
     """The events of one frontend, as the engine has opened them; dropped with the frontend.
 
     Args:
-        cuda: how to call CUDA.
-        device_index: of the slab.
+        gpu: of the slab.
         capacity: the most a frontend may have.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int, capacity: int) -> None:
-        self._cuda = cuda
-        self._device_index = device_index
+    def __init__(self, gpu: Gpu, capacity: int) -> None:
+        self._gpu = gpu
         self._capacity = capacity
-        self._events: dict[bytes, Event] = {}
+        self._events: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def wait(self, stream: Stream, handle: bytes) -> None:
+    def wait(self, stream: int, handle: bytes) -> None:
         """Has a stream wait for what the frontend queued before it sent a handle.
 
         Raises:
             RemoteProtocolError: that is no handle, or one more than the frontend can need.
         """
-        own = _fences.get(handle)
-        event = self._events.get(handle) if own is None else own.event
+        event = self._events.get(handle)
         if event is None:
-            if len(self._events) >= self._capacity:
-                raise RemoteProtocolError(f"a frontend sent more than {self._capacity} events")
-            try:
-                event = self._cuda.open_event(self._device_index, handle)
-            except CudaError as error:
-                raise RemoteProtocolError(f"a frontend's event can't be opened: {error}") from None
-            self._events[handle] = event
-        self._cuda.wait_event(stream, event)
+            own = _fences.get(handle)
+            event = self._open(handle) if own is None else own.event
+        self._gpu.wait(stream, event)
+
+    def _open(self, handle: bytes) -> int:
+        if len(self._events) >= self._capacity:
+            raise RemoteProtocolError(f"a frontend sent more than {self._capacity} events")
+        try:
+            event = self._gpu.open(handle)
+        except CudaError as error:
+            raise RemoteProtocolError(f"a frontend's event can't be opened: {error}") from None
+        self._events[handle] = event
+        return event
 
 
 def whole_nbytes(nbytes: int) -> int:

@@ -24,15 +24,14 @@ from typing import Any
 
 import torch
 
-from shmring.core.compiled import Content, Lending, Submit
+from shmring.core.compiled import Lending, Placement, Submit
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef, TensorRef
+from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle
 from shmring.core.states import Lease
-from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
+from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
 from shmring.gpu.device import DeviceSlab, OpenedFences
-from shmring.gpu.device_views import DeviceViews
-from shmring.gpu.layout import Given
-from shmring.memory.views import Place, device_view
+from shmring.gpu.device_views import DeviceViews, Key
+from shmring.gpu.upload import Given
 
 __all__ = ["DeviceClaims"]
 
@@ -51,17 +50,20 @@ class DeviceClaims:
         cuda: how to call CUDA.
         slab: the device slab; taken over.
         start: where it begins in the address space, in bytes.
-        wake: called on any thread; must only wake the loop, which calls :meth:`collect`.
+        collect: called in the loop when :meth:`collect` has something to return.
     """
 
-    def __init__(self, cuda: Cuda, slab: DeviceSlab, start: int, wake: Callable[[], object]) -> None:
+    def __init__(self, cuda: Cuda, slab: DeviceSlab, start: int, collect: Callable[[], object]) -> None:
         self._cuda = cuda
         self._slab = slab
         self._start = start
-        self._views: DeviceViews[tuple[int, int]] = DeviceViews(cuda, slab.device_index, wake)  # by client and generation
+        self._gpu = cuda.gpu(slab.device_index)
+        self._views = DeviceViews(cuda, slab.device_index)  # by client and generation
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._views.bell, collect)
         self._opened: dict[int, OpenedFences] = {}
         self._announced_to: set[int] = set()
-        self._in_use: set[tuple[int, int]] = set()
+        self._in_use: set[Key] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,10 +87,6 @@ class DeviceClaims:
             "device_fences": sum(len(opened) for opened in self._opened.values()),
         }
 
-    def has(self, slot: SlotRef) -> bool:
-        """Whether a slot lies in the device slab."""
-        return slot.offset >= self._start
-
     # -- frontends -----------------------------------------------------------------------------------------------------
 
     def announced(self, client_id: int) -> None:
@@ -105,25 +103,22 @@ class DeviceClaims:
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def take_up(self, client_id: int, submit: Submit) -> Place:
-        """Has this thread's stream wait for what a request's frontend has queued. Returns at once, what makes its tensors here.
+    def take_up(self, client_id: int, submit: Submit) -> Placement:
+        """Has this thread's stream wait for what a request's frontend has queued. Returns at once, where its tensors here are.
 
         Raises:
             RemoteProtocolError: the fence is none.
             CudaError: CUDA failed. No slot counts as used.
         """
-        slots = [slot for slot in submit.content.slots if self.has(slot)]
         stream = self._cuda.current_stream(self._slab.device_index)
-        self._wait(client_id, submit.content, stream)
-        for slot in slots:
-            key = (client_id, slot.generation)
-            self._views.use(key, stream)
-            self._in_use.add(key)
+        self._wait(client_id, submit.content.fence, stream)
+        given = self._give(client_id, submit, stream)
+        self._in_use.update((client_id, slot.generation) for slot in submit.content.slots if slot.offset >= self._start)
         self._idle.clear()
-        return self._given(client_id, submit).place
+        return Placement(given)
 
     def give(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
-        """Returns the tensors of a claim that are here, to be used on one more stream, which waits for their fence.
+        """Returns the slots of a claim that are here, to be used on one more stream, which waits for their fence.
 
         Raises:
             ValueError: it is a stream of another device.
@@ -136,71 +131,50 @@ class DeviceClaims:
                 f"request {submit.request_id} has tensors in the device slab on cuda:{own_index}, which cuda:{device_index} "
                 f"can't have: claim.to('cuda:{own_index}') gives them as they are; copy what another GPU needs from there"
             )
-        consumer = self._cuda.current_stream(own_index) if stream is None else stream
-        self._wait(client_id, submit.content, consumer)
-        for slot in submit.content.slots:
-            if self.has(slot):
-                self._views.use((client_id, slot.generation), consumer)
-        return self._given(client_id, submit)
+        consumer = self._cuda.current_stream(own_index) if stream is None else stream_number(stream)
+        self._wait(client_id, submit.content.fence, consumer)
+        return self._give(client_id, submit, consumer)
 
-    def _given(self, client_id: int, submit: Submit) -> Given:
-        slots = submit.content.slots
-        regions = frozenset(number for number, slot in enumerate(slots, 1) if self.has(slot))
-        made: dict[int, torch.Tensor] = {}
-
-        def place(ref: TensorRef) -> torch.Tensor | None:
-            if ref.region not in regions:
-                return None
-            if ref.region not in made:
-                made[ref.region] = self._bytes(client_id, slots[ref.region - 1])
-            return device_view(ref, made[ref.region])
-
-        def nowhere() -> torch.Tensor:
-            return self._bytes(client_id, slots[min(regions) - 1]).new_empty(0)
-
-        return Given(regions, place, nowhere)
-
-    def _bytes(self, client_id: int, slot: SlotRef) -> torch.Tensor:
-        key = (client_id, slot.generation)
-        lent = self._views.lent(key)
-        if lent is not None:
-            return self._slab.view(lent)
-        # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-        lent, view = self._slab.lend(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
-        self._views.watch(key, lent)
-        return view
+    def _give(self, client_id: int, submit: Submit, stream: int) -> Given:
+        given = {}
+        for number, slot in enumerate(submit.content.slots, 1):
+            if slot.offset >= self._start:
+                key = (client_id, slot.generation)
+                self._views.use(key, stream)
+                # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
+                start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
+                given[number] = self._views.region(key, self._slab.memory, start, nbytes)
+        return given
 
     def release(self, client_id: int, submit: Submit) -> list[bool]:
-        """A claim is released. Returns which of its slots drain: all that are here, as a GPU may be at work on them."""
+        """A claim is released. Returns which of its slots drain: those here that are viewed, or that a GPU is at work on."""
         keys = [(client_id, slot.generation) for slot in submit.content.slots]
-        draining = [key in self._views for key in keys]
-        for key, drains in zip(keys, draining, strict=True):
-            if drains:
-                self._views.leave(key)
+        draining = [key in self._views and not self._views.leave(key) for key in keys]
+        self._over([key for key, drains in zip(keys, draining, strict=True) if not drains])
         return draining
 
     def is_viewed(self, client_id: int, submit: Submit) -> bool:
         """Whether a view of one of a claim's slots here is alive in this process."""
-        return any(self._views.lent((client_id, slot.generation)) is not None for slot in submit.content.slots)
+        return any(self._views.is_viewed((client_id, slot.generation)) for slot in submit.content.slots)
 
-    def collect(self) -> list[tuple[int, int]]:
+    def collect(self) -> list[Key]:
         """Returns the slots that nobody uses any more since the last call, by client and generation."""
         over = self._views.collect()
-        if over:
-            self._in_use.difference_update(over)
-            if not self._in_use:
-                self._idle.set()
+        self._over(over)
         return over
 
-    def _wait(self, client_id: int, content: Content, stream: Stream) -> None:
+    def _over(self, keys: list[Key]) -> None:
+        self._in_use.difference_update(keys)
+        if not self._in_use:
+            self._idle.set()
+
+    def _wait(self, client_id: int, fence: bytes, stream: int) -> None:
         opened = self._opened.get(client_id)
         if opened is None:
             # A fence is out for as long as a slot is, also when its request has ended. So no more of them can be needed than
             # there are blocks.
-            opened = self._opened[client_id] = OpenedFences(
-                self._cuda, self._slab.device_index, self._slab.nbytes // BLOCK_NBYTES
-            )
-        opened.wait(stream, content.fence)
+            opened = self._opened[client_id] = OpenedFences(self._gpu, self._slab.nbytes // BLOCK_NBYTES)
+        opened.wait(stream, fence)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +183,9 @@ class DeviceClaims:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VIEWS_TIMEOUT_S):
                 await self._idle.wait()
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        await self._loop.run_in_executor(None, self._close)
+        self._loop.remove_reader(self._views.bell)
+        self._views.end()
 
     def _close(self) -> None:
         is_over = self._views.close(_CLOSE_TIMEOUT_S)

@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmring.cancellation import uninterrupted
-from shmring.core.compiled import ClientSlotRecord, Mapping, SlotEnd
+from shmring.core.compiled import ClientSlotRecord, Gpu, Mapping, Mark, SlotEnd
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh
-from shmring.gpu.cuda import Cuda, CudaError, Event, Stream
+from shmring.gpu.cuda import Cuda, CudaError
 from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence, Fences
 from shmring.gpu.device_views import DeviceViews
 from shmring.memory.copier import Copier
@@ -90,9 +90,10 @@ class DeviceSlots(Slots):
         self._opening: asyncio.Task[None] | None = None
         self._is_open = False
         self._host_slab: Mapping
-        self._slab: DeviceSlab  # these two from then on
-        self._views: DeviceViews[int]  # by id of the record
-        self._fences = Fences(cuda)
+        self._slab: DeviceSlab  # these from then on
+        self._gpu: Gpu
+        self._views: DeviceViews  # by zero and id of the record
+        self._fences: Fences
         self._submissions: dict[int, _Submission] = {}  # by generation
         self._submission: _Submission  # the last one
 
@@ -166,7 +167,10 @@ class DeviceSlots(Slots):
         except BaseException:
             self._unmapped()
             raise
-        self._views = DeviceViews(self._cuda, self._slab.device_index, self._wake)
+        self._gpu = self._cuda.gpu(self._slab.device_index)
+        self._fences = Fences(self._gpu)
+        self._views = DeviceViews(self._cuda, self._slab.device_index)
+        self._loop.add_reader(self._views.bell, self._collect_deaths)
         self._is_open = True
         if self._is_lost:  # meanwhile
             self._abandon()
@@ -188,75 +192,70 @@ class DeviceSlots(Slots):
         Raises:
             CudaError: CUDA failed. The slot is free again.
         """
+        key = (0, id(record))
         try:
-            stream = self._cuda.current_stream(self._slab.device_index)
+            stream = self.current_stream()
             # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-            lent, memory = self._slab.lend(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
+            start = record.offset - self._start + SLOT_HEADER_NBYTES
+            region = self._views.region(key, self._slab.memory, start, max(1, record.nbytes))
         except BaseException:
             self.give_up(record)
             raise
-        self._views.use(id(record), stream)
-        self._views.watch(id(record), lent)
-        slot = self._slot_type(self._owner.end, record, memory.data_ptr(), drain)
-        slot._device_memory = memory
-        self._owner.end.held.hold(record, memory.data_ptr(), record.nbytes)
+        self._views.use(key, stream)
         self.held += 1
-        return slot
+        return self._owner.end.hold_lent(self._slot_type, record, region, drain)
 
     def leave(self, record: ClientSlotRecord, drain: bool) -> None:
         """For the end: a slot was left. It is free when the GPU has come to what was queued on it, and the engine is done."""
+        key = (0, id(record))
         self.held -= 1
         if self._is_lost:
             return
-        if self._owner.config.debug and self._views.lent(id(record)) is not None:
+        if self._owner.config.debug and self._views.is_viewed(key):
             self._owner.warn_of_views(record)
-        record.viewed = True
-        self._left[id(record)] = record
-        self._views.leave(id(record), drain=drain)
+        if not self._views.leave(key, drain=drain):
+            record.viewed = True
+            self._left[id(record)] = record
         self.give_up(record)
 
-    def _wake(self) -> None:
-        """On any thread: a slot that was left is used by nobody any more."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
-            self._loop.call_soon_threadsafe(self._collect_deaths)
-
     def _collect_deaths(self) -> None:
+        over = self._views.collect()
         if self._is_lost:
             self._close_soon()
             return
-        for key in self._views.collect():
-            self.views_gone(key)
+        for _, number in over:
+            self.views_gone(number)
 
     # -- submissions -----------------------------------------------------------------------------------------------------
 
-    def current_stream(self) -> Stream:
-        """Returns the stream that this thread computes on, on the slab's device."""
+    def current_stream(self) -> int:
+        """Returns the number of the stream that this thread computes on, on the slab's device."""
         return self._cuda.current_stream(self._slab.device_index)
 
     # The loop submits and leaves slots on its own thread's stream. Threads that it does so for have streams of their own.
 
-    def mark(self) -> Event:
+    def mark(self) -> Mark:
         """In any thread: stands for what this thread has queued on its current stream by now.
 
         Raises:
             CudaError: CUDA failed.
         """
-        return self._cuda.record(self.current_stream())
+        return self._gpu.record(self.current_stream())
 
-    def follow(self, mark: Event) -> None:
+    def follow(self, mark: Mark) -> None:
         """In the loop's thread: what is submitted from now on comes behind a mark.
 
         Raises:
             CudaError: CUDA failed.
         """
-        self._cuda.wait_event(self.current_stream(), mark)
+        self._gpu.follow(self.current_stream(), mark)
 
-    def use(self, record: ClientSlotRecord, stream: Stream) -> None:
+    def use(self, record: ClientSlotRecord, stream: int) -> None:
         """A slot that a caller holds is used on this stream, too."""
         if not self._is_lost:
-            self._views.use(id(record), stream)
+            self._views.use((0, id(record)), stream)
 
-    def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> bytes:
+    def record_fence(self, records: Sequence[ClientSlotRecord], stream: int | None) -> bytes:
         """For the end, which submits slots of which some are here: records an event behind all that is queued on a stream.
 
         Args:
@@ -272,7 +271,7 @@ class DeviceSlots(Slots):
         stream = self.current_stream() if stream is None else stream
         for record in records:
             if self.has(record):
-                self._views.use(id(record), stream)
+                self._views.use((0, id(record)), stream)
         self._submission = _Submission(self._fences.record(stream))
         return self._submission.fence.handle
 

@@ -1,122 +1,132 @@
 """When a slot in device memory may be used again: its last view has died, and the GPU is done with what was queued on it.
 
-Theory of operation: the death of a view says that nobody in this process will queue anything on it any more; the GPU may still
-be at what was queued before. So when the last view of a slot has died, an event is recorded on each stream that it was used
-on, and a :class:`Hold` is put where the views were: a thread keeps it until the events have come (``watcher.py``). Its death is
-the slot's last, and is noticed like that of a view (``obituaries.py``). Both ends do the same: the engine with slots that it
-was handed, a frontend with slots that it gives up.
+Theory of operation: the death of the last view says that nobody in this process will queue anything on a slot any more; the
+GPU may still be at what was queued before. So when a slot was left and its last view has died, each stream that it was used on
+is asked whether it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it
+has come, that is told like the death of a view (``core/views.pyx``). Both ends do the same: the engine with slots that it was
+handed, a frontend with slots that it gives up.
 
 Nothing of CUDA is called where a view dies, which is anywhere: only in the loop, when it hears of it.
 
 Invariants:
 
-- a slot is reported once, and only after the events on all of its streams, or never: where CUDA fails to record or to wait,
-  nobody can say when the slot is free, so it is kept for good, and counted;
+- a slot is reported once, and only after the work on all of its streams, or never: where CUDA fails to say when that is over,
+  the slot is kept for good, and counted;
 - the loop thread's stream of the moment is always among them: whoever used another one has the current one wait for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
 
-from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Stream
-from shmring.gpu.obituaries import Obituaries
+from shmring.core.compiled import GpuMemory, Region, Regions
+from shmring.gpu.cuda import Cuda, CudaError
 from shmring.gpu.watcher import Watcher
 
-__all__ = ["DeviceViews", "Hold"]
+__all__ = ["DeviceViews", "Key"]
 
 logger = logging.getLogger("shmring.ring")
 
-_Key = TypeVar("_Key", bound=Hashable)
+#: Two numbers from 0 to 2**64 - 1.
+Key = tuple[int, int]
 
 
-class Hold:
-    """Stands for work that a GPU may still be at; its death says that it is over."""
-
-    __slots__ = ("__weakref__",)
-
-
-class DeviceViews(Generic[_Key]):
+class DeviceViews:
     """The slots in device memory that this process uses, by key. Lives in a loop.
 
     Args:
         cuda: how to call CUDA.
         device_index: where the memory is.
-        wake: called on any thread; must only wake the loop, which calls :meth:`collect`.
+
+    Attributes:
+        bell: a descriptor that is readable when :meth:`collect` has something to return; until :meth:`end`.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int, wake: Callable[[], object]) -> None:
+    def __init__(self, cuda: Cuda, device_index: int) -> None:
         self._cuda = cuda
         self._device_index = device_index
-        self._views: Obituaries[_Key, DeviceBytes | Hold] = Obituaries(wake)
-        self._streams: dict[_Key, set[Stream]] = {}
-        self._watcher = Watcher(cuda, f"shmring-slots-{device_index}")
+        self._regions = Regions()
+        self.bell = self._regions.bell
+        self._lent: dict[Key, Region] = {}
+        self._streams: dict[Key, set[int]] = {}
+        self._watcher = Watcher(cuda.gpu(device_index), f"shmring-slots-{device_index}")
 
-    def __contains__(self, key: _Key) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._streams
 
     @property
     def lost(self) -> int:
         """Slots that are kept for good, because CUDA failed to say when they are free."""
-        return self._watcher.kept
+        return self._watcher.watch.kept
 
-    def use(self, key: _Key, stream: Stream) -> None:
+    def use(self, key: Key, stream: int) -> None:
         """A slot is used on a stream from now on; the first use opens it."""
-        self._streams.setdefault(key, set()).add(stream)
+        streams = self._streams.get(key)
+        if streams is None:
+            self._streams[key] = {stream}
+        else:
+            streams.add(stream)
 
-    def watch(self, key: _Key, lent: DeviceBytes) -> None:
-        """Watches the bytes of an open slot; one living one at a time."""
-        self._views.watch(key, lent)
+    def region(self, key: Key, memory: GpuMemory, offset: int, nbytes: int) -> Region:
+        """Returns the bytes of an open slot, to be viewed until it is left; they are lent once."""
+        region = self._lent.get(key)
+        if region is None:
+            region = self._lent[key] = memory.lend(self._regions, offset, nbytes, key)
+        return region
 
-    def lent(self, key: _Key) -> DeviceBytes | None:
-        """Returns the living bytes of an open slot."""
-        lent = self._views.watched(key)
-        return lent if isinstance(lent, DeviceBytes) else None
+    def is_viewed(self, key: Key) -> bool:
+        """Whether a view of an open slot is alive."""
+        region = self._lent.get(key)
+        return region is not None and region.is_viewed
 
-    def leave(self, key: _Key, *, drain: bool = True) -> None:
-        """Nobody makes further views of an open slot; :meth:`collect` will report it.
+    def leave(self, key: Key, *, drain: bool = True) -> bool:
+        """Nobody makes further views of an open slot.
 
         Args:
             drain: whether the views that live are waited for.
-        """
-        if drain and self._views.watched(key) is not None:
-            self._views.expect(key)
-        else:
-            self._views.forget(key)
-            self._hold(key)
 
-    def collect(self) -> list[_Key]:
+        Returns:
+            Whether nobody uses it any more. Else :meth:`collect` will report it.
+        """
+        region = self._lent.pop(key, None)
+        if region is not None:
+            if drain and region.leave():
+                return False
+            region.abandon()
+        return self._is_over(key)
+
+    def collect(self) -> list[Key]:
         """Returns the slots that nobody uses any more, since the last call."""
-        over = []
-        for key in self._views.collect():
-            if key in self._streams:  # the last view; the GPU is next
-                self._hold(key)
-            else:
-                over.append(key)
-        return over
+        return [key for key in self._regions.collect() if key not in self._streams or self._is_over(key)]
 
     def abandon(self) -> None:
-        """Nothing will be reported any more; but each death of a view that is alive now still wakes the loop."""
-        for key in self._views.living():
-            self._views.expect(key)
+        """Nothing will be reported any more; but each death of a view that is alive now still rings the bell."""
+        for region in self._lent.values():
+            region.leave()
+        self._lent.clear()
 
     def close(self, timeout_s: float) -> bool:
         """Waits until the GPU is done with all slots that were left; returns whether it is. Blocks: call it on a thread."""
         return self._watcher.close(timeout_s)
 
-    def _hold(self, key: _Key) -> None:
+    def end(self) -> None:
+        """Nobody collects any more."""
+        self._regions.close()
+
+    def _is_over(self, key: Key) -> bool:
+        """The last view of a slot has died; returns whether the GPU is done with it, too."""
         streams = self._streams.pop(key)
-        hold = Hold()
-        self._views.watch(key, hold)
-        self._views.expect(key)
         try:
             streams.add(self._cuda.current_stream(self._device_index))
-            events = [self._cuda.record(stream) for stream in streams]
         except CudaError as error:
-            logger.error("a slot in device memory is kept until this process ends: %s", str(error))
-            self._watcher.keep([hold])
-            return
-        for event in events:
-            self._watcher.guard(event, [hold])
+            self._watcher.watch.keep_for_good()
+            return self._lose(error)
+        try:
+            return self._watcher.watch.follow(self._regions, key, streams)
+        except CudaError as error:
+            return self._lose(error)
+
+    @staticmethod
+    def _lose(error: CudaError) -> bool:
+        logger.error("a slot in device memory is kept until this process ends: %s", str(error))
+        return False

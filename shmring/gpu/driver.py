@@ -1,4 +1,6 @@
-"""The calls of CUDA's driver that torch does not offer: plain device memory, and handing it to another process.
+"""CUDA's driver: what torch does not offer of it, and the addresses of what is called for every copy.
+
+What torch does not offer is plain device memory, and handing it to another process.
 
 torch's own allocator does not give memory out whose handle means exactly that memory: what it returns is a part of a larger
 block, or mapped page by page (``expandable_segments``), and sharing it goes through reference counts in files of its own under
@@ -16,12 +18,35 @@ import functools
 import threading
 from collections.abc import Iterator
 
-from shmring.gpu.cuda import CudaError
+from shmring.core.compiled import Gpu
+from shmring.errors import SlabError
 
-__all__ = ["Driver", "IPC_HANDLE_NBYTES"]
+__all__ = ["CudaError", "Driver", "IPC_HANDLE_NBYTES", "driver_error"]
 
 IPC_HANDLE_NBYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+
+
+_ON_CUDA = 2  # as DLPack numbers it
+
+
+class CudaError(SlabError):
+    """A call of CUDA failed, or there is no CUDA here.
+
+    Attributes:
+        call: what was called.
+        code: CUDA's error code, where it was returned; ``None`` where torch said it in words.
+    """
+
+    def __init__(self, message: str, *, call: str, code: int | None = None, nbytes: int | None = None) -> None:
+        super().__init__(message, nbytes=nbytes)
+        self.call = call
+        self.code = code
+
+
+def driver_error(call: str, code: int, text: str) -> CudaError:
+    """Returns the error of a driver's call that has returned a code."""
+    return CudaError(f"{call} failed: {text} (error {code})", call=call, code=code)
 
 
 class _Handle(ctypes.Structure):
@@ -44,6 +69,13 @@ _SIGNATURES: dict[str, tuple[type[object], ...]] = {
     "cuIpcCloseMemHandle": (ctypes.c_uint64,),
     "cuGetErrorString": (ctypes.c_int, ctypes.c_void_p),
 }
+
+#: What a :class:`Gpu` calls by itself.
+_OF_GPU = (
+    *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyHtoDAsync_v2", "cuGetErrorString"),
+    *("cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuStreamWaitEvent", "cuStreamQuery"),
+    *("cuIpcGetEventHandle", "cuIpcOpenEventHandle"),
+)
 
 
 class Driver:
@@ -88,6 +120,13 @@ class Driver:
             self._call("cuCtxSynchronize")  # that unmapping waits, as freeing does, is written nowhere
             self._call("cuIpcCloseMemHandle", address)
 
+    def gpu(self, device_index: int) -> Gpu:
+        """Returns a GPU as this process has it. Makes its context if torch has not."""
+        context = self._context(device_index).value
+        assert context is not None
+        functions = {name: ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0 for name in _OF_GPU}
+        return Gpu((_ON_CUDA, device_index), context, functions, driver_error)
+
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:
         try:
@@ -125,4 +164,4 @@ class Driver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode(errors="replace")
-            raise CudaError(f"{name} failed: {reason} (error {code})", call=name, code=code)
+            raise driver_error(name, code, reason)

@@ -90,23 +90,9 @@ class PinnedSlab:
         return pinned
 
     @property
-    def chunks(self) -> int:
-        """How many calls it took; 0 once it is closed."""
-        return len(self._chunks)
-
-    def split(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Divides a range of the slab at the boundaries that no copy may cross.
-
-        Returns:
-            ``(offset, bytes)`` of each part, by address.
-        """
-        end = offset + nbytes
-        parts = [
-            (max(offset, start), min(end, start + length) - max(offset, start))
-            for start, length in self._chunks
-            if start < end and offset < start + length
-        ]
-        return parts or [(offset, nbytes)]
+    def chunks(self) -> list[tuple[int, int]]:
+        """Address and bytes of what each call has registered, by address; none once it is closed."""
+        return [(self._address + offset, nbytes) for offset, nbytes in self._chunks]
 
     def close(self) -> None:
         """Unregisters, last chunk first; twice is once. Blocks: call it on a thread, when no copy is under way.
@@ -192,7 +178,7 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device_index: int) -> Pinned
         "pinned %d bytes of the slab in %.2f s, in %d calls, on GPU %d",
         pinned.nbytes,
         pinned.seconds,
-        pinned.chunks,
+        len(pinned.chunks),
         device_index,
     )
     return pinned

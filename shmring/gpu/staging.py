@@ -1,16 +1,16 @@
 """Device memory that copies land in: allocated once, lent out in parts, reused when the GPU is done with them.
 
-Theory of operation: a part goes to one request. Its tensors are views of one :class:`~shmring.gpu.cuda.DeviceBytes`, so
-the death of that object says that nobody will queue anything on them any more. The GPU may still be at work on what was
-queued before; an event recorded then, on the stream that used them, says when that is over. Only then is the part free.
+Theory of operation: a part goes to one request. Its tensors are views of one region, whose departure says that nobody will
+queue anything on them any more (``core/views.pyx``). The GPU may still be at work on what was queued before: if the stream
+that used them is not idle then, a mark in it says when that is over. Only then is the part free.
 
-The event is recorded in the loop, a moment after the death, and so covers at least what was queued until then. It is
+The mark is made in the loop, a moment after the departure, and so covers at least what was queued until then. It is
 asked for (never waited for) when somebody needs space, and every millisecond while somebody waits for it: an engine
 whose staging memory suffices never asks twice.
 
 Invariants:
 
-- a part is lent to one request at a time, and free again only after both its last view and the event behind it;
+- a part is lent to one request at a time, and free again only after both its last view and what was queued by then;
 - tensors keep the memory itself alive, also when the ring that lent it is closed;
 - waiters are served in order, and one that is cancelled passes its turn on.
 
@@ -20,24 +20,23 @@ Source: vLLM's ``CpuGpuBuffer`` and ``copy_slice`` keep a pair of buffers per ki
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import logging
-import weakref
-from collections import deque
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
-from shmring.core.compiled import RunAllocator
+from shmring.core.compiled import GpuMemory, Mark, Region, Regions, RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
-from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+from shmring.gpu.cuda import Cuda, CudaError
 from shmring.line import Line
 
 __all__ = ["StagingPart", "StagingRing"]
 
 logger = logging.getLogger("shmring.ring")
+
+_dlpack: Any = torch.utils.dlpack  # which is not annotated
 
 #: What parts are counted in: what torch's own allocator aligns to, so that no kernel finds an address it can't vectorise.
 UNIT_NBYTES = 512
@@ -47,15 +46,18 @@ _POLL_S = 0.001
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingPart:
-    """A part that is lent out; says nothing of whether it still is.
+    """A part that is lent out.
 
     Attributes:
-        stream: where its last use is queued: the stream that fills it, then the one that computes on it.
+        region: its bytes, to be viewed until the part is left.
+        stream: the number of that where its last use is queued: that which fills it, then that which computes on it.
     """
 
+    number: int
     start: int
     units: int
-    stream: Stream
+    region: Region
+    stream: int
 
 
 class StagingRing:
@@ -65,25 +67,31 @@ class StagingRing:
         cuda: how to call CUDA.
         device_index: where the memory is.
         memory: ``uint8 (nbytes,)`` on that device; at least one unit.
-        stream: what fills the parts.
+        stream: the number of that which fills the parts.
 
     Attributes:
         nbytes: the largest part there can be.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int, memory: torch.Tensor, stream: Stream) -> None:
+    def __init__(self, cuda: Cuda, device_index: int, memory: torch.Tensor, stream: int) -> None:
         self._cuda = cuda
         self._device_index = device_index
+        self._gpu = cuda.gpu(device_index)
         self._memory = memory
+        # Regions keep torch's tensor in C, also when this is gone.
+        keeper = _dlpack.to_dlpack(memory)
+        self._lendable = GpuMemory(self._gpu, memory.data_ptr(), memory.nbytes, keeper)
         self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._free = RunAllocator(0, memory.nbytes // UNIT_NBYTES)
         self.nbytes = self._free.length * UNIT_NBYTES
-        self._lent: dict[StagingPart, weakref.ref[DeviceBytes]] = {}
-        self._dead: deque[StagingPart] = deque()
-        self._retired: list[tuple[Event, StagingPart]] = []
-        self._users: set[Stream] = set()
-        self._line: Line[tuple[StagingPart, torch.Tensor]] = Line()
+        self._regions = Regions()
+        self._loop.add_reader(self._regions.bell, self._departed)
+        self._lent: dict[int, StagingPart] = {}
+        self._number = 0  # of the last part
+        self._retired: list[tuple[Mark, StagingPart]] = []
+        self._users: set[int] = set()
+        self._line: Line[StagingPart] = Line()
         self._poll: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -92,38 +100,54 @@ class StagingRing:
         """Bytes that are lent to nobody, and that the GPU is done with, as far as it was asked."""
         return self._free.free_units * UNIT_NBYTES
 
-    async def acquire(self, nbytes: int) -> tuple[StagingPart, torch.Tensor]:
-        """Waits for a part; see :meth:`acquire_nowait`."""
-        if (taken := self._take_in_turn(nbytes)) is not None:
-            return taken
+    async def acquire(self, nbytes: int) -> StagingPart:
+        """Waits for a part; see :meth:`take`."""
+        if (part := self.take(nbytes)) is not None:
+            return part
         place = self._line.enter(nbytes)
         self._serve()
         try:
-            # A part that is given in vain dies, and goes on to the next.
-            return await self._line.stay(place, lambda _: None, lambda _: self._serve())
+            return await self._line.stay(place, self.leave, lambda _: self._serve())
         finally:
             del place
 
-    def acquire_nowait(self, nbytes: int) -> tuple[StagingPart, torch.Tensor]:
-        """Takes a part, if one is free and nobody waits.
+    def take(self, nbytes: int) -> StagingPart | None:
+        """Takes a part, if one is free and nobody waits; else returns None.
 
         Args:
             nbytes: its size, at least 1.
 
         Returns:
-            The part, and its bytes on the device: ``uint8 (nbytes,)``, content undefined. The part is lent for as long as
-            a view of the bytes lives; to be used on the stream of the part, which the borrower keeps true.
+            The part, its content undefined. It is lent until it was left, and the last view of it is gone; to be used on the
+            stream of the part, which the borrower keeps true.
 
         Raises:
             CapacityError: it is larger than all of the staging memory.
-            WouldBlock: there is no such part now.
+            ClosedError: the ring was closed.
         """
-        taken = self._take_in_turn(nbytes)
-        if taken is None:
-            raise WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device_index}")
-        return taken
+        if self._closed:
+            raise ClosedError("the ring was closed")
+        if nbytes > self.nbytes:
+            raise CapacityError(
+                f"{nbytes} bytes can never fit the staging memory of {self.nbytes} on a GPU; raise staging_nbytes",
+                needed=nbytes,
+                capacity=self.nbytes,
+            )
+        if self._retired:
+            self._reap()
+        return None if self._line and self._line.is_waited_in else self._take(nbytes)
 
-    def hand_over(self, part: StagingPart, stream: Stream) -> None:
+    def no_space(self, nbytes: int) -> WouldBlock:
+        """Returns the error for who does not wait."""
+        return WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device_index}")
+
+    def leave(self, part: StagingPart) -> None:
+        """The borrower makes no further views of a part."""
+        if not part.region.leave():
+            self._retire(part)
+            self._serve()
+
+    def hand_over(self, part: StagingPart, stream: int) -> None:
         """Notes that a part is used on another stream from now on, which waits for what was queued before."""
         if stream not in self._users:
             self._users.add(stream)
@@ -137,65 +161,53 @@ class StagingRing:
             self._poll.cancel()
         for place, _ in self._line.waiting():
             place.set_exception(ClosedError("the ring was closed"))
+        self._loop.remove_reader(self._regions.bell)
+        self._regions.close()
 
-    def _take_in_turn(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
-        if self._closed:
-            raise ClosedError("the ring was closed")
-        if nbytes > self.nbytes:
-            raise CapacityError(
-                f"{nbytes} bytes can never fit the staging memory of {self.nbytes} on a GPU; raise staging_nbytes",
-                needed=nbytes,
-                capacity=self.nbytes,
-            )
-        self._reap()
-        return None if self._line.is_waited_in else self._take(nbytes)
-
-    def _take(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
+    def _take(self, nbytes: int) -> StagingPart | None:
         units = -(-nbytes // UNIT_NBYTES)
         start = self._free.allocate(units)
         if start is None:
             return None
-        part = StagingPart(start, units, self._stream)
-        try:
-            lent = DeviceBytes(self._memory, self._memory.data_ptr() + start * UNIT_NBYTES, nbytes)
-            view = self._cuda.view(self._device_index, lent)
-        except BaseException:
-            self._free.free(start, units)
-            raise
-        self._lent[part] = weakref.ref(lent, functools.partial(self._died, part))
-        return part, view
+        self._number += 1
+        region = self._lendable.lend(self._regions, start * UNIT_NBYTES, nbytes, (0, self._number))
+        part = self._lent[self._number] = StagingPart(self._number, start, units, region, self._stream)
+        return part
 
-    def _died(self, part: StagingPart, _reference: Any) -> None:
-        """On any thread, at any moment: says so, and nothing else."""
-        self._dead.append(part)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to lend it to
-            self._loop.call_soon_threadsafe(self._retire)
-
-    def _retire(self) -> None:
-        while self._dead:
-            part = self._dead.popleft()
-            del self._lent[part]
-            if self._closed:
-                continue
-            try:
-                self._retired.append((self._cuda.record(part.stream), part))
-            except CudaError as error:
-                logger.error("%d bytes of staging memory are lost: %s", part.units * UNIT_NBYTES, error)
+    def _departed(self) -> None:
+        for _, number in self._regions.collect():
+            self._retire(self._lent[number])
         self._serve()
+
+    def _retire(self, part: StagingPart) -> None:
+        """Nobody views a part any more."""
+        del self._lent[part.number]
+        if self._closed:
+            return
+        try:
+            if self._gpu.is_idle(part.stream):
+                self._free.free(part.start, part.units)
+            else:
+                self._retired.append((self._gpu.record(part.stream), part))
+        except CudaError as error:
+            self._lose(part, error)
+
+    def _lose(self, part: StagingPart, error: CudaError) -> None:
+        logger.error("%d bytes of staging memory are lost: %s", part.units * UNIT_NBYTES, error)
 
     def _reap(self) -> None:
         """Frees the parts that the GPU is done with."""
         retired, self._retired = self._retired, []
-        for event, part in retired:
+        for mark, part in retired:
             try:
-                over = self._cuda.query(event)
+                has_come = mark.has_come
             except CudaError as error:
-                logger.error("%d bytes of staging memory are lost: %s", part.units * UNIT_NBYTES, error)
+                self._lose(part, error)
                 continue
-            if over:
+            if has_come:
                 self._free.free(part.start, part.units)
             else:
-                self._retired.append((event, part))
+                self._retired.append((mark, part))
 
     def _serve(self) -> None:
         """Gives those who wait what there is, first come first served."""
@@ -203,14 +215,10 @@ class StagingRing:
             return
         self._reap()
         for place, nbytes in self._line.waiting():
-            try:
-                taken = self._take(nbytes)
-            except CudaError as error:
-                place.set_exception(error)
-                continue
-            if taken is None:
+            part = self._take(nbytes)
+            if part is None:
                 break  # nobody overtakes the first
-            place.set_result(taken)
+            place.set_result(part)
         if self._line.is_waited_in and self._retired and self._poll is None:
             self._poll = self._loop.call_later(_POLL_S, self._poll_again)
 

@@ -1,22 +1,11 @@
-"""All tensors of a request to a GPU: one copy per slot, on a stream of their own, and nobody waits for it.
+"""All tensors of a request to a GPU, on a stream of their own, and nobody waits for it.
 
-Theory of operation: the bytes that a request's tensors cover in each slot are copied as they lie, in as few copies as
-their gaps allow, into a part of the device's staging memory; the tensors are then views of that part. The consumer's
-stream waits for an event behind the copies, so whatever it is given next may use the tensors at once.
+Theory of operation: the bytes go into a part of the device's staging memory (``staging.py``); the tensors are then views of
+that part. How they are copied, and what keeps their slots until that is over, is compiled (``core/copies.pyx``); a thread
+waits for it (``watcher.py``). Copies from a slab that is not pinned block whoever asks for them until the bytes have been
+read; those above ``offload_nbytes`` are made on a thread.
 
-Until that event has come, the slots must not be reused. A view in our hands is what says so, like any other: it is
-handed to a thread that waits for the events of one stream, in their order, and lets go of what each of them guards
-(``watcher.py``). From
-there on it is the death of a view like any other.
-
-Copies from a slab that is not pinned block whoever asks for them until the bytes have been read; those above
-``offload_nbytes`` are made on a thread.
-
-Invariants:
-
-- such a view is let go of only when CUDA has said that the copies before its event are over;
-- no copy crosses a boundary of :meth:`~shmring.gpu.pinned.PinnedSlab.split`;
-- :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
+Invariant: :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """
 
 from __future__ import annotations
@@ -27,32 +16,25 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
-from shmring.core.compiled import Content, borrowed
-from shmring.core.messages import TensorRef
+from shmring.core.compiled import ContentRegions, CopyLane, PayloadDecoder, Placement, Region, plan_copies
 from shmring.errors import ClosedError, WouldBlock, fresh
-from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
-from shmring.gpu.layout import NOTHING_GIVEN, Given, Layout
+from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
 from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.staging import StagingPart, StagingRing
 from shmring.gpu.watcher import Watcher
 from shmring.memory.copier import Copier
-from shmring.memory.slab import Slab
-from shmring.memory.views import Place, tensor_view
 
-__all__ = ["BytesOf", "Decode", "Uploads"]
+__all__ = ["NOTHING_GIVEN", "Given", "Uploads"]
 
 #: How long closing waits for the copies under way: thousands of times what the largest of them takes.
 _CLOSE_TIMEOUT_S = 10.0
 
-#: Decodes a payload, its tensors made by a :data:`~shmring.gpu.layout.Place`.
-Decode = Callable[[Place], Any]
-#: Returns a slot's bytes by region number, 1 being the first slot, as a view, which keeps the slot.
-BytesOf = Callable[[int], NDArray[np.uint8]]
+#: Slots of a content that are in device memory already, by their number from 1 on.
+Given = dict[int, Region]
+NOTHING_GIVEN: Given = {}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -63,21 +45,7 @@ class _Lane:
     stream: Stream
     staging: StagingRing
     watcher: Watcher
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Upload:
-    """One request on its way. ``sources`` are the regions of ``layout.runs``, emptied when the copies are over."""
-
-    layout: Layout
-    sources: list[NDArray[np.uint8]]
-    part: StagingPart
-    target: torch.Tensor
-    payload: Any
-
-
-#: Makes one ready, in the part of the staging memory that it was given.
-_Prepare = Callable[[StagingPart, torch.Tensor], _Upload]
+    copies: CopyLane
 
 
 class Uploads:
@@ -85,8 +53,7 @@ class Uploads:
 
     Args:
         cuda: how to call CUDA.
-        slab: where the slots are.
-        pinned: what of it is pinned.
+        pinned: what of the slab is pinned.
         copier: has the threads.
         staging_nbytes: device memory for copies, on each device that is copied to. Allocated at the first copy.
         offload_nbytes: copies from memory that is not pinned are made in the loop up to this size.
@@ -95,11 +62,8 @@ class Uploads:
         copies, copied_nbytes: requests copied, and their bytes, gaps included.
     """
 
-    def __init__(
-        self, cuda: Cuda, slab: Slab, pinned: PinnedSlab, copier: Copier, *, staging_nbytes: int, offload_nbytes: int
-    ) -> None:
+    def __init__(self, cuda: Cuda, pinned: PinnedSlab, copier: Copier, *, staging_nbytes: int, offload_nbytes: int) -> None:
         self._cuda = cuda
-        self._slab = slab
         self._pinned = pinned
         self._copier = copier
         self._staging_nbytes = staging_nbytes
@@ -115,9 +79,8 @@ class Uploads:
 
     async def upload(
         self,
-        content: Content,
-        bytes_of: BytesOf,
-        decode: Decode,
+        regions: ContentRegions,
+        decoder: PayloadDecoder,
         device: torch.device | str | int,
         stream: Stream | None,
         check: Callable[[], object],
@@ -126,13 +89,12 @@ class Uploads:
         """Copies a content's tensors; returns its payload with them on the device, to be used on ``stream``.
 
         Args:
-            content: as it was checked.
-            bytes_of: returns a slot's bytes; those that are read are kept until their copies are over.
-            decode: makes the payload.
+            regions: of the content, as it was checked; those that are copied from are kept until that is over.
+            decoder: makes the payload.
             device: where to.
             stream: that will use the tensors; ``None``: the current one of this thread on that device.
-            check: called when the waiting is over; raises if the slots are no more the caller's.
-            given: tensors that are there already; where all are, nothing is copied, and nothing awaited.
+            check: called when something was waited for; raises if the slots are no more the caller's.
+            given: what is there already; where all tensors are, nothing is copied, and nothing awaited.
 
         Raises:
             ValueError: ``device`` is no CUDA device.
@@ -140,38 +102,35 @@ class Uploads:
             CudaError: CUDA is not there, or failed.
             ClosedError: the ring was closed.
         """
-        layout = Layout(content, given.regions)
-        if given.regions and not layout.nbytes:
-            return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
-        lane = await self._lane(cuda_index(self._cuda, device))
-        consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
+        placement = plan_copies(decoder, regions.content, given)
+        if given and not placement.nbytes:
+            return decoder.decode_again(regions, placement)
+        device_index = cuda_index(self._cuda, device)
         try:
-            return await self._upload(lane, consumer, layout, prepare, check)
+            lane = self._lanes.get(device_index)
+            if lane is None:
+                lane = await self._lane(device_index)
+                check()
+            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
+            part, waited = lane.staging.take(placement.nbytes or 1), False
+            if part is None:
+                part, waited = await lane.staging.acquire(placement.nbytes or 1), True
+            try:
+                if waited:
+                    check()
+                if self._must_offload(placement):
+                    return await self._copy_on_thread(lane, part, placement, regions, decoder, consumer)
+                return self._copy(lane, part, placement, regions, decoder, consumer)
+            finally:
+                lane.staging.leave(part)
         except BaseException as error:
             _cut_off(error)
             raise
 
-    async def _upload(
-        self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare, check: Callable[[], object]
-    ) -> Any:
-        part, target = await lane.staging.acquire(max(1, layout.nbytes))
-        check()
-        upload = prepare(part, target)
-        try:
-            if self._must_offload(layout):
-                await self._on_thread(functools.partial(self._queue_copies, lane, upload))
-            else:
-                self._queue_copies(lane, upload)
-        finally:
-            event = self._guard(lane, upload)  # also of what was cut off: some of it may be under way
-        return self._hand_over(lane, upload, event, consumer)
-
     def upload_nowait(
         self,
-        content: Content,
-        bytes_of: BytesOf,
-        decode: Decode,
+        regions: ContentRegions,
+        decoder: PayloadDecoder,
         device: torch.device | str | int,
         stream: Stream | None,
         given: Given = NOTHING_GIVEN,
@@ -182,32 +141,29 @@ class Uploads:
             WouldBlock: the device's staging memory is full, or was never used; or the slab is not pinned, and the copy large.
         """
         self._check_open()
-        layout = Layout(content, given.regions)
-        if given.regions and not layout.nbytes:
-            return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
-        lane = self._lanes.get(cuda_index(self._cuda, device))
+        placement = plan_copies(decoder, regions.content, given)
+        if given and not placement.nbytes:
+            return decoder.decode_again(regions, placement)
+        device_index = cuda_index(self._cuda, device)
+        lane = self._lanes.get(device_index)
         if lane is None:
             raise WouldBlock(
                 f"nothing was copied to {device} yet, its staging memory has to be made; claim.to() waits for that"
             )
-        if self._must_offload(layout):
-            raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
-        consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
+        if self._must_offload(placement):
+            raise WouldBlock(f"the slab is not pinned, and copying {placement.nbytes} bytes from it would hold the loop up")
         try:
-            return self._upload_nowait(lane, consumer, layout, prepare)
+            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
+            part = lane.staging.take(placement.nbytes or 1)
+            if part is None:
+                raise lane.staging.no_space(placement.nbytes)
+            try:
+                return self._copy(lane, part, placement, regions, decoder, consumer)
+            finally:
+                lane.staging.leave(part)
         except BaseException as error:
             _cut_off(error)
             raise
-
-    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare) -> Any:
-        part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
-        upload = prepare(part, target)
-        try:
-            self._queue_copies(lane, upload)
-        finally:
-            event = self._guard(lane, upload)
-        return self._hand_over(lane, upload, event, consumer)
 
     async def close(self) -> bool:
         """Ends all copies. Returns whether none is under way; if not, the slab's memory must stay as it is."""
@@ -233,8 +189,6 @@ class Uploads:
 
     async def _lane(self, device_index: int) -> _Lane:
         self._check_open()
-        if (lane := self._lanes.get(device_index)) is not None:
-            return lane
         opening = self._opening.get(device_index)
         if opening is None:
             opening = self._opening[device_index] = asyncio.create_task(self._open_lane(device_index))
@@ -259,56 +213,63 @@ class Uploads:
         def allocate() -> tuple[torch.Tensor, Stream]:
             memory = self._cuda.allocate(device_index, self._staging_nbytes)
             stream = self._cuda.create_stream(device_index)
+            number, gpu = stream_number(stream), self._cuda.gpu(device_index)
             # The allocator hands memory out while its last user is still queued on this thread's stream.
-            self._cuda.wait_event(stream, self._cuda.record(self._cuda.current_stream(device_index)))
-            self._cuda.used_on(memory, stream)
+            gpu.follow(number, gpu.record(self._cuda.current_stream(device_index)))
+            self._cuda.used_on(memory, number)
             return memory, stream
 
         memory, stream = await self._copier.run(allocate)
+        number, gpu = stream_number(stream), self._cuda.gpu(device_index)
+        watcher = Watcher(gpu, f"shmring-gpu-{device_index}")
         lane = _Lane(
             device_index,
             stream,
-            StagingRing(self._cuda, device_index, memory, stream),
-            Watcher(self._cuda, f"shmring-gpu-{device_index}"),
+            StagingRing(self._cuda, device_index, memory, number),
+            watcher,
+            CopyLane(gpu, watcher.watch, number, self._pinned.chunks),
         )
         self._lanes[device_index] = lane
         return lane
 
     # -- one upload ----------------------------------------------------------------------------------------------------
 
-    def _must_offload(self, layout: Layout) -> bool:
-        return not self._pinned.nbytes and layout.nbytes > self._offload_nbytes
+    def _must_offload(self, placement: Placement) -> bool:
+        return not self._pinned.nbytes and placement.nbytes > self._offload_nbytes
 
-    def _prepare(
+    def _copy(
         self,
-        layout: Layout,
-        content: Content,
-        bytes_of: BytesOf,
-        decode: Decode,
-        given: Given,
+        lane: _Lane,
         part: StagingPart,
-        target: torch.Tensor,
-    ) -> _Upload:
-        self._check_open()
-        sources = [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
-        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, bytes_of, given, target)))
+        placement: Placement,
+        regions: ContentRegions,
+        decoder: PayloadDecoder,
+        consumer: int,
+    ) -> Any:
+        placement.target = part.region
+        lane.copies.copy(placement, regions, consumer)
+        payload = decoder.decode_again(regions, placement)  # while the GPU is at it
+        self._arrive(lane, part, placement, consumer)
+        return payload
 
-    @staticmethod
-    def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given, target: torch.Tensor) -> Place:
-        """Returns what makes each tensor: as it is there, as it is copied to ``target``, or, unknown to torch, on the host."""
-
-        def place(ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-            placed = given.place(ref)
-            if placed is None:
-                placed = layout.place(ref, target)
-            if placed is not None:
-                return placed
-            source = _bytes_of(content, bytes_of, ref.region) if ref.nbytes else _NOTHING
-            on_host = tensor_view(ref, borrowed(source.ctypes.data, source.nbytes), writable=False)
-            assert isinstance(on_host, np.ndarray)
-            return on_host.copy()
-
-        return place
+    async def _copy_on_thread(
+        self,
+        lane: _Lane,
+        part: StagingPart,
+        placement: Placement,
+        regions: ContentRegions,
+        decoder: PayloadDecoder,
+        consumer: int,
+    ) -> Any:
+        placement.target = part.region
+        lane.copies.begin(placement, regions)
+        try:
+            payload = decoder.decode_again(regions, placement)  # afterwards, the slots may be somebody else's
+            await self._on_thread(functools.partial(lane.copies.queue, placement))
+        finally:
+            lane.copies.finish(placement, consumer)  # also of what was cut off: some of it may be under way
+        self._arrive(lane, part, placement, consumer)
+        return payload
 
     async def _on_thread(self, work: Callable[[], None]) -> None:
         self._on_threads += 1
@@ -320,34 +281,10 @@ class Uploads:
             if not self._on_threads:
                 self._idle.set()
 
-    def _queue_copies(self, lane: _Lane, upload: _Upload) -> None:
-        for run, source in zip(upload.layout.runs, upload.sources, strict=True):
-            start = self._slab.find(int(source.ctypes.data)) if run.region else None
-            if start is None:
-                parts = [(run.start, run.end - run.start)]
-            else:
-                parts = [
-                    (offset - start, nbytes) for offset, nbytes in self._pinned.split(start + run.start, run.end - run.start)
-                ]
-            for offset, nbytes in parts:
-                at = run.target + offset - run.start
-                self._cuda.copy_to_device(upload.target[at : at + nbytes], source[offset : offset + nbytes], lane.stream)
-
-    def _guard(self, lane: _Lane, upload: _Upload) -> Event:
-        try:
-            event = self._cuda.record(lane.stream)
-        except CudaError:
-            lane.watcher.keep(upload.sources)
-            raise
-        lane.watcher.guard(event, upload.sources)
-        return event
-
-    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream) -> Any:
-        self._cuda.wait_event(consumer, event)
-        lane.staging.hand_over(upload.part, consumer)
+    def _arrive(self, lane: _Lane, part: StagingPart, placement: Placement, consumer: int) -> None:
+        lane.staging.hand_over(part, consumer)
         self.copies += 1
-        self.copied_nbytes += upload.layout.nbytes
-        return upload.payload
+        self.copied_nbytes += placement.nbytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -360,11 +297,3 @@ def _cut_off(error: BaseException) -> None:
     while chained is not None:
         chained.__traceback__ = None
         chained = chained.__cause__ or chained.__context__
-
-
-_NOTHING = np.empty(0, np.uint8)
-
-
-def _bytes_of(content: Content, bytes_of: BytesOf, number: int) -> NDArray[np.uint8]:
-    # What is inline as a bytearray, since torch warns of arrays that it must not write to.
-    return bytes_of(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)

@@ -23,7 +23,7 @@ from shmring.core.compiled import DTYPES, MAX_VALUES, Packer, Part, PayloadDecod
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef, align, item_nbytes
 from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
-from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view
+from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, gpu_dtype, tensor_view
 
 __all__ = ["children", "make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
 
@@ -117,7 +117,7 @@ def make_decoder(payload_type: Any = Any, *, writable: bool = False) -> PayloadD
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
 
-    return PayloadDecoder(payload_type, _convert, TENSOR_MAKER, _dlpack_dtypes(), other)
+    return PayloadDecoder(payload_type, _convert, TENSOR_MAKER, _dlpack_dtypes(), other, gpu_dtype)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ size, and viewed as what they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from shmring.core.compiled import Region, TensorMaker, copied
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["Place", "TENSOR_MAKER", "TORCH_DTYPES", "device_view", "dlpack_dtype", "tensor_view"]
+__all__ = ["TENSOR_MAKER", "TORCH_DTYPES", "dlpack_dtype", "gpu_dtype", "tensor_view"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
@@ -34,9 +33,6 @@ _DLPACK_CODES = {
 }  # fmt: skip
 
 TENSOR_MAKER = TensorMaker(torch.utils.dlpack.from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
-
-#: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
-Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
 
 
 def tensor_view(ref: TensorRef, region: Region, *, writable: bool) -> torch.Tensor | NDArray[Any]:
@@ -67,27 +63,6 @@ def tensor_view(ref: TensorRef, region: Region, *, writable: bool) -> torch.Tens
     return array
 
 
-def device_view(ref: TensorRef, region: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that a descriptor describes, as a view of bytes on a device.
-
-    Args:
-        ref: a descriptor that was checked against the region's size.
-        region: ``uint8``, the region's bytes, header excluded.
-
-    Raises:
-        RemoteProtocolError: torch has no such tensors. What numpy alone has, no device can hold.
-    """
-    dtype = TORCH_DTYPES.get(ref.dtype)
-    if dtype is None:
-        raise RemoteProtocolError(f"a {ref.dtype} tensor can't be in device memory")
-    if not ref.nbytes:
-        return torch.empty(ref.shape, dtype=dtype, device=region.device)
-    try:
-        return region[ref.offset : ref.offset + ref.nbytes].view(dtype).view(ref.shape)
-    except RuntimeError as error:
-        raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
-
-
 def _torch_view(ref: TensorRef, region: Region) -> torch.Tensor:
     dtype = TORCH_DTYPES[ref.dtype]
     if not ref.nbytes:
@@ -112,3 +87,24 @@ def _dlpack_code(name: str) -> int:
     except (RuntimeError, BufferError):
         return _SIGNED
     return code if tried.dtype == TORCH_DTYPES[name] else _SIGNED
+
+
+@functools.lru_cache(maxsize=256)  # dtypes as the wire spells them come from peers
+def gpu_dtype(name: str) -> tuple[int, int, torch.dtype | None] | None:
+    """Returns how a tensor on a GPU is made of a dtype of the wire, numpy's spelling included.
+
+    Returns:
+        DLPack's code and bits, and as what the tensor that is made by them is viewed, or None; None: torch has no such dtype.
+    """
+    if name not in TORCH_ITEM_NBYTES:
+        try:
+            dtype = np.dtype(name)
+        except TypeError:
+            return None
+        if not dtype.isnative:
+            return None
+        name = dtype.name
+    if name not in TORCH_DTYPES:
+        return None
+    code, bits = _dlpack_code(name), 8 * TORCH_ITEM_NBYTES[name]
+    return code, bits, None if code == _DLPACK_CODES[name] else TORCH_DTYPES[name]

@@ -8,20 +8,17 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, Generic
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from shmring.core.compiled import ClaimEnd, Content, ContentRegions, done
+from shmring.core.compiled import ClaimEnd, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.gpu.cuda import Stream
-from shmring.gpu.upload import BytesOf, Decode
+from shmring.gpu.upload import NOTHING_GIVEN
 from shmring.ring.shell import Shell
 
 __all__ = ["Claim"]
@@ -96,12 +93,17 @@ class Claim(ClaimEnd, Generic[_Payload]):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        payload: _Payload = await self._shell.uploads.upload(
-            *self._source(),
+        shell: Shell = self._end.shell
+        given = NOTHING_GIVEN
+        if self._submit.content.fence:
+            given = shell.given(self.client_id, self._submit, device, stream)
+        payload: _Payload = await shell.uploads.upload(
+            self._regions,
+            shell.decoder,
             device,
             stream,
             self._check_unreleased,  # it may be released while this waits: its slots may then be somebody else's
-            self._shell.given(self.client_id, self._submit, device, stream),
+            given,
         )
         self._end.release(self, copying=True)
         return payload
@@ -114,20 +116,17 @@ class Claim(ClaimEnd, Generic[_Payload]):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        payload: _Payload = self._shell.uploads.upload_nowait(
-            *self._source(), device, stream, self._shell.given(self.client_id, self._submit, device, stream)
-        )
+        shell: Shell = self._end.shell
+        given = NOTHING_GIVEN
+        if self._submit.content.fence:
+            given = shell.given(self.client_id, self._submit, device, stream)
+        payload: _Payload = shell.uploads.upload_nowait(self._regions, shell.decoder, device, stream, given)
         self._end.release(self, copying=True)
         return payload
 
     def _check_unreleased(self) -> None:
         self._end.check_running(self)
         _ = self.payload
-
-    def _source(self) -> tuple[Content, BytesOf, Decode]:
-        """Returns what is copied, where its bytes are, and what makes the payload of it."""
-        regions, decoder = self._regions, self._shell.decoder
-        return regions.content, functools.partial(_bytes_of, regions), functools.partial(decoder.decode_again, regions)
 
     async def reply(self, payload: object) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
@@ -221,7 +220,3 @@ class Claim(ClaimEnd, Generic[_Payload]):
     def _end_with(self, event: RequestEvent, error: BaseException) -> None:
         if not self.ended:
             self._shell.end_claim(self, event, error)
-
-
-def _bytes_of(regions: ContentRegions, number: int) -> NDArray[np.uint8]:
-    return np.frombuffer(memoryview(regions.memory(number)), np.uint8)

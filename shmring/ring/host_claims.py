@@ -63,7 +63,6 @@ class HostClaims:
         self.regions = Regions()
         self.uploads = Uploads(
             cuda,
-            slab,
             pinned,
             copier,
             staging_nbytes=int(config.staging_nbytes),

@@ -10,7 +10,6 @@ handed what it uses, and not this. There is no ``await`` between reading the boo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -25,7 +24,7 @@ import torch
 
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig
-from shmring.core.compiled import ClaimEnd, EngineBook, EngineEnd, Submit
+from shmring.core.compiled import ClaimEnd, EngineBook, EngineEnd, Placement, Submit
 from shmring.core.effects import (
     Answered,
     ClientGone,
@@ -44,12 +43,11 @@ from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import AbortedError, ClosedError, RemoteProtocolError, StaleDescriptorError
 from shmring.gpu.cuda import Cuda, CudaError, Stream
 from shmring.gpu.device_claims import DeviceClaims
-from shmring.gpu.layout import NOTHING_GIVEN, Given
+from shmring.gpu.upload import NOTHING_GIVEN, Given
 from shmring.line import Line
 from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
-from shmring.memory.views import Place
 from shmring.ring import limits
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
 from shmring.ring.handshakes import Handshakes
@@ -126,8 +124,7 @@ class Shell:
         self.decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, copier, config)
         self._device_claims = tuple(  # none or one
-            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._wake_for_deaths)
-            for device_slab in reserved.device_slabs
+            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._collect_deaths) for device_slab in reserved.device_slabs
         )
         self._memories: tuple[ClaimedMemory, ...] = (self._host_claims, *self._device_claims)  # as the book numbers them
         self.uploads = self._host_claims.uploads
@@ -220,8 +217,8 @@ class Shell:
             self.end.begin_turn()
             self.request_arrived()
 
-    def take_up_device(self, client_id: int, submit: Submit) -> Place:
-        """For the end: a request has slots in device memory. Returns what makes their tensors."""
+    def take_up_device(self, client_id: int, submit: Submit) -> Placement:
+        """For the end: a request has slots in device memory. Returns where their tensors are made."""
         [device_claims] = self._device_claims  # what has no fence has no such slots, and what has one was checked
         return device_claims.take_up(client_id, submit)
 
@@ -252,17 +249,14 @@ class Shell:
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
     def given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
-        """Returns a claim's tensors in device memory, for whose fence the stream waits from now on."""
+        """Returns a claim's slots in device memory, for whose fence the stream waits from now on."""
         if not submit.content.fence:
             return NOTHING_GIVEN
         [device_claims] = self._device_claims
         return device_claims.give(client_id, submit, device, stream)
 
     def release_on_device(self, client_id: int, submit: Submit, copying: bool) -> list[bool]:
-        """For the end: releases slots in device memory; returns which of a claim's slots drain.
-
-        All of those do: a GPU may be at work on what nobody views any more.
-        """
+        """For the end: releases slots in device memory; returns which of a claim's slots drain."""
         [device_claims] = self._device_claims
         if self.life.config.debug and not copying and device_claims.is_viewed(client_id, submit):
             self.log_drain(submit)
@@ -335,10 +329,6 @@ class Shell:
         claim = self.end.forget_claim(*key)
         if claim is not None:
             self.end.mark_ended(claim, aborted=True)
-
-    def _wake_for_deaths(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
-            self.loop.call_soon_threadsafe(self._collect_deaths)
 
     def _collect_deaths(self) -> None:
         for memory in self._memories:

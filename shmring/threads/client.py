@@ -27,8 +27,8 @@ import shmring.client.submission as submission_in_loop
 from shmring.client.client import check_name
 from shmring.client.connecting import Options, open_client
 from shmring.config import ClientConfig
+from shmring.core.compiled import Mark
 from shmring.errors import ClosedError, WouldBlock
-from shmring.gpu.cuda import Event, Stream
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
 from shmring.threads.loop_thread import LoopThread, within
@@ -220,14 +220,14 @@ class Slot(_Held[slot_in_loop.Slot]):
         Views of it must not be used any more. This never waits; finalisers may call it. Twice is once.
         """
         slot = self._in_loop
-        if slot is not None and slot._device_memory is not None and self._thread.is_open:
+        if slot is not None and slot._is_on_gpu and self._thread.is_open:
             end = slot._end
             if end is not None:  # else another thread leaves it
                 self._thread.post(_use_on, slot, end.device_slots.current_stream())
         super().close()
 
 
-def _use_on(slot: slot_in_loop.Slot, stream: Stream) -> None:
+def _use_on(slot: slot_in_loop.Slot, stream: int) -> None:
     """Before a slot in device memory is left, in the loop: this is the stream of whoever leaves it."""
     if slot._end is not None:
         slot._end.device_slots.use(slot._record, stream)
@@ -450,7 +450,7 @@ class Client(Blocking[_ClientInLoop]):
         self.close()
 
 
-def _behind(marks: list[tuple[DeviceSlots, Event]], function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _behind(marks: list[tuple[DeviceSlots, Mark]], function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Does something for a thread, in the loop: it comes behind what that thread has queued on its GPUs."""
     for slots, mark in marks:
         slots.follow(mark)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import queue
 import threading
 from collections.abc import Callable
@@ -37,29 +36,19 @@ from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from shmring.ring.serving import Serving, create_shell
 from shmring.ring.shell import Shell
+from tests.model.fake_cuda import FakeCuda, FakeMemory
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"
 
 
-def fakes() -> Any:
-    """The module of tests/memory/fake_cuda.py."""
-    path = Path(__file__).parents[1] / "memory" / "fake_cuda.py"
-    specification = importlib.util.spec_from_file_location("fake_cuda", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 class HostMemory(Gpu):
     """What measuring asks of a GPU, of host memory."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.cuda = module.FakeCuda()
-        self.memory = module.FakeMemory()
+        self.cuda = FakeCuda()
+        self.memory = FakeMemory()
         self.lag = 0  # how often what watches says no before it says yes
         self.pin: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
@@ -89,7 +78,7 @@ class HostMemory(Gpu):
 
 @pytest.fixture
 def gpu() -> HostMemory:
-    return HostMemory(fakes())
+    return HostMemory()
 
 
 SIZES = (4 * KB, 256 * KB)
@@ -128,6 +117,9 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
         assert absent == {}
         for nbytes in SIZES:
             assert (await COMMANDS["bandwidth"](gpu, ways[way], nbytes, 0.0))["gb_per_s"][0] > 0
+            latencies = await COMMANDS["latencies"](gpu, ways[way], nbytes, 3)
+            assert len(latencies["usable_us"]) == len(latencies["held_us"]) == 3
+            assert all(held_us <= usable_us for held_us, usable_us in zip(*reversed(latencies.values()), strict=True))
             gpu.lag = 3
             stalls = await COMMANDS["stalls"](gpu, ways[way], nbytes, 2)
             assert len(stalls["brought_us"]) == len(stalls["idle_us"]) == 2
@@ -138,7 +130,7 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
 
 
 async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path) -> None:
-    gpu.cuda.copy_to_device = lambda target, source, stream: None
+    gpu.cuda.forgets_copies = True
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
         with pytest.raises(CheckError, match=r"message \d+ holds"):
             await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 4 * KB, 0.0)
@@ -146,7 +138,7 @@ async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path
 
 async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket_dir: Path) -> None:
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
-        gpu.cuda.fail("copy_to_device")
+        gpu.cuda.fail("cuMemcpyHtoDAsync_v2")
         with pytest.raises(CudaError):
             await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0)
         assert (await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0))["gb_per_s"][0] > 0
@@ -222,6 +214,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
     assert gaps(results) == {}
     cells = [(nbytes, way) for nbytes in TINY.sizes for way in TINY.ways]
     assert list(results.of("bandwidth")) == cells
+    assert list(results.of("latencies")) == cells
     assert list(results.of("stalls")) == cells
     assert list(results.of("hand-overs")) == [(nbytes, route) for nbytes in TINY.sizes for route in TINY.routes]
     assert all(len(one.runs) == 2 for one in results.measured)
@@ -235,7 +228,7 @@ def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> 
     results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
     assert {name for _, name in results.of("hand-overs")} == {"device-slab"}
     assert gpu.cuda.copied == []
-    assert gpu.cuda.calls["record_shared"] > 12, "a fence for each message"
+    assert gpu.cuda.calls["cuEventRecord"] > 12, "a fence for each message"
 
 
 @pytest.mark.usefixtures("threads")
@@ -245,7 +238,7 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     results = run(TINY, lambda line: None)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
-    assert len(gaps(results)) == 2 * (2 + 1 + 1), "at each size: a way in two parts, and two routes"
+    assert len(gaps(results)) == 2 * (3 + 1 + 1), "at each size: a way in three parts, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
     assert {name for _, name in results.of("bandwidth")} == {"pin-memory", "clone"}
@@ -261,7 +254,7 @@ def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
 
     gpu.pin = pin
     results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
-    assert set(gaps(results)) == {("bandwidth, 64 KB", "pin"), ("stalls, 64 KB", "pin")}
+    assert set(gaps(results)) == {(f"{kind}, 64 KB", "pin") for kind in ("bandwidth", "latencies", "stalls")}
     assert all(reason.startswith("RuntimeError: out of memory (pin, line ") for reason in gaps(results).values())
     assert list(results.of("bandwidth")) == [(4 * KB, "pin")]
 
@@ -317,7 +310,7 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
     plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, stalls=1, messages=3)
     results = run(plan, lambda line: None)
     assert gaps(results) == {}
-    assert len(results.of("bandwidth")) == len(results.of("stalls")) == 2 * len(WAYS)
+    assert len(results.of("bandwidth")) == len(results.of("latencies")) == len(results.of("stalls")) == 2 * len(WAYS)
     assert len(results.of("hand-overs")) == 2 * len(ROUTES)
 
 

@@ -17,7 +17,20 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.config import RingConfig
-from shmring.core.compiled import Content, Mapping, RecordReader, RecordWriter, Regions, Submit, decode_values, ring_nbytes
+from shmring.core.compiled import (
+    Content,
+    Mapping,
+    PayloadDecoder,
+    Placement,
+    RecordReader,
+    RecordWriter,
+    Regions,
+    Submit,
+    borrowed,
+    decode_values,
+    plan_copies,
+    ring_nbytes,
+)
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
@@ -113,10 +126,19 @@ def test_views_show_the_slot_and_the_last_of_them_gives_it_back(slab: Mapping, r
     assert regions.collect() == [(CLIENT_ID, GENERATION)]
 
 
+def somewhere(content: Content, decoder: PayloadDecoder) -> tuple[Placement, torch.Tensor]:
+    """Other memory for the tensors of a content: sevens."""
+    placement = plan_copies(decoder, content, {})
+    target = torch.full((placement.nbytes // 4,), 7.0)
+    placement.target = borrowed(target.data_ptr(), placement.nbytes)
+    return placement, target
+
+
 def test_a_slot_that_nobody_looked_at_is_free_at_once(slab: Mapping, regions: Regions) -> None:
-    content = sent([torch.zeros(1000)], slab)
-    payload, viewed = decode_content(make_decoder(), content, CLIENT_ID, regions, slab, lambda ref: f"{ref.dtype}{ref.shape}")
-    assert payload == ["float32(1000,)"]
+    content, decoder = sent([torch.zeros(1000)], slab), make_decoder()
+    placement, _target = somewhere(content, decoder)
+    payload, viewed = decode_content(decoder, content, CLIENT_ID, regions, slab, placement)
+    assert payload[0].unique().tolist() == [7.0]
     assert viewed == [False]
     assert regions.collect() == []
 
@@ -195,12 +217,14 @@ def test_what_python_can_not_hold_is_refused(slab: Mapping, regions: Regions) ->
 
 
 def test_decoding_again_puts_tensors_somewhere_else(slab: Mapping, regions: Regions) -> None:
-    content = sent([torch.ones(3), np.arange(2)], slab)
-    payload, _ = decode_content(
-        make_decoder(), content, CLIENT_ID, regions, slab, lambda ref: "placed" if ref.dtype == "float32" else None
-    )
-    assert payload[0] == "placed"
-    assert payload[1].tolist() == [0, 1]
+    content, decoder = sent([torch.ones(3), np.array(["ab"]), np.arange(2)], slab), make_decoder()
+    placement, target = somewhere(content, decoder)
+    payload, _ = decode_content(decoder, content, CLIENT_ID, regions, slab, placement)
+    assert payload[0].tolist() == [7.0] * 3
+    assert payload[0].data_ptr() == target.data_ptr()
+    assert payload[1].tolist() == ["ab"]
+    assert payload[1].flags.owndata, "a copy: its slot may go"
+    assert payload[2].data_ptr() == target.data_ptr() + 128
 
 
 # -- the collector of garbage ---------------------------------------------------------------------------------------------

@@ -10,18 +10,25 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.utils.dlpack
 
 import shmring
-from shmring.gpu.cuda import CudaError, DeviceBytes, TorchCuda
+from shmring.core.compiled import Content, CopyLane, GpuMemory, Regions, plan_copies
+from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.gpu.cuda import CudaError, TorchCuda
 from shmring.gpu.pinned import PinnedSlab
+from shmring.gpu.watcher import Watcher
 from shmring.memory.slab import Slab
+from shmring.memory.tensors import make_decoder
+from shmring.memory.views import TENSOR_MAKER
+from tests.model.inside import open_content
+from tests.records import content_of, tensor_extension
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +60,7 @@ def test_a_registered_slab_is_pinned_memory_to_torch(slab: Slab) -> None:
     try:
         assert view.is_pinned()
         assert pinned.nbytes == slab.nbytes
-        assert pinned.chunks == 1
+        assert len(pinned.chunks) == 1
     finally:
         pinned.close()
     assert not view.is_pinned()
@@ -64,7 +71,7 @@ def test_what_replies_are_in_is_pinned_too_though_it_is_sealed_and_a_frontend_co
     pinned = PinnedSlab.register(slab, TorchCuda(), 0)
     frontend = Slab.attach((os.dup(slab.fd), os.dup(slab.reply_fd)), slab.nbytes, slab.reply_nbytes, slab.epoch)
     try:
-        assert (pinned.nbytes, pinned.chunks) == (16 * MIB, 2)
+        assert (pinned.nbytes, len(pinned.chunks)) == (16 * MIB, 2)
         reply = torch.from_numpy(slab.bytes_at(12 * MIB, MIB))
         assert reply.is_pinned()
         reply.copy_(torch.full((MIB,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
@@ -107,24 +114,45 @@ class SmallCalls(TorchCuda):
         super().host_register(device, address, nbytes)
 
 
+def content_of_one_tensor(slot_offset: int, tensor_offset: int, nbytes: int) -> Content:
+    slots = (SlotRef(0, slot_offset, 8 * MIB, 1),)
+    return content_of([tensor_extension(1, tensor_offset, nbytes, "uint8", (nbytes,))], b"", slots)
+
+
 def test_a_slab_in_chunks_is_copied_from_across_their_boundaries(slab: Slab) -> None:
-    cuda = SmallCalls()
+    cuda, regions = SmallCalls(), Regions()
     pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=4 * MIB)
     try:
-        assert pinned.chunks == 4
-        source = slab.bytes_at(3 * MIB, 2 * MIB)
-        source[:] = np.arange(2 * MIB, dtype=np.uint32).view(np.uint8)[: 2 * MIB]
-        target = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda")
-        stream = cuda.create_stream(0)
-        parts = pinned.split(3 * MIB, 2 * MIB)
-        assert len(parts) == 2
-        for offset, nbytes in parts:
-            at = offset - 3 * MIB
-            cuda.copy_to_device(target[at : at + nbytes], source[at : at + nbytes], stream)
-        cuda.synchronize(cuda.record(stream))
-        assert torch.equal(target.cpu(), torch.from_numpy(source.copy()))
+        assert len(pinned.chunks) == 4
+        source = slab.bytes_at(3 * MIB + SLOT_HEADER_NBYTES, 2 * MIB)
+        source[:] = np.resize(np.arange(2 * MIB // 4, dtype=np.uint32).view(np.uint8), 2 * MIB)
+        memory = cuda.allocate(0, 2 * MIB)
+        gpu, stream = cuda.gpu(0), cuda.create_stream(0).cuda_stream
+        watcher = Watcher(gpu, "test")
+        content = open_content(content_of_one_tensor(3 * MIB, 0, 2 * MIB), 1, regions, slab.mapping)
+        placement = plan_copies(make_decoder(), content.content, {})
+        placement.target = GpuMemory(gpu, memory.data_ptr(), 2 * MIB).lend(regions, 0, 2 * MIB, (0, 0))
+        CopyLane(gpu, watcher.watch, stream, pinned.chunks).copy(placement, content, cuda.current_stream(0))
+        assert torch.equal(memory.cpu(), torch.from_numpy(source.copy()))
+        assert watcher.close(10)
     finally:
         pinned.close()
+
+
+def test_a_call_that_fails_says_what_the_driver_says(slab: Slab) -> None:
+    gpu = TorchCuda().gpu(0)
+    with pytest.raises(CudaError, match="cuIpcOpenEventHandle failed: ") as caught:
+        gpu.open(bytes(64))
+    assert caught.value.call == "cuIpcOpenEventHandle"
+    torch.cuda.synchronize()
+    assert gpu.is_idle(0)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    assert not gpu.is_idle(0)
+    mark = gpu.record(0)
+    assert not mark.has_come
+    torch.cuda.synchronize()
+    assert mark.has_come
+    assert gpu.is_idle(0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -148,21 +176,28 @@ def test_no_context_lands_on_another_gpu() -> None:
 
 
 def test_a_view_of_lent_memory_is_no_copy_and_keeps_it() -> None:
-    cuda = TorchCuda()
+    cuda, regions = TorchCuda(), Regions()
     memory = cuda.allocate(0, 4096)
-    lent = DeviceBytes(memory, memory.data_ptr() + 512, 1024)
-    alive = weakref.ref(lent)
-    view = cuda.view(0, lent)
-    assert (view.data_ptr(), view.dtype, tuple(view.shape)) == (memory.data_ptr() + 512, torch.uint8, (1024,))
+    address, allocated = memory.data_ptr(), torch.cuda.memory_allocated(0)
+    keeper = torch.utils.dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
+    lendable = GpuMemory(cuda.gpu(0), address, 4096, keeper)
+    del keeper, memory
+    region = lendable.lend(regions, 512, 1024, (1, 2))
+    view = TENSOR_MAKER.tensor(region, 0, (1024,), 1, 8)
+    assert (view.data_ptr(), view.dtype, tuple(view.shape)) == (address + 512, torch.uint8, (1024,))
+    assert view.device == torch.device("cuda", 0)
     derived = view[64:128].view(torch.float32).reshape(4, 4)
-    del lent, view
+    assert region.leave()
+    del view, lendable
     gc.collect()
-    assert alive() is not None
+    assert regions.collect() == []
     derived.fill_(1.0)
-    assert memory[512 + 64 : 512 + 128].view(torch.float32).sum().item() == 16.0
+    assert derived.sum().item() == 16.0
+    assert torch.cuda.memory_allocated(0) == allocated
     del derived
     gc.collect()
-    assert alive() is None
+    assert regions.collect() == [(1, 2)]
+    assert torch.cuda.memory_allocated(0) < allocated
 
 
 # -- claims -------------------------------------------------------------------------------------------------------------

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-
-@pytest.fixture
-def fakes() -> Any:
-    """The module of fake_cuda.py."""
-    specification = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).with_name("fake_cuda.py"))
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+from tests.model.fake_cuda import FakeCuda, FakeMemory
+from tests.model.made_up_driver import context_depth
 
 
 @pytest.fixture
-def cuda(fakes: Any) -> Any:
+def cuda() -> Iterator[FakeCuda]:
     """A GPU made of host memory, see fake_cuda.py; running by itself, nothing failing."""
-    return fakes.FakeCuda()
+    yield FakeCuda()
+    assert context_depth() == 0, "a context was entered and not left"
 
 
 @pytest.fixture
-def device_memory(fakes: Any) -> Any:
+def device_memory() -> FakeMemory:
     """The memory of that GPU, as its driver hands it out."""
-    return fakes.FakeMemory()
+    return FakeMemory()

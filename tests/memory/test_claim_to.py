@@ -296,8 +296,8 @@ async def test_a_failed_copy_leaves_the_claim_as_it_was(
 ) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
-        cuda.fail("copy_to_device")
-        with pytest.raises(CudaError, match="copy_to_device failed"):
+        cuda.fail("cuMemcpyHtoDAsync_v2")
+        with pytest.raises(CudaError, match="cuMemcpyHtoDAsync_v2 failed: made to fail"):
             await claim.to("cuda")
         assert not claim.released
         assert claim.payload.unique().tolist() == [7]
@@ -326,11 +326,11 @@ async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     await turns()
     assert not waiting.done()
     second.done()
-    copies = cuda.calls["copy_to_device"]
+    copies = cuda.calls["cuMemcpyHtoDAsync_v2"]
     del held
     with pytest.raises(LocalProtocolError) as kept:
         await waiting
-    assert cuda.calls["copy_to_device"] == copies
+    assert cuda.calls["cuMemcpyHtoDAsync_v2"] == copies
     await client.submit(tensor(9, 600_000))
     with await ring.claim() as third:
         await asyncio.wait_for(third.to("cuda"), 2)
@@ -385,7 +385,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
     await clients[0].submit(tensor(0))
     with await ring.claim() as claim:
         await claim.to("cuda")
-    (copies,) = (stream for stream in cuda.streams if stream is not cuda.current_stream(0))
+    (copies,) = (stream for stream in cuda.streams if stream is not cuda.computing())
     copies.held = True
     wrong: list[int] = []
     stop = threading.Event()
@@ -402,7 +402,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
     async def answer(claim: shmring.Claim) -> None:
         arrived = await claim.to("cuda")
         await claim.reply(None)
-        event = cuda.record(cuda.current_stream(0))  # what the consumer queues is behind the copy
+        event = cuda.record(cuda.computing())  # what the consumer queues is behind the copy
         await asyncio.to_thread(event.reached.wait, 10)
         if arrived["data"].unique().tolist() != [arrived["value"]]:
             wrong.append(arrived["value"])

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from shmring.errors import SlabError
 from shmring.gpu import cuda as cuda_module
-from shmring.gpu.cuda import CudaError, DeviceBytes, TorchCuda, cuda_index
+from shmring.gpu.cuda import CudaError, TorchCuda, cuda_index, stream_number
 
 
 class Code:
@@ -54,32 +53,6 @@ class TorchDotCuda:
         self.initialised = True
         self.error: Exception | None = None
 
-    class Event:
-        """An event that notes how it was made."""
-
-        def __init__(self, log: list[Any], **options: Any) -> None:
-            self.log = log
-            log.append(("event", options))
-
-        def record(self, stream: Any) -> None:
-            self.log.append(("record", stream))
-
-        def ipc_handle(self) -> bytearray:
-            return bytearray(b"handle")
-
-        @staticmethod
-        def from_ipc_handle(device: torch.device, handle: bytes) -> tuple[torch.device, bytes]:
-            return device, handle
-
-    def make_events(self) -> None:
-        made, log = self.Event, self.log
-
-        class Event(made):  # type: ignore[misc, valid-type]
-            def __init__(self, **options: Any) -> None:
-                super().__init__(log, **options)
-
-        self.Event = Event  # type: ignore[misc]
-
     def device_count(self) -> int:
         return 3
 
@@ -88,10 +61,6 @@ class TorchDotCuda:
 
     def is_initialized(self) -> bool:
         return self.initialised
-
-    def current_device(self) -> int:
-        self.log.append("current_device")
-        return 5
 
     def cudart(self) -> Runtime:
         if self.error is not None:
@@ -106,12 +75,11 @@ class TorchDotCuda:
         finally:
             self.log.append(("leave", "device"))
 
-    def current_stream(self, device: int) -> str:
-        self.log.append(("current_stream", device))
-        return f"the stream of {device}"
+    def ExternalStream(self, stream: int, device: torch.device) -> tuple[int, torch.device]:
+        return stream, device
 
-    def set_stream(self, stream: Any) -> None:
-        self.log.append(("set_stream", stream))
+    def default_stream(self, device: torch.device) -> tuple[str, torch.device]:
+        return "default", device
 
 
 @pytest.fixture
@@ -156,25 +124,14 @@ def test_what_torch_raises_becomes_the_same_error(torch_cuda: TorchDotCuda, erro
     assert (caught.value.code, caught.value.nbytes) == (None, 4096)
 
 
-def test_the_current_device_is_not_asked_for_before_cuda_is_in_use(torch_cuda: TorchDotCuda) -> None:
+def test_the_current_device_is_not_asked_for_before_cuda_is_in_use(
+    torch_cuda: TorchDotCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_cuda.initialised = False
     assert TorchCuda().current_device() == 0
-    assert torch_cuda.log == []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 5, raising=False)
     torch_cuda.initialised = True
     assert TorchCuda().current_device() == 5
-
-
-def test_events_sleep_and_shared_ones_are_for_other_processes(torch_cuda: TorchDotCuda) -> None:
-    torch_cuda.make_events()
-    TorchCuda().record("copies")
-    shared = TorchCuda().record_shared("writes", None)
-    assert TorchCuda().record_shared("again", shared) is shared
-    assert torch_cuda.log == [
-        ("event", {"blocking": True}), ("record", "copies"),
-        ("event", {"interprocess": True}), ("record", "writes"), ("record", "again"),
-    ]  # fmt: skip
-    assert TorchCuda().export_event(shared) == b"handle"
-    assert TorchCuda().open_event(2, b"handle") == (torch.device("cuda", 2), b"handle")
 
 
 def test_gpus_are_found_by_their_name(torch_cuda: TorchDotCuda) -> None:
@@ -183,16 +140,18 @@ def test_gpus_are_found_by_their_name(torch_cuda: TorchDotCuda) -> None:
     assert TorchCuda().device_index_of("GPU-7") is None
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_copy_enters_its_device_before_its_stream(torch_cuda: TorchDotCuda, fails: bool) -> None:
-    """And leaves both, whatever happens: the thread's current stream is that of whoever computes on it."""
-    target, source = torch.zeros(8, dtype=torch.uint8), np.arange(7 if fails else 8, dtype=np.uint8)
-    copies = SimpleNamespace(device_index=2)
-    with pytest.raises(CudaError, match="a copy to the device failed") if fails else contextlib.nullcontext():
-        TorchCuda().copy_to_device(target, source, copies)
-    entered = [("device", 2), ("current_stream", 2), ("set_stream", copies)]
-    assert torch_cuda.log == [*entered, ("set_stream", "the stream of 2"), ("leave", "device")]
-    assert target.tolist() == ([0] * 8 if fails else list(range(8)))
+def test_torchs_allocator_is_told_of_streams_by_their_numbers(torch_cuda: TorchDotCuda) -> None:
+    memory = Recorded()
+    TorchCuda().used_on(memory, 7)  # type: ignore[arg-type]
+    TorchCuda().used_on(memory, 0)  # type: ignore[arg-type]
+    assert memory.log == [(7, "where it is"), ("default", "where it is")]
+    with pytest.raises(CudaError, match="recording a use failed: broken"):
+        TorchCuda().used_on(Recorded(RuntimeError("broken")), 7)  # type: ignore[arg-type]
+
+
+def test_a_stream_is_its_number() -> None:
+    assert stream_number(5) == 5
+    assert stream_number(SimpleNamespace(cuda_stream=6)) == 6
 
 
 def test_the_pending_error_is_taken_by_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,51 +172,18 @@ def test_the_pending_error_is_taken_by_the_next_kernel(monkeypatch: pytest.Monke
 
 
 class Recorded:
-    """An event or a stream that notes what is done with it."""
+    """Memory that notes which streams use it."""
+
+    device = "where it is"
 
     def __init__(self, error: Exception | None = None) -> None:
         self.log: list[Any] = []
         self.error = error
 
-    def _did(self, what: Any) -> bool:
+    def record_stream(self, stream: Any) -> None:
         if self.error is not None:
             raise self.error
-        self.log.append(what)
-        return True
-
-    def query(self) -> bool:
-        return self._did("query")
-
-    def synchronize(self) -> None:
-        self._did("synchronize")
-
-    def wait_event(self, event: Any) -> None:
-        self._did(("wait", event))
-
-
-def test_events_and_streams_are_torchs() -> None:
-    event, stream = Recorded(), Recorded()
-    assert TorchCuda().query(event)
-    TorchCuda().synchronize(event)
-    TorchCuda().wait_event(stream, event)
-    assert (event.log, stream.log) == (["query", "synchronize"], [("wait", event)])
-
-
-@pytest.mark.parametrize("call", ["query", "synchronize"])
-def test_an_event_that_fails_is_a_cuda_error(call: str) -> None:
-    with pytest.raises(CudaError, match="an event failed: CUDA error: unspecified launch failure"):
-        getattr(TorchCuda(), call)(Recorded(RuntimeError("CUDA error: unspecified launch failure\nCompile with ...")))
-    with pytest.raises(CudaError, match="in a stream failed: broken"):
-        TorchCuda().wait_event(Recorded(RuntimeError("broken")), "event")
-
-
-def test_bytes_on_the_device_show_themselves_and_keep_their_memory() -> None:
-    memory = torch.arange(64, dtype=torch.uint8)
-    lent = DeviceBytes(memory, memory.data_ptr() + 16, 8)
-    shown = lent.__cuda_array_interface__
-    assert shown["data"] == (memory.data_ptr() + 16, False)
-    assert (shown["shape"], shown["typestr"], shown["strides"]) == ((8,), "|u1", None)
-    assert lent._memory is memory
+        self.log.append(stream)
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 4), ("cuda:1", 1), (2, 2), (torch.device("cuda", 3), 3)])
@@ -281,7 +207,7 @@ def test_without_cuda_it_says_so_and_fails_as_it_should() -> None:
         lambda: real.allocate(0, 4096),
         lambda: real.create_stream(0),
         lambda: real.current_stream(0),
-        lambda: real.record("stream"),
+        lambda: real.gpu(0),
         lambda: real.clear_error(0),
     ):
         with pytest.raises(CudaError):

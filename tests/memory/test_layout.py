@@ -1,15 +1,21 @@
-"""Layouts: what is copied together, and that nothing loses its alignment, dtype or shape on the way."""
+"""How a request's tensors are copied: what goes together, and that nothing loses its alignment, dtype or shape on the way."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shmring.core.compiled import Content
+from shmring.core.compiled import Content, Gpu, GpuMemory, Placement, Regions, plan_copies
 from shmring.core.messages import SlotRef
-from shmring.gpu.layout import GAP_NBYTES, Layout
+from shmring.memory.tensors import make_decoder
+from tests.model.inside import open_content
 from tests.records import content_of, tensor_extension
+
+GAP_NBYTES = 64 << 10
+DECODER = make_decoder()
 
 
 def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
@@ -22,60 +28,78 @@ def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b""
     return content_of(payload, inline, slots)
 
 
-def spans(layout: Layout) -> list[tuple[int, int, int]]:
-    return [(run.region, run.start, run.end) for run in layout.runs]
+def plan(content: Content) -> Placement:
+    return plan_copies(DECODER, content, {})
+
+
+def placed(content: Content, cuda: Any) -> tuple[list[Any], int]:
+    """The tensors of a content in memory of a GPU, and where that begins."""
+    placement = plan(content)
+    memory = torch.zeros(max(1, placement.nbytes), dtype=torch.uint8)
+    gpu: Gpu = cuda.gpu(0)
+    region = GpuMemory(gpu, memory.data_ptr(), memory.nbytes).lend(Regions(), 0, memory.nbytes, (0, 0))
+    placement.target = region
+    made = DECODER.decode_again(open_content(content, 1, Regions(), None), placement)
+    return [(tensor, memory) for tensor in made], memory.data_ptr()
+
+
+def spans(content: Content) -> list[tuple[int, int, int]]:
+    return [(region, start, end) for region, start, end, _ in plan(content).spans()]
 
 
 def test_adjacent_tensors_are_one_copy() -> None:
-    layout = Layout(content((1, 0, "uint8", (1000,)), (1, 1024, "float32", (10,)), (1, 1088, "int64", (2,))))
-    assert spans(layout) == [(1, 0, 1104)]
-    assert layout.nbytes == 1152
+    near = content((1, 0, "uint8", (1000,)), (1, 1024, "float32", (10,)), (1, 1088, "int64", (2,)))
+    assert spans(near) == [(1, 0, 1104)]
+    assert plan(near).nbytes == 1152
 
 
 def test_each_slot_is_a_copy_of_its_own_and_the_message_another() -> None:
-    layout = Layout(content((2, 64, "uint8", (8,)), (1, 0, "uint8", (8,)), (0, 0, "uint8", (8,)), inline=b"12345678"))
-    assert spans(layout) == [(0, 0, 8), (1, 0, 8), (2, 64, 72)]
-    assert [run.target for run in layout.runs] == [0, 64, 128]
+    apart = content((2, 64, "uint8", (8,)), (1, 0, "uint8", (8,)), (0, 0, "uint8", (8,)), inline=b"12345678")
+    assert plan(apart).spans() == [(0, 0, 8, 0), (1, 0, 8, 64), (2, 64, 72, 128)]
+
+
+def test_many_copies_are_in_order() -> None:
+    step = 64 + GAP_NBYTES + 64
+    many = content(*((1 + number % 2, number // 2 * step, "uint8", (64,)) for number in reversed(range(14))))
+    assert spans(many) == [(slot, place * step, place * step + 64) for slot in (1, 2) for place in range(7)]
+    assert [target for *_, target in plan(many).spans()] == [64 * number for number in range(14)]
 
 
 @pytest.mark.parametrize(("gap", "copies"), [(0, 1), (GAP_NBYTES, 1), (GAP_NBYTES + 64, 2)])
 def test_large_gaps_are_left_out(gap: int, copies: int) -> None:
-    layout = Layout(content((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
-    assert len(layout.runs) == copies
-    assert layout.nbytes == (128 + gap if copies == 1 else 128)
+    far = plan(content((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
+    assert len(far.spans()) == copies
+    assert far.nbytes == (128 + gap if copies == 1 else 128)
 
 
 def test_tensors_that_overlap_or_repeat_are_copied_once() -> None:
-    layout = Layout(content((1, 0, "uint8", (512,)), (1, 0, "uint8", (512,)), (1, 128, "uint8", (64,))))
-    assert spans(layout) == [(1, 0, 512)]
+    assert spans(content((1, 0, "uint8", (512,)), (1, 0, "uint8", (512,)), (1, 128, "uint8", (64,)))) == [(1, 0, 512)]
 
 
-def test_alignment_survives() -> None:
-    layout = Layout(content((1, 72, "float64", (3,)), (1, 72 + 24 + GAP_NBYTES + 8, "float64", (3,))))
-    target = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for ref in content((1, 72, "float64", (3,)), (1, 72 + 24 + GAP_NBYTES + 8, "float64", (3,))).tensors:
-        placed = layout.place(ref, target)
-        assert placed is not None
-        assert (placed.data_ptr() - target.data_ptr()) % 64 == ref.offset % 64
+def test_alignment_survives(cuda: Any) -> None:
+    offsets = (72, 72 + 24 + GAP_NBYTES + 8)
+    made, start = placed(content(*((1, offset, "float64", (3,)) for offset in offsets)), cuda)
+    assert [(tensor.data_ptr() - start) % 64 for tensor, _ in made] == [offset % 64 for offset in offsets]
 
 
-def test_arrays_have_a_place_where_torch_has_their_dtype() -> None:
-    layout = Layout(content((1, 0, "<f4", (2, 2)), (1, 64, "<U3", (2,)), (1, 128, ">f4", (2,)), (1, 192, "<M8[s]", (1,))))
-    target = torch.zeros(max(1, layout.nbytes), dtype=torch.uint8)
-    placed = [layout.place(ref, target) for ref in content((1, 0, "<f4", (2, 2)), (1, 64, "<U3", (2,))).tensors]
-    assert placed[0] is not None
-    assert (placed[0].dtype, tuple(placed[0].shape)) == (torch.float32, (2, 2))
-    assert placed[1] is None
-    assert spans(layout) == [(1, 0, 16)]
+def test_arrays_have_a_place_where_torch_has_their_dtype(cuda: Any) -> None:
+    arrays = content((1, 0, "<f4", (2, 2)), (1, 64, "<U3", (2,)), (1, 128, ">f4", (2,)), (1, 192, "<M8[s]", (1,)))
+    assert spans(arrays) == [(1, 0, 16)]
+    [(tensor, _)], _ = placed(content((1, 0, "<f4", (2, 2))), cuda)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (2, 2))
 
 
-def test_tensors_of_nothing_have_a_place() -> None:
-    layout = Layout(content((0, 0, "bfloat16", (3, 0, 2)), (1, 0, "float32", ())))
-    target = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    nothing, scalar = (
-        layout.place(ref, target) for ref in content((0, 0, "bfloat16", (3, 0, 2)), (1, 0, "float32", ())).tensors
-    )
-    assert nothing is not None
-    assert (nothing.dtype, tuple(nothing.shape)) == (torch.bfloat16, (3, 0, 2))
-    assert scalar is not None
-    assert scalar.shape == ()
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e8m0fnu", "int16"])
+def test_every_dtype_of_torch_has_a_place(cuda: Any, dtype: str) -> None:
+    wanted: torch.dtype = getattr(torch, dtype)
+    slots = (SlotRef(0, 4096, 1 << 20, 1),)
+    [(tensor, _)], _ = placed(content_of([tensor_extension(1, 64, 3 * wanted.itemsize, dtype, (3, 1))], b"", slots), cuda)
+    assert (tensor.dtype, tuple(tensor.shape)) == (wanted, (3, 1))
+
+
+def test_tensors_of_nothing_have_a_place(cuda: Any) -> None:
+    empty = content((0, 0, "bfloat16", (3, 0, 2)), (1, 0, "float32", ()), (1, 64, "<i2", (0,)))
+    (nothing, scalar, array), _ = placed(empty, cuda)
+    assert (nothing[0].dtype, tuple(nothing[0].shape)) == (torch.bfloat16, (3, 0, 2))
+    assert scalar[0].shape == ()
+    assert (array[0].dtype, tuple(array[0].shape)) == (torch.int16, (0,))

@@ -40,12 +40,12 @@ def is_mapped(slab: Slab) -> bool:
 def test_the_whole_slab_is_registered_in_one_call(slab: Slab, cuda: Any) -> None:
     pinned = PinnedSlab.register(slab, cuda, 3)
     assert cuda.registered == {slab.address: NBYTES}
-    assert (pinned.nbytes, pinned.chunks, pinned.device_index) == (NBYTES, 1, 3)
+    assert (pinned.nbytes, pinned.chunks, pinned.device_index) == (NBYTES, [(slab.address, NBYTES)], 3)
     assert pinned.seconds > 0
     assert cuda.devices == {3}
     pinned.close()
     assert cuda.registered == {}
-    assert (pinned.nbytes, pinned.chunks) == (0, 0)
+    assert (pinned.nbytes, pinned.chunks) == (0, [])
 
 
 def test_what_one_call_cannot_take_is_registered_in_chunks(slab: Slab, cuda: Any) -> None:
@@ -68,8 +68,7 @@ def test_what_replies_are_in_is_registered_by_itself(cuda: Any) -> None:
     pinned = PinnedSlab.register(slab, cuda, 0)
     leased = NBYTES - 4 * PAGE
     assert cuda.registered == {slab.address: leased, slab.address + leased: 4 * PAGE}
-    assert (pinned.nbytes, pinned.chunks) == (NBYTES, 2)
-    assert pinned.split(leased - 10, 20) == [(leased - 10, 10), (leased, 10)]
+    assert (pinned.nbytes, pinned.chunks) == (NBYTES, [(slab.address, leased), (slab.address + leased, 4 * PAGE)])
     pinned.close()
     cuda.largest = 24 * PAGE
     pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=24 * PAGE)
@@ -77,17 +76,6 @@ def test_what_replies_are_in_is_registered_by_itself(cuda: Any) -> None:
     pinned.close()
     assert cuda.registered == {}
     slab.close()
-
-
-def test_ranges_are_divided_at_the_boundaries_of_chunks(slab: Slab, cuda: Any) -> None:
-    cuda.largest = 24 * PAGE
-    pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=24 * PAGE)
-    assert pinned.split(5, 100) == [(5, 100)]
-    assert pinned.split(24 * PAGE - 10, 20) == [(24 * PAGE - 10, 10), (24 * PAGE, 10)]
-    assert pinned.split(24 * PAGE, PAGE) == [(24 * PAGE, PAGE)]
-    assert pinned.split(0, NBYTES) == [(0, 24 * PAGE), (24 * PAGE, 24 * PAGE), (48 * PAGE, 16 * PAGE)]
-    pinned.close()
-    assert pinned.split(0, NBYTES) == [(0, NBYTES)]
 
 
 @pytest.mark.parametrize("failing_call", [2, 3, 4])
@@ -164,7 +152,7 @@ def test_auto_goes_on_unpinned_with_one_warning_where_cuda_refuses(
 ) -> None:
     cuda.fail("host_register", 99)
     pinned = pin_slab(slab, "auto", cuda, 0)
-    assert (pinned.nbytes, pinned.seconds, pinned.chunks) == (0, 0.0, 0)
+    assert (pinned.nbytes, pinned.seconds, pinned.chunks) == (0, 0.0, [])
     (warning,) = warnings(caplog)
     assert "not pinned" in warning
     assert "host_register failed" in warning

@@ -8,7 +8,6 @@ import logging
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -17,16 +16,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from shmring.core.compiled import Content
+from shmring.core.compiled import Content, Regions, plan_copies
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import CudaError
-from shmring.gpu.layout import Layout
 from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
-from shmring.memory.views import Place
+from shmring.memory.tensors import make_decoder
+from tests.model.inside import leave_content, open_content
 from tests.records import content_of, tensor_extension
 
 pytestmark = pytest.mark.both_loops
@@ -65,10 +64,10 @@ class Rig:
             else PinnedSlab(cuda, 0, self.slab.address)
         )
         self.copier = Copier(1, OFFLOAD_NBYTES)
-        self.uploads = Uploads(
-            cuda, self.slab, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES
-        )
-        self.regions: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self.uploads = Uploads(cuda, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES)
+        self.regions = Regions()
+        self.decoder = make_decoder()
+        self.opened: Any = None  # of the last upload
         self.content = content_of(None)
 
     def bytes_of(self, region: int) -> NDArray[np.uint8]:
@@ -88,25 +87,26 @@ class Rig:
             for ref in content.tensors
         ]
 
-    def region(self, number: int) -> NDArray[np.uint8]:
-        region = self.bytes_of(number)
-        self.regions[number] = weakref.ref(region)
-        return region
-
     def held(self) -> list[int]:
         """The slots that are still being read."""
-        return [number for number, reference in self.regions.items() if reference() is not None]
-
-    def decode(self, place: Place) -> list[Any]:
-        return [place(ref) for ref in self.content.tensors]
+        self.regions.collect()
+        return sorted(generation for _, generation in self.regions.living())
 
     async def upload(self, device: Any = "cuda:0", stream: Any = None) -> list[Any]:
-        result: list[Any] = await self.uploads.upload(self.content, self.region, self.decode, device, stream, lambda: None)
-        return result
+        regions = self.opened = open_content(self.content, 1, self.regions, self.slab.mapping)
+        try:
+            result: list[Any] = await self.uploads.upload(regions, self.decoder, device, stream, lambda: None)
+            return result
+        finally:
+            leave_content(regions)
 
     def upload_nowait(self, device: Any = "cuda:0") -> list[Any]:
-        result: list[Any] = self.uploads.upload_nowait(self.content, self.region, self.decode, device, None)
-        return result
+        regions = open_content(self.content, 1, self.regions, self.slab.mapping)
+        try:
+            result: list[Any] = self.uploads.upload_nowait(regions, self.decoder, device, None)
+            return result
+        finally:
+            leave_content(regions)
 
     async def close(self) -> None:
         if await self.uploads.close():
@@ -149,7 +149,7 @@ async def test_every_tensor_arrives(rig: Rig) -> None:
         torch.int16,
     ]
     assert len(rig.cuda.copied) == 4, "one a slot, one for the far end of the first, one for the message"
-    assert (rig.uploads.copies, rig.uploads.copied_nbytes) == (1, Layout(rig.content).nbytes)
+    assert (rig.uploads.copies, rig.uploads.copied_nbytes) == (1, plan_copies(rig.decoder, rig.content, {}).nbytes)
 
 
 async def test_what_the_gpu_cannot_hold_is_copied_on_the_host(rig: Rig) -> None:
@@ -192,14 +192,14 @@ async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
     rig.cuda.hold_copies = True
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload()
-    used = rig.cuda.record(rig.cuda.current_stream(0))
+    used = rig.cuda.record(rig.cuda.computing())
     assert not used.reached.is_set()
     rig.cuda.release()
     assert used.reached.is_set()
 
 
 async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) -> None:
-    computing = rig.cuda.current_stream(0)
+    computing = rig.cuda.computing()
     computing.held = True
     rig.fill(content((1, 0, "uint8", (10,))))
     (arrived,) = await rig.upload()
@@ -222,7 +222,7 @@ async def test_another_stream_can_be_named(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload(stream=mine)
     assert not rig.cuda.record(mine).reached.is_set()
-    assert rig.cuda.record(rig.cuda.current_stream(0)).reached.is_set()
+    assert rig.cuda.record(rig.cuda.computing()).reached.is_set()
 
 
 async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
@@ -235,11 +235,9 @@ async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
     for _ in range(50):
         stream.held = True
         await rig.upload()
-        noticed = threading.Event()
-        weakref.finalize(rig.regions[1](), noticed.set)
         rig.cuda.release(stream)
         released = time.perf_counter()
-        while not noticed.is_set():
+        while rig.held():
             await asyncio.sleep(0)
         delays.append(time.perf_counter() - released)
     assert sorted(delays)[len(delays) // 4] < 0.001
@@ -373,7 +371,7 @@ async def test_without_cuda_it_says_so(rig: Rig) -> None:
         await rig.upload("cpu")
 
 
-@pytest.mark.parametrize("call", ["copy_to_device", "wait_event", "used_on", "view", "current_stream"])
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuStreamWaitEvent", "used_on", "current_stream"])
 async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventually, call: str) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))
     await rig.upload()
@@ -394,22 +392,22 @@ async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventua
 
 async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, eventually: Eventually) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
-    rig.cuda.fail("copy_to_device")
+    rig.cuda.fail("cuMemcpyHtoDAsync_v2")
     with pytest.raises(CudaError) as caught:
         await rig.upload()
     await eventually(lambda: rig.held() == [])
-    assert caught.value.call == "copy_to_device"
+    assert caught.value.call == "cuMemcpyHtoDAsync_v2"
 
 
 async def test_nor_does_that_of_one_that_does_not_wait(rig: Rig, eventually: Eventually) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload()
     await eventually(lambda: rig.held() == [])
-    rig.cuda.fail("copy_to_device")
+    rig.cuda.fail("cuMemcpyHtoDAsync_v2")
     with pytest.raises(CudaError) as caught:
         rig.upload_nowait()
     await eventually(lambda: rig.held() == [])
-    assert caught.value.call == "copy_to_device"
+    assert caught.value.call == "cuMemcpyHtoDAsync_v2"
 
 
 async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_is_over(
@@ -417,16 +415,10 @@ async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_
 ) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))
     await rig.upload()
-    (stream,) = (stream for stream in rig.cuda.streams if stream is not rig.cuda.current_stream(0))
+    await eventually(lambda: rig.held() == [])
+    (stream,) = (stream for stream in rig.cuda.streams if stream is not rig.cuda.computing())
     stream.held = True
-    copy = rig.cuda.copy_to_device
-
-    def fail_the_third(*arguments: Any) -> None:
-        if len(rig.cuda.copied) == 6:
-            rig.cuda.fail("copy_to_device")
-        copy(*arguments)
-
-    rig.cuda.copy_to_device = fail_the_third
+    rig.cuda.fail_after("cuMemcpyHtoDAsync_v2", 2)
     with pytest.raises(CudaError):
         await rig.upload()
     gc.collect()
@@ -435,7 +427,8 @@ async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_
     await eventually(lambda: rig.held() == [])
 
 
-@pytest.mark.parametrize("call", ["record", "synchronize"])
+@pytest.mark.usefixtures("keeps_slabs")
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize"])
 async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
     cuda: Any, caplog: pytest.LogCaptureFixture, eventually: Eventually, call: str
 ) -> None:
@@ -444,8 +437,8 @@ async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
     await rig.upload()
     await eventually(lambda: rig.held() == [])
     cuda.fail(call)
-    if call == "record":
-        with pytest.raises(CudaError, match="record failed"):
+    if call == "cuEventRecord":
+        with pytest.raises(CudaError, match="cuEventRecord failed: made to fail"):
             await rig.upload()
     else:
         await rig.upload()
@@ -463,19 +456,13 @@ async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any, eventually: E
     rig = Rig(cuda, pin=False)
     rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
     copying, may_end = threading.Event(), threading.Event()
-    copy = cuda.copy_to_device
-
-    def slow(*arguments: Any) -> None:
-        copying.set()
-        assert may_end.wait(10)
-        copy(*arguments)
-
-    cuda.copy_to_device = slow
+    cuda.before_copies = lambda: copying.set() or may_end.wait(10)
     task = asyncio.create_task(rig.upload())
     await eventually(copying.is_set)
     task.cancel()
     await asyncio.sleep(0)
     assert not task.done()
+    leave_content(rig.opened)  # as when the claim is left
     assert rig.held() == [1]
     closing = asyncio.create_task(rig.uploads.close())
     await asyncio.sleep(0)

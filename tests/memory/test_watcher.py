@@ -1,19 +1,16 @@
-"""The thread that waits for events: it lets go after them, in their order, and keeps for good what CUDA can't speak of."""
+"""The thread that waits for the GPU: it lets go in order, and keeps for good what CUDA can't speak of."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from shmring.core.compiled import Regions
+from shmring.gpu.cuda import CudaError
 from shmring.gpu.watcher import Watcher
-
-
-class Guarded:
-    """Something whose death can be seen."""
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -23,48 +20,79 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def guard(watcher: Watcher, event: Any) -> weakref.ref[Guarded]:
-    guarded = Guarded()
-    watcher.guard(event, [guarded])
-    return weakref.ref(guarded)
+class Guarding:
+    """A watcher, and what it has let go of."""
+
+    def __init__(self, cuda: Any) -> None:
+        self.regions, self.watcher = Regions(), Watcher(cuda.gpu(0), "test")
+        self.stream = cuda.create_stream(0)
+        self.stream.held = True
+        self._gone: list[int] = []
+
+    def guard(self, number: int) -> None:
+        assert not self.watcher.watch.follow(self.regions, (0, number), [self.stream.cuda_stream])
+
+    @property
+    def gone(self) -> list[int]:
+        self._gone += [number for _, number in self.regions.collect()]
+        return self._gone
 
 
-def test_what_is_guarded_lives_until_its_event(cuda: Any) -> None:
-    watcher, stream = Watcher(cuda, "test"), cuda.create_stream(0)
-    stream.held = True
-    events = [cuda.record(stream) for _ in range(2)]
-    first, second = (guard(watcher, event) for event in events)
-    cuda.advance(stream)
-    wait_for(lambda: first() is None)
-    assert second() is not None
+@pytest.fixture
+def guarding(cuda: Any) -> Guarding:
+    return Guarding(cuda)
+
+
+def test_what_is_guarded_lives_until_its_event(cuda: Any, guarding: Guarding) -> None:
+    for number in range(5):
+        guarding.guard(number)
+    cuda.advance(guarding.stream)
+    wait_for(lambda: guarding.gone == [0])
     cuda.release()
-    wait_for(lambda: second() is None)
-    assert watcher.close(10)
-    assert watcher.close(10)
-
-
-def test_closing_waits_for_what_is_guarded(cuda: Any) -> None:
-    watcher, stream = Watcher(cuda, "test"), cuda.create_stream(0)
-    stream.held = True
-    guarded = guard(watcher, cuda.record(stream))
-    assert not watcher.close(0.01)
-    assert guarded() is not None
+    wait_for(lambda: guarding.gone == [0, 1, 2, 3, 4])
+    assert cuda.calls["cuEventCreate"] == 5
+    guarding.stream.held = True
+    guarding.guard(5)
+    assert cuda.calls["cuEventCreate"] == 5, "events are used again"
     cuda.release()
-    assert watcher.close(10)
-    assert guarded() is None
+    assert guarding.watcher.close(10)
+    assert guarding.watcher.close(10)
+    assert guarding.gone == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("kept", ["by its user", "by a failure"])
-def test_what_nobody_can_speak_of_is_kept_and_counted(cuda: Any, kept: str, caplog: pytest.LogCaptureFixture) -> None:
-    watcher, guarded = Watcher(cuda, "test"), Guarded()
-    reference = weakref.ref(guarded)
-    if kept == "by its user":
-        watcher.keep([guarded])
+def test_an_idle_stream_is_not_waited_for(cuda: Any, guarding: Guarding) -> None:
+    cuda.release()
+    assert guarding.watcher.watch.follow(guarding.regions, (0, 1), [guarding.stream.cuda_stream])
+    assert cuda.calls["cuEventRecord"] == 0
+    assert guarding.gone == []
+
+
+def test_closing_waits_for_what_is_guarded(cuda: Any, guarding: Guarding) -> None:
+    guarding.guard(1)
+    assert not guarding.watcher.close(0.01)
+    assert guarding.gone == []
+    cuda.release()
+    assert guarding.watcher.close(10)
+    assert guarding.gone == [1]
+
+
+@pytest.mark.parametrize("call", ["cuEventSynchronize", "cuEventRecord", "cuEventCreate", "cuStreamQuery"])
+def test_what_nobody_can_speak_of_is_kept_and_counted(
+    cuda: Any, guarding: Guarding, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.fail(call)
+    if call == "cuEventSynchronize":
+        guarding.guard(1)
+        cuda.release()
+        wait_for(lambda: "until this process ends: cuEventSynchronize failed: made to fail (error 999)" in caplog.text)
     else:
-        cuda.fail("synchronize")
-        watcher.guard(cuda.record(cuda.create_stream(0)), [guarded])
-        wait_for(lambda: watcher.kept == 1)
-        assert "until this process ends: synchronize failed" in caplog.text
-    del guarded
-    assert not watcher.close(10)
-    assert (watcher.kept, reference() is None) == (1, False)
+        with pytest.raises(CudaError, match=f"{call} failed") as caught:
+            guarding.guard(1)
+        assert (caught.value.call, caught.value.code) == (call, 999)
+    guarding.stream.held = True
+    guarding.guard(2)
+    cuda.release()
+    wait_for(lambda: guarding.gone == [2])
+    assert not guarding.watcher.close(10)
+    assert guarding.watcher.watch.kept == 1
+    assert guarding.gone == [2]

@@ -1,15 +1,17 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shmring.core.compiled import (
     ClientBook,
     ClientSlotRecord,
     Content,
+    ContentRegions,
     EngineBook,
     Lending,
     Mapping,
     Packed,
     PayloadDecoder,
+    Placement,
     RecordReader,
     RecordTaker,
     RecordWriter,
@@ -18,7 +20,7 @@ from shmring.core.compiled import (
     Submit,
     TensorMaker,
 )
-from shmring.core.messages import SlotRef, TensorRef
+from shmring.core.messages import SlotRef
 
 class Reply(NamedTuple):
     request_id: int
@@ -33,13 +35,15 @@ def read_record(
     record: bytes, max_tensors: int, max_values: int = ..., *, from_engine: bool
 ) -> Submit | Reply | Done | None: ...
 def take_payload(content: Content, payload: bytes, max_tensors: int, max_values: int = ...) -> None: ...
+def open_content(content: Content, client_id: int, regions: Regions, mapping: Mapping) -> ContentRegions: ...
+def leave_content(opened: ContentRegions) -> list[bool]: ...
 def decode_content(
     decoder: PayloadDecoder,
     content: Content,
     client_id: int,
     regions: Regions,
     mapping: Mapping,
-    place: Callable[[TensorRef], Any] | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Any, list[bool]]: ...
 def write_submit(
     writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple[SlotRef, ...]

@@ -12,7 +12,7 @@ from libc.string cimport memset
 
 from shmring.core.compiled cimport (
     CLIENT_SLOT_STATES, ENGINE_SLOT_STATES, LEASE_STATES, Bounds, ClaimEnd, ClientBook, ClientEnd, ClientSlotRecord, Content, ContentRegions,
-    EngineBook, EngineEnd, FrontendEnd, Lending, Lent, Mapping, Packed, PayloadDecoder, RecordReader, RecordTaker, RecordWriter, Regions,
+    EngineBook, EngineEnd, FrontendEnd, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, RecordReader, RecordTaker, RecordWriter, Regions,
     RunAllocator, SlotNumbers, Submit, TensorMaker,
 )
 
@@ -120,20 +120,30 @@ def take_payload(Content content not None, bytes payload not None, max_tensors, 
     content.check_payload(payload, _bounds_of(max_tensors, max_values))
 
 
-def decode_content(
-    PayloadDecoder decoder not None, Content content not None, client_id, Regions regions, Mapping mapping, place=None
-):
-    """Decodes a content, and leaves its slots. Returns the payload, and whether each slot is viewed."""
+def open_content(Content content not None, client_id, Regions regions, Mapping mapping):
+    """Returns the regions of a content, of which none is viewed yet."""
     cdef ContentRegions opened = ContentRegions.__new__(ContentRegions)
-    cdef size_t nbytes = (content.slot_count + 1) * sizeof(Lent*)
-    cdef uint32_t slot
     opened.content, opened.client_id, opened._regions, opened._mapping = content, client_id, regions, mapping
-    opened._slots = <Lent**>malloc(nbytes)
+    opened._slots = <Lent**>malloc((content.slot_count + 1) * sizeof(Lent*))
     if opened._slots == NULL:
         raise MemoryError
-    memset(opened._slots, 0, nbytes)
-    payload = decoder.decode(opened, place)
-    return payload, [opened.leave(slot) for slot in range(content.slot_count)]
+    memset(opened._slots, 0, (content.slot_count + 1) * sizeof(Lent*))
+    return opened
+
+
+def leave_content(ContentRegions opened not None):
+    """Leaves the slots of a content; returns whether each is viewed."""
+    cdef uint32_t slot
+    return [opened.leave(slot) for slot in range(opened.content.slot_count)]
+
+
+def decode_content(
+    PayloadDecoder decoder not None, Content content not None, client_id, Regions regions, Mapping mapping, Placement placement=None
+):
+    """Decodes a content, and leaves its slots. Returns the payload, and whether each slot is viewed."""
+    opened = open_content(content, client_id, regions, mapping)
+    payload = decoder.decode(opened, placement)
+    return payload, leave_content(opened)
 
 
 # -- what is written -------------------------------------------------------------------------------------------------------------

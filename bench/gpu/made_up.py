@@ -1,0 +1,213 @@
+"""``python -m bench cost --gpu-fake``: what the host does for a GPU, with a driver that is made up, on any machine.
+
+Engine and frontend are one process, one request at a time. The made-up GPU (``tests/model/fake_cuda.py``) is compiled, and
+does what is queued at once, unless its stream is held: copies are, until ``claim.to`` has returned, since no real one is over
+sooner. What its driver takes is in the numbers; a real one takes about as long.
+
+CPU of ``claim.to`` is that of the thread which calls it. Calls are those that :func:`sys.setprofile` sees, of Python and of
+functions that are not compiled with Cython. CPU of a hand-over is that of the whole process, user and system time, threads
+included: a slot on the GPU is acquired, submitted, claimed, left by both, and back. *At work*: the engine's stream is not idle
+when the claim is left, so that a thread has to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import uvloop
+
+import shmring
+from bench.machine import Machine
+from bench.results import Findings, Repetitions, Spread, Table, deviation
+from bench.targets import judge
+from shmring.client.client import Client
+from shmring.client.connecting import open_client
+from shmring.config import ClientConfig, RingConfig
+from shmring.ring.ring import Ring
+from shmring.ring.serving import create_shell
+from shmring.ring.shell import Shell
+
+__all__ = ["CASES", "Figure", "measure"]
+
+_NBYTES = 64 << 10
+_SHAPE = (_NBYTES // 4,)
+_WARM_UP = 50  # requests
+_COUNTED = 10  # requests whose calls are counted
+_NAME = "bench-made-up"
+
+#: Measures so many requests.
+_Measure = Callable[["_Ends", int], Awaitable[list[float]]]
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """What was measured of a case: CPU microseconds, or calls."""
+
+    case: str
+    value: Spread
+
+
+class _Ends(NamedTuple):
+    cuda: Any
+    ring: Ring
+    client: Client
+
+
+@contextlib.asynccontextmanager
+async def _opened() -> AsyncIterator[_Ends]:
+    from tests.model.fake_cuda import FakeCuda, FakeMemory  # compiled where the sources are used in place
+
+    cuda, memory = FakeCuda(), FakeMemory()
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        config = RingConfig(slab_nbytes="8MiB", device_slab_nbytes="4MiB", staging_nbytes="4MiB", socket_dir=directory)
+        ring = Ring(await create_shell(Shell, _NAME, config, cuda=cuda, device_memory=memory))
+        client = await open_client(Client, [_NAME], ClientConfig(socket_dir=directory), cuda=cuda, device_memory=memory)
+        try:
+            yield _Ends(cuda, ring, client)
+        finally:
+            cuda.release()
+            await client.close()
+            await ring.close()
+
+
+async def _to(ends: _Ends, requests: int) -> AsyncIterator[shmring.Claim]:
+    """Yields claims of one tensor each, and lets their copies run when the next is asked for."""
+    content = torch.zeros(_SHAPE)
+    for number in range(_WARM_UP + requests):
+        submission = await ends.client.submit({"x": content})
+        claim = await ends.ring.claim()
+        yield claim
+        ends.cuda.release()
+        claim.done()
+        await submission.wait()
+        await _home(lambda: ends.ring.statistics().slots_in_use)
+        if not number:
+            (copies,) = (stream for stream in ends.cuda.streams if stream is not ends.cuda.computing())
+        copies.held = True
+
+
+async def _home(count: Callable[[], int]) -> None:
+    """Waits until no slot is in use."""
+    while count():  # noqa: ASYNC110 # a turn of the loop is what is waited for
+        await asyncio.sleep(0)
+
+
+async def _to_cpu(ends: _Ends, requests: int) -> list[float]:
+    taken_us = []
+    async for claim in _to(ends, requests):
+        started_ns = time.thread_time_ns()
+        await claim.to("cuda")
+        taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
+    return [statistics.median(taken_us[_WARM_UP:])]
+
+
+async def _to_calls(ends: _Ends, requests: int) -> list[float]:
+    counts: list[float] = []
+
+    def count(frame: object, event: str, argument: object) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    async for claim in _to(ends, _COUNTED):
+        counts.append(-1)  # of what ends the counting
+        sys.setprofile(count)
+        await claim.to("cuda")
+        sys.setprofile(None)
+    return [statistics.median(counts[_WARM_UP:])]
+
+
+async def _hand_over(ends: _Ends, is_at_work: bool) -> None:
+    async with ends.client.slot(_NBYTES, device="cuda") as slot:
+        tensor = slot.tensor(_SHAPE, torch.float32)
+        submission = await ends.client.submit({"x": tensor})
+        del tensor
+        with await ends.ring.claim() as claim:
+            consumed = claim.payload["x"]
+            del consumed
+            ends.cuda.computing().held = is_at_work
+        if is_at_work:
+            ends.cuda.release()
+        await submission.wait()
+
+
+def _hand_overs(is_at_work: bool) -> _Measure:
+    async def measured(ends: _Ends, requests: int) -> list[float]:
+        for _ in range(_WARM_UP):
+            await _hand_over(ends, is_at_work)
+        started_ns = time.process_time_ns()
+        for _ in range(requests):
+            await _hand_over(ends, is_at_work)
+        await _home(lambda: ends.client.statistics().device_slots_in_use)
+        return [(time.process_time_ns() - started_ns) / requests / 1e3]
+
+    return measured
+
+
+class Case(NamedTuple):
+    """What is measured, in words; how; what it may be, and of what."""
+
+    title: str
+    measure: _Measure
+    limit: float
+    unit: str
+
+
+CASES = (
+    Case("claim.to of one tensor of 64 KB, CPU", _to_cpu, 25.0, "us"),
+    Case("claim.to of one tensor of 64 KB, calls", _to_calls, 25.0, "calls"),
+    Case("hand-over through the device slab, CPU of both ends", _hand_overs(False), 40.0, "us"),
+    Case("hand-over through the device slab, its GPU at work, CPU of both ends", _hand_overs(True), 40.0, "us"),
+)
+
+
+def measure(repetitions: int, requests: int, progress: Callable[[str], None]) -> Findings:
+    """Measures all cases in turn, again and again.
+
+    Args:
+        repetitions: of each case.
+        requests: of each repetition.
+        progress: called with a line before each of them.
+    """
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+    async def once(case: Case) -> list[float]:
+        async with _opened() as ends:
+            return await case.measure(ends, requests)
+
+    def run(case: Case, _: str) -> list[float]:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(once(case))
+
+    runs = Repetitions[Case, list[float]](dict.fromkeys(CASES, ("made-up GPU",)), repetitions, lambda case: case.title)
+    runs.measure(list(CASES), run, progress)
+    figures = {
+        case: Figure(case.title, Spread.of([value for values in measured["made-up GPU"] for value in values]))
+        for case, measured in runs.measured.items()
+    }
+    rows = [[case.title, f"{figure.value.median:.1f}", case.unit, deviation(figure.value)] for case, figure in figures.items()]
+    return Findings(
+        mode="cost",
+        machine=Machine.here(),
+        tables=[Table("cost of a GPU to the host, its driver made up", ["what", "median", "of", "least, most"], rows)],
+        notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
+        targets=[
+            judge(
+                case.title, "made-up driver", case.limit, case.unit,
+                iter([("64 KB", figures[case].value.median)] if case in figures else []),
+                at_least=False,
+            )
+            for case in CASES
+        ],
+        results=list(figures.values()),
+        coverage=runs.coverage(),
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Copies of requests to a GPU: planned, queued, and kept until they are over.
+
+Theory of operation. A content's tensors go to the GPU in as few copies as their gaps allow (``placement.pyx``), on a stream of their
+own. The consumer's stream waits for a point behind them, so whatever it is given next may use the tensors at once. Until that point
+has come, the slots must not be reused: it keeps their regions, like views.
+
+Copies from memory that is not pinned block whoever asks for them until the bytes have been read. For a thread of its own, a copy is
+in three parts: :meth:`CopyLane.begin` and :meth:`CopyLane.finish` in the loop, :meth:`CopyLane.queue` on any thread.
+
+Invariants: regions that are copied from are dropped after the point behind their copies, or kept for good; no copy crosses the
+boundary of what was registered with CUDA in one call.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+
+
+cdef struct _Span:
+    const char* start
+    const char* end
+
+
+def plan_copies(PayloadDecoder decoder not None, Content content not None, given: dict[int, Region]) -> Placement:
+    """Plans how a content's tensors get to a GPU, but for those that are there already. What the GPU can't hold stays on the host.
+
+    Args:
+        decoder: knows which dtypes it can hold.
+        content: as it was checked.
+        given: as of :class:`Placement`.
+    """
+    cdef Placement placement = Placement(given)
+    cdef Cursor cursor
+    cdef Value value
+    cdef TensorNumbers tensor
+    cdef uint32_t seen = 0
+    placement.reserve(content.tensor_count)
+    cursor.at = <const uint8_t*>PyBytes_AS_STRING(content.payload)
+    cursor.end = cursor.at + PyBytes_GET_SIZE(content.payload)
+    while seen < content.tensor_count and read_value(&cursor, &value) != TRUNCATED:
+        if value.kind != EXTENSION or value.type != TENSOR_EXTENSION:
+            continue
+        seen += 1
+        read_tensor(value.data, value.nbytes, &tensor)
+        if tensor.nbytes and content.slot_of(tensor.region) not in given and decoder.is_for_gpu(&tensor, content):
+            placement.add(content.slot_of(tensor.region), tensor.offset, tensor.nbytes)
+    placement.lay_out()
+    return placement
+
+
+@cython.final
+cdef class CopyLane:
+    """What copies to one GPU need.
+
+    Args:
+        gpu: where to.
+        watch: whose thread waits for them.
+        stream: that they are queued on.
+        pinned: address and bytes of what was registered with CUDA in one call each.
+    """
+
+    cdef Gpu _gpu
+    cdef Watch _watch
+    cdef void* _stream
+    cdef _Span* _pinned
+    cdef uint32_t _pinned_count
+
+    def __init__(self, Gpu gpu not None, Watch watch not None, uint64_t stream, pinned: Sequence[tuple[int, int]]) -> None:
+        assert self._pinned == NULL
+        self._gpu, self._watch = gpu, watch
+        self._stream = <void*><uintptr_t>stream
+        self._pinned_count = len(pinned)
+        self._pinned = <_Span*>malloc((self._pinned_count + 1) * sizeof(_Span))
+        if self._pinned == NULL:
+            raise MemoryError
+        for i, (address, nbytes) in enumerate(pinned):
+            self._pinned[i].start = <const char*><uintptr_t>address
+            self._pinned[i].end = self._pinned[i].start + <uint64_t>nbytes
+
+    def __dealloc__(self) -> None:
+        free(self._pinned)
+
+    def copy(self, Placement placement not None, ContentRegions regions not None, uint64_t consumer) -> None:
+        """Queues the copies, and has a stream wait for them. Returns at once if the slots are pinned.
+
+        Args:
+            placement: of :func:`plan_copies`, its target set.
+            regions: of the content.
+            consumer: the stream that will use the tensors.
+
+        Raises:
+            what the GPU was given: a call failed. What was queued is seen out all the same.
+        """
+        self.begin(placement, regions)
+        self._queue(placement)
+        self.finish(placement, consumer)
+
+    def begin(self, Placement placement not None, ContentRegions regions not None) -> None:
+        """Gets ready what :meth:`queue` copies; :meth:`finish` is due, whatever happens."""
+        cdef Point* point
+        cdef Run* run
+        cdef uint32_t i
+        assert placement.point == NULL and placement.target is not None
+        point = self._gpu.take_point(placement.run_count)
+        placement.point, placement.queued, placement.code = point, 0, 0
+        try:
+            for i in range(placement.run_count):
+                run = &placement.runs[i]
+                point.kept[i] = regions.region(run.region)
+                hold_region(point.kept[i])
+                point.count += 1
+                run.source = point.kept[i].address + run.start
+        except BaseException:
+            placement.point = NULL
+            self._gpu.give_point(point)
+            raise
+
+    def queue(self, Placement placement not None) -> None:
+        """Queues the copies, without the interpreter's lock: on a thread, where this may block."""
+        with nogil:
+            self._queue(placement)
+
+    cdef void _queue(self, Placement placement) noexcept nogil:
+        cdef char* target = placement.target._lent.address
+        cdef const char* at
+        cdef const char* end
+        cdef const char* part_end
+        cdef Run* run
+        cdef uint32_t i
+        placement.code = self._gpu.enter()
+        if placement.code:
+            return
+        for i in range(placement.run_count):
+            run = &placement.runs[i]
+            at, end = run.source, run.source + (run.end - run.start)
+            while at < end and not placement.code:
+                part_end = self._end_of_part(at, end)
+                placement.code = self._gpu.calls.cuMemcpyHtoDAsync_v2(
+                    <uintptr_t>(target + run.target + (at - run.source)), at, part_end - at, self._stream
+                )
+                placement.queued += not placement.code
+                at = part_end
+        self._gpu.leave()
+
+    cdef const char* _end_of_part(self, const char* at, const char* end) noexcept nogil:
+        """Returns how far one copy may go from ``at`` on."""
+        cdef _Span* span
+        cdef uint32_t i
+        for i in range(self._pinned_count):
+            span = &self._pinned[i]
+            if at < span.end and span.end < end:
+                end = span.end
+            if at < span.start and span.start < end:
+                end = span.start
+        return end
+
+    def finish(self, Placement placement not None, uint64_t consumer) -> None:
+        """Has a stream wait for what was queued, which is watched from now on.
+
+        Raises:
+            what the GPU was given: a call failed, here or before.
+        """
+        cdef Point* point = placement.point
+        cdef int record_code, wait_code = 0
+        placement.point = NULL
+        if not placement.queued:
+            self._gpu.give_point(point)
+        else:
+            record_code = self._gpu.enter()
+            if not record_code:
+                record_code = self._gpu.calls.cuEventRecord(point.event, self._stream)
+                if not record_code and not placement.code:
+                    wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)
+                self._gpu.leave()
+            if record_code:
+                self._watch.keep(point)
+                raise self._gpu.failure("cuEventRecord", record_code)
+            self._watch.guard(point)
+        if placement.code:
+            raise self._gpu.failure("cuMemcpyHtoDAsync_v2", placement.code)
+        if wait_code:
+            raise self._gpu.failure("cuStreamWaitEvent", wait_code)
