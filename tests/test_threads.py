@@ -24,7 +24,8 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
-from shmring.threads.loop_thread import LoopCall, LoopThread
+from shmring.threads.loop_calls import LoopCall
+from shmring.threads.loop_thread import LoopThread
 from tests.integration.test_forged import Forger
 
 ROOT = Path(__file__).resolve().parents[1]

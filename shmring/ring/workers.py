@@ -212,6 +212,10 @@ class Workers:
         """See :meth:`Ring.gather`."""
         return self.end.gather(payload, _ranks(to), timeout)
 
+    def ask_now(self, payload: object, to: Iterable[int] | None) -> Gathering | None:
+        """See :meth:`FanOutEnd.ask_now`."""
+        return self.end.ask_now(payload, _ranks(to))
+
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
         """For the end: sends what has to wait, or takes long to copy.
 
@@ -583,6 +587,7 @@ class Workers:
                         sent=record.sent,
                         unacknowledged=record.unacknowledged,
                         unacknowledged_nbytes=record.unacknowledged_nbytes,
+                        is_stopped=worker.watch.is_stopped(),
                     )
                     for record, worker in self._workers.items()
                 ),
