@@ -171,7 +171,7 @@ class Workers:
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
             record_nbytes=life.record_nbytes,
-            at_once_nbytes=limits.COPY_OFFLOAD_NBYTES,
+            at_once_nbytes=life.offload_nbytes,
             max_tensors=config.max_tensors,
             max_values=config.max_values,
             look_s=min(config.busy_poll_s, _LOOK_S),

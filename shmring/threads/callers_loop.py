@@ -61,6 +61,19 @@ class _Loop(asyncio.SelectorEventLoop):
         self.is_changed = True
         return super().call_at(*arguments, **named)
 
+    def run_in_executor(  # type: ignore[override]  # as above
+        self, executor: Any, function: Callable[..., Any], *arguments: Any
+    ) -> asyncio.Future[Any]:
+        """Calls it here: no thread is kept for what happens at the start and at the end of a ring."""
+        if executor is not None:
+            return super().run_in_executor(executor, function, *arguments)
+        future: asyncio.Future[Any] = self.create_future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - it is for whoever awaits it
+            future.set_exception(error)
+        return future
+
     def stop(self) -> None:
         self.is_changed = True
         super().stop()
@@ -187,7 +200,6 @@ class CallersLoop(LoopRunner):
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            await self._loop.shutdown_default_executor()
 
     def _closed_error(self) -> ClosedError:
         if self._is_broken and not self._is_over:

@@ -48,6 +48,8 @@ _NOTHING: Any = object()
 #: request follows it within a second or so; of an older one, ``take`` says only that it was taken or has ended.
 _REMEMBERED = 4096
 
+_NO_THREAD_NBYTES = 1 << 62  # nothing is as large
+
 _Key = tuple[int, int]  # client id, request id
 
 
@@ -415,12 +417,15 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         self.config = config
 
         async def create() -> ring_in_loop.Ring:
-            shell = await create_shell(_Shell, name, config, payload_type=payload_type, calls=calls)
+            shell = await create_shell(
+                _Shell, name, config, payload_type=payload_type, calls=calls, offload_nbytes=offload_nbytes
+            )
             self._arrivals = _Arrivals(self._thread, shell.is_connected, untaken_s)
             shell.start(self._arrivals)
             self._in_loop = ring_in_loop.Ring(shell)
             return self._in_loop
 
+        offload_nbytes = None if served_by == "thread" else _NO_THREAD_NBYTES  # a caller has nothing better to do than to copy
         what = f"ring {name!r}"
         thread = LoopThread(what, create) if served_by == "thread" else CallersLoop(what, create, stands_by=served_by == "both")
         self._thread = thread
