@@ -7,6 +7,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from tests.test_threads import Thread, eventually, interrupted, is_whole
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).resolve().parents[1]
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 
 
@@ -551,6 +554,29 @@ def test_what_can_not_be_opened_says_why_and_leaves_nothing(serve: Any, served_b
     assert ring.statistics().clients == 0
     with pytest.raises(shmring.SlabError):
         threads.serve("other", slab_nbytes="1000TiB", socket_dir=ring.config.socket_dir, served_by=served_by)  # type: ignore[call-overload]
+
+
+@pytest.mark.usefixtures("no_new_segments")
+@BOTH_KINDS
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "threading.Thread(target=ring.claim, daemon=True).start()"])
+def test_a_program_that_ends_without_closing_ends_quietly(socket_dir: Path, served_by: str, ending: str) -> None:
+    program = f"""
+import threading, torch
+from shmring import threads
+options = {{"socket_dir": {str(socket_dir)!r}}}
+ring = threads.serve("test", slab_nbytes="1MiB", broadcast_nbytes="1MiB", served_by={served_by!r}, **options)
+joining = threading.Thread(target=lambda: joined.append(threads.join("test", 0, **options)))
+joined = []
+joining.start()
+ring.wait_workers(1, timeout=20)
+joining.join()
+ring.broadcast(torch.ones(5000))
+message = joined[0].receive(10)
+view = message.payload
+{ending}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 @pytest.mark.usefixtures("no_new_segments")
