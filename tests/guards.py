@@ -1056,8 +1056,8 @@ GUARDS = (
     Guard(
         "a slot is kept for good where the driver can't say when its copy is over",
         "shmring/core/gpu.pyx",
-        "                    self._lost += 1\n",
-        "                    self._lost += 1\n                    self.gpu.point_came(point)\n",
+        "                self._lost += 1\n",
+        "                self._lost += 1\n                self.gpu.point_came(point)\n",
         "tests/memory/test_upload.py::test_slots_of_which_cuda_can_say_nothing_are_kept_for_good",
     ),
     Guard(

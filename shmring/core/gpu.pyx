@@ -336,10 +336,11 @@ cdef class Watch:
     """
 
     cdef Gpu gpu
-    cdef sem_t _news       # is posted when something is on the stack that was empty, and at the end
+    cdef sem_t _news       # is posted when something is on the stack that was empty
     cdef void* _given      # a stack of points
     cdef Point* _next      # those that were taken from it, in order; the thread's own
-    cdef uint32_t _is_closing
+    cdef Point _end        # the last one, without an event
+    cdef bint _is_closed
     cdef uint64_t _lost    # points whose event the thread could not wait for
     cdef uint64_t _kept    # what the driver did not even take
 
@@ -426,26 +427,23 @@ cdef class Watch:
         cdef Point* point
         cdef int code = self.gpu.enter()
         while True:
-            while self._next != NULL:
-                point = self._next
-                self._next = point.next
-                if not code:
-                    code = self.gpu.calls.cuEventSynchronize(point.event)
-                if code:
-                    self._lost += 1
-                    self.gpu.leave()
-                    return code
-                self.gpu.point_came(point)
-            if self._take():
-                continue
-            if load_relaxed_u32(&self._is_closing) and not self._take():
+            while self._next == NULL and not self._take():
+                sem_wait(&self._news)
+            point = self._next
+            self._next = point.next
+            if point.event == NULL:
                 self.gpu.leave()
                 return 0
-            if self._next == NULL:
-                sem_wait(&self._news)
+            if not code:
+                code = self.gpu.calls.cuEventSynchronize(point.event)
+            if code:
+                self._lost += 1
+                self.gpu.leave()
+                return code
+            self.gpu.point_came(point)
 
     cdef bint _take(self) noexcept nogil:
-        """Takes what was given; returns whether that was something."""
+        """Takes what was given, when nothing is left of before; returns whether that was something."""
         cdef Point* point = <Point*>take_stack(&self._given, NULL)
         cdef Point* older
         while point != NULL:  # turned over: the first that was given comes first
@@ -455,6 +453,7 @@ cdef class Watch:
         return self._next != NULL
 
     def close(self) -> None:
-        """Nothing more is given: :meth:`see_out` returns when all has come."""
-        exchange_u32(&self._is_closing, 1)
-        sem_post(&self._news)
+        """Nothing more is given: :meth:`see_out` returns when all has come. Twice is once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.guard(&self._end)

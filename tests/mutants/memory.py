@@ -45,6 +45,39 @@ FAULTS = (
         ),
     ),
     *faults_in(
+        "shmring/core/gpu.pyx",
+        (
+            "what a GPU may be at is let go of before its event",
+            "code = self.gpu.calls.cuEventSynchronize(point.event)",
+            "code = 0",
+            "tests/memory/test_watcher.py::test_what_is_guarded_lives_until_its_event",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/copies.pyx",
+        (
+            "a consumer's stream waits for no copy",
+            "wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)",
+            "wait_code = 0",
+            "tests/memory/test_upload.py::test_the_consumers_stream_waits_for_the_copy",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/placement.pyx",
+        (
+            "a tensor on a GPU loses its alignment",
+            "run.start -= run.start % CACHE_LINE",
+            "run.start -= 0",
+            "tests/memory/test_layout.py::test_alignment_survives",
+        ),
+        (
+            "all tensors are where the first bytes were copied to",
+            "while high - low > 1:  # the last",
+            "while False:  # the last",
+            "tests/memory/test_upload.py::test_every_tensor_arrives",
+        ),
+    ),
+    *faults_in(
         "shmring/core/views.pyx",
         (
             "a region is to be told of after its reference went",

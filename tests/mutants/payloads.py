@@ -222,8 +222,8 @@ FAULTS = (
         "shmring/core/received.pyx",
         (
             "a decoder that its own hook enters again has no regions afterwards",
-            "self._content_regions, self._place = outer, outer_place",
-            "self._content_regions, self._place = None, None",
+            "self._content_regions, self._placement = outer, outer_placement",
+            "self._content_regions, self._placement = None, None",
             "tests/core/test_received.py::test_while_a_payload_is_decoded_its_decoder_may_decode_another_one",
         ),
         (
