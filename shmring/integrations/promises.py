@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["broken", "parameters_differ", "stay_off", "uses_are_missing"]
+__all__ = ["broken", "names_in", "parameters_differ", "stay_off", "uses_are_missing"]
 
 _Hooks = TypeVar("_Hooks")
 
@@ -47,9 +47,14 @@ def parameters_differ(expected: Iterable[tuple[Callable[..., Any], Sequence[str]
 def uses_are_missing(expected: Iterable[tuple[Callable[..., Any], Sequence[str]]]) -> Iterator[str]:
     """Says which functions do not use the names that they have to go through."""
     for function, names in expected:
-        used = _names_in(inspect.unwrap(function).__code__)
+        used = names_in(function)
         if missing := [name for name in names if name not in used]:
             yield f"{function.__qualname__} does not use {', '.join(missing)}"
+
+
+def names_in(function: Callable[..., Any]) -> set[str]:
+    """Returns the names that a function uses, and those of functions within it."""
+    return _names_in(inspect.unwrap(function).__code__)
 
 
 def _names_in(code: Any) -> set[str]:

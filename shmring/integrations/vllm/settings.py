@@ -16,7 +16,9 @@ from shmring.integrations.environment import Reader, choice, ring_name, run_vari
 __all__ = ["NAMES", "PREFIX", "Settings"]
 
 PREFIX = "SHMRING_VLLM"
-NAMES = ("SLAB", "MIN_NBYTES", "WAIT_S", "KEEP", "TAKE_TIMEOUT_S", "PIN", "CHECK", "NAME")  # each behind the prefix and "_"
+NAMES = (  # each behind the prefix and "_"
+    "SLAB", "MIN_NBYTES", "WAIT_S", "KEEP", "TAKE_TIMEOUT_S", "PIN", "CHECK", "NAME", "WORKERS", "BROADCAST",
+)  # fmt: skip
 
 _MIN_SLAB_NBYTES = 16 << 20  # a slab of a few pictures; less is a typing error
 _LEAST_MIN_NBYTES = 16 << 10  # below that a tensor travels in shmring's message anyway, and vLLM's carries it as well
@@ -37,6 +39,9 @@ class Settings:
         pin: ``SHMRING_VLLM_PIN``, whether the slab is registered with CUDA; as ``RingConfig.pin``.
         check: ``SHMRING_VLLM_CHECK``, whether each tensor's checksum is compared at the other end, for finding errors.
         name: ``SHMRING_VLLM_NAME``, what rings are called, followed by the engine core's number.
+        workers: ``SHMRING_VLLM_WORKERS``, whether an engine core and its workers talk through shmring.
+        broadcast_nbytes: ``SHMRING_VLLM_BROADCAST``, memory of each engine core for what it sends its workers and no API
+            server has put into the slab.
     """
 
     slab_nbytes: int = 1 << 30
@@ -47,6 +52,8 @@ class Settings:
     pin: Literal["auto", "on", "off"] = "auto"
     check: bool = False
     name: str = "vllm"
+    workers: bool = True
+    broadcast_nbytes: int = 256 << 20
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -74,6 +81,8 @@ class Settings:
                 ring_name,
                 "letters, digits, '.', '_' and '-', at most 56",
             ),
+            workers=read.value("WORKERS", "1", choice("0", "1"), "0 or 1") == "1",
+            broadcast_nbytes=read.nbytes("BROADCAST", cls.broadcast_nbytes, _MIN_SLAB_NBYTES, "a size of 16MiB or more"),
         )
 
     def ring_name(self, engine_index: int) -> str:

@@ -6,6 +6,8 @@
 ``EngineCoreProc.process_input_sockets``   the engine core's half is there before vLLM says that the engine core is ready
 ``EngineCoreProc.preprocess_add_request``  a request whose tensors are not there fails
 ``EngineCoreProc.shutdown``                the engine core's half ends
+``EngineCoreProc.__init__``                the engine core's ring has its name before its executor is made
+``MessageQueue`` of the executor           queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
 =========================================  =============================================================================
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import os
 import weakref
@@ -26,6 +29,7 @@ from typing import Any
 from shmring.integrations.environment import name_the_run
 from shmring.integrations.promises import broken, stay_off
 from shmring.integrations.vllm.contract import CHECKS, Hooks, find_hooks
+from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.settings import PREFIX, Settings
 
 __all__ = ["switch_on"]
@@ -49,8 +53,11 @@ def switch_on() -> None:
         return
     hooks = find_hooks()
     if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
+        engine_ring = EngineRing(settings)
         _wrap_clients(hooks, settings)
-        _wrap_cores(hooks, settings)
+        _wrap_cores(hooks, settings, engine_ring)
+        if settings.workers:
+            _replace_queues(hooks, settings, engine_ring, is_first=is_first)
 
 
 def _reason_to_stay_off() -> str | None:
@@ -148,14 +155,24 @@ def _has_processor_cache(config: Any) -> bool:
 # -- the engine core's half --------------------------------------------------------------------------------------------
 
 
-def _wrap_cores(hooks: Hooks, settings: Settings) -> None:
+def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
     core = hooks.cores.EngineCoreProc
-    listen, prepare, shut_down = core.process_input_sockets, core.preprocess_add_request, core.shutdown
+    initialize, listen, prepare, shut_down = (
+        core.__init__, core.process_input_sockets, core.preprocess_add_request, core.shutdown,
+    )  # fmt: skip
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        called = inspect.signature(initialize).bind(self, *arguments, **named)
+        called.apply_defaults()
+        if called.arguments["tensor_queue"] is None:  # else torch_shm is on
+            engine_ring.expect(called.arguments["engine_index"])
+        initialize(self, *arguments, **named)
 
     @functools.wraps(listen)
     def process_input_sockets(self: Any, *arguments: Any, **named: Any) -> Any:
         if self.tensor_ipc_receiver is None:  # else torch_shm is on
-            _serve(self, hooks, settings)
+            _serve(self, hooks, settings, engine_ring)
         return listen(self, *arguments, **named)
 
     @functools.wraps(prepare)
@@ -186,6 +203,7 @@ def _wrap_cores(hooks: Hooks, settings: Settings) -> None:
         if (receiver := getattr(self, _MARK, None)) is not None:
             receiver.drop(client_id, request_ids)
 
+    core.__init__ = __init__
     core.process_input_sockets = process_input_sockets
     core.preprocess_add_request = preprocess_add_request
     core.shutdown = shutdown
@@ -207,7 +225,7 @@ def _own_up(error: Exception, request: Any, *, has_cache: bool) -> None:
         feature.data = None
 
 
-def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
+def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
     """Gives an engine core its half."""
     try:
         import torch
@@ -218,7 +236,8 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
         pin = settings.pin
         if pin == "auto" and not (has_gpu and torch.cuda.device_count() == 1):
             pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
-        receiver = Receiver(settings, core.engine_index, copies=core.mm_receiver_cache is not None, pin=pin)
+        copies = core.mm_receiver_cache is not None
+        receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring)
         if has_gpu:
             _hold_what_copies_read(hooks)
     except Exception:
@@ -226,6 +245,31 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
     else:
         core.tensor_ipc_receiver = receiver
         setattr(core, _MARK, receiver)
+
+
+# -- between an engine core and its workers ----------------------------------------------------------------------------
+
+
+def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *, is_first: bool) -> None:
+    """Has vLLM's executor make rings where it makes queues; where that can't be, says so once."""
+    from shmring.integrations.vllm import queue_contract
+    from shmring.integrations.vllm.workers import Queues
+
+    if findings := broken(queue_contract.find_executor, queue_contract.CHECKS):
+        if is_first:
+            logger.warning(
+                "shmring stays off between engine cores and workers: this vLLM is not as it needs it (%s)", "; ".join(findings)
+            )
+        return
+    executor = queue_contract.find_executor()
+
+    def worker_has_joined() -> None:
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            _hold_what_copies_read(hooks)
+
+    executor.MessageQueue = Queues(executor.MessageQueue, settings, engine_ring, worker_has_joined)
 
 
 def _hold_what_copies_read(hooks: Hooks) -> None:
