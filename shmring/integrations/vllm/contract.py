@@ -6,7 +6,6 @@ It has been the same in vLLM 0.32 and 0.33.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,15 +65,12 @@ def _methods(hooks: Hooks) -> Iterator[str]:
             (clients.AsyncMPClient._send_input, ["self", "request_type", "request", "engine"]),
             (clients.AsyncMPClient._call_utility_async, ["self", "method", "args", "engine"]),
             (clients.SyncMPClient._send_input, ["self", "request_type", "request"]),
-            (core.__init__, ["self", "vllm_config"]),
             (core.process_input_sockets, ["self"]),
             (core.preprocess_add_request, ["self", "request"]),
             (core.shutdown, ["self"]),
             (hooks.inputs._nested_tensors_h2d, ["tensors", "device"]),
         ]
     )
-    if missing := {"tensor_queue", "engine_index"} - set(inspect.signature(core.__init__).parameters):
-        yield f"EngineCoreProc.__init__ does not take {', '.join(sorted(missing))}"
 
 
 def _attributes(hooks: Hooks) -> Iterator[str]:

@@ -33,6 +33,7 @@ class EngineRing:
 
     Attributes:
         receiver: the half of the engine core that takes tensors of API servers; ``None``: there is none (yet).
+        index: vLLM's number of this engine core; ``None``: this process is none, or it is not known yet.
         has_workers: whether workers are sent what lies here.
     """
 
@@ -40,19 +41,19 @@ class EngineRing:
         self.receiver: Receiver | None = None
         self.has_workers = False
         self._settings = settings
-        self._index: int | None = None
+        self.index: int | None = None
         self._ring: Ring | None = None
         self._users = 0
         self._pid = os.getpid()
 
     def expect(self, engine_index: int) -> None:
         """This process is an engine core, and API servers will connect."""
-        self._index, self._pid = engine_index, os.getpid()
+        self.index, self._pid = engine_index, os.getpid()
 
     @property
     def is_expected(self) -> bool:
         """Whether this process is such an engine core, and not one that it has forked."""
-        return self._index is not None and self._pid == os.getpid()
+        return self.index is not None and self._pid == os.getpid()
 
     def open(self, pin: Literal["auto", "on", "off"]) -> Ring:
         """Opens the ring if it is not open, for one more user.
@@ -63,7 +64,7 @@ class EngineRing:
         Raises:
             ShmringError, OSError: there can't be a ring.
         """
-        assert self._index is not None
+        assert self.index is not None
         if self._ring is None:
             from shmring import threads
 
@@ -74,7 +75,7 @@ class EngineRing:
                 broadcast_nbytes=self._settings.broadcast_nbytes,
                 worker_backlog=_WORKER_BACKLOG,
             )
-            name = self._settings.ring_name(self._index)
+            name = self._settings.ring_name(self.index)
             self._ring = threads.serve(name, config, calls={"report": self._report_in_loop}, untaken_s=_UNTAKEN_S)
         self._users += 1
         return self._ring

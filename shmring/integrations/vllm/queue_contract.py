@@ -48,6 +48,7 @@ def _uses(executor: Any) -> Iterator[str]:
     """The executor makes its queues by the name that is replaced, and uses nothing of them that ours do not have."""
     leader, worker = executor.MultiprocExecutor, executor.WorkerProc
     uses = [
+        (leader.__base__.__init__, ("vllm_config",)),
         (leader._init_executor, ("MessageQueue", "export_handle", "wait_until_ready", "response_mqs")),
         (leader.collective_rpc, ("rpc_broadcast_mq", "response_mqs", "enqueue", "dequeue")),
         (leader.shutdown, ("rpc_broadcast_mq", "response_mqs", "shutdown")),
@@ -64,4 +65,15 @@ def _uses(executor: Any) -> Iterator[str]:
         yield f"the executor uses {', '.join(unknown)} of its queues"
 
 
-CHECKS = (_signatures, _uses)
+def _numbers(executor: Any) -> Iterator[str]:
+    """An engine core's number is known before it has said it, and so is which process is one."""
+    from vllm.config import ParallelConfig
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    if "data_parallel_index" not in ParallelConfig.__dataclass_fields__:
+        yield "ParallelConfig has no data_parallel_index"
+    if "EngineCore" not in CoreEngineProcManager.__init__.__code__.co_consts:
+        yield "processes of engine cores are called otherwise"
+
+
+CHECKS = (_signatures, _uses, _numbers)

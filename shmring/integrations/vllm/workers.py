@@ -7,6 +7,7 @@ that reads from an engine core is a worker, and what it writes to are answers.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shmring.integrations.vllm.settings import Settings
     from shmring.threads import Ring
 
-__all__ = ["Queues"]
+__all__ = ["Queues", "is_engine_core"]
 
 logger = logging.getLogger("vllm.shmring")
 
@@ -99,6 +100,11 @@ class Queues:
     def _lies_in_slot(self, tensor: Any) -> bool:
         receiver = self._engine_ring.receiver
         return receiver is not None and receiver.lies_in_slot(tensor)
+
+
+def is_engine_core() -> bool:
+    """Whether this process was started as an engine core. (Plug-ins are loaded after the object of that name was begun.)"""
+    return multiprocessing.current_process().name.startswith("EngineCore")
 
 
 def _is_to_compute(call: Any) -> bool:

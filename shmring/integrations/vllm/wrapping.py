@@ -6,8 +6,8 @@
 ``EngineCoreProc.process_input_sockets``   the engine core's half is there before vLLM says that the engine core is ready
 ``EngineCoreProc.preprocess_add_request``  a request whose tensors are not there fails
 ``EngineCoreProc.shutdown``                the engine core's half ends
-``EngineCoreProc.__init__``                the engine core's ring has its name before its executor is made
-``MessageQueue`` of the executor           queues between an engine core and its workers are rings
+``MultiprocExecutor._init_executor``       an executor knows what its engine core's ring is called
+``MessageQueue`` in its module             queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
 =========================================  =============================================================================
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import os
 import weakref
@@ -157,17 +156,7 @@ def _has_processor_cache(config: Any) -> bool:
 
 def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
     core = hooks.cores.EngineCoreProc
-    initialize, listen, prepare, shut_down = (
-        core.__init__, core.process_input_sockets, core.preprocess_add_request, core.shutdown,
-    )  # fmt: skip
-
-    @functools.wraps(initialize)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        called = inspect.signature(initialize).bind(self, *arguments, **named)
-        called.apply_defaults()
-        if called.arguments["tensor_queue"] is None:  # else torch_shm is on
-            engine_ring.expect(called.arguments["engine_index"])
-        initialize(self, *arguments, **named)
+    listen, prepare, shut_down = core.process_input_sockets, core.preprocess_add_request, core.shutdown
 
     @functools.wraps(listen)
     def process_input_sockets(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -203,7 +192,6 @@ def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> No
         if (receiver := getattr(self, _MARK, None)) is not None:
             receiver.drop(client_id, request_ids)
 
-    core.__init__ = __init__
     core.process_input_sockets = process_input_sockets
     core.preprocess_add_request = preprocess_add_request
     core.shutdown = shutdown
@@ -236,6 +224,8 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
         pin = settings.pin
         if pin == "auto" and not (has_gpu and torch.cuda.device_count() == 1):
             pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
+        if engine_ring.index not in (None, core.engine_index):
+            engine_ring = EngineRing(settings)  # then tensors are copied for workers
         copies = core.mm_receiver_cache is not None
         receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring)
         if has_gpu:
@@ -253,7 +243,7 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
 def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *, is_first: bool) -> None:
     """Has vLLM's executor make rings where it makes queues; where that can't be, says so once."""
     from shmring.integrations.vllm import queue_contract
-    from shmring.integrations.vllm.workers import Queues
+    from shmring.integrations.vllm.workers import Queues, is_engine_core
 
     if findings := broken(queue_contract.find_executor, queue_contract.CHECKS):
         if is_first:
@@ -269,6 +259,16 @@ def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             _hold_what_copies_read(hooks)
 
+    initialize = executor.MultiprocExecutor._init_executor
+
+    @functools.wraps(initialize)
+    def _init_executor(self: Any) -> None:
+        multimodal = getattr(self.vllm_config.model_config, "multimodal_config", None)
+        if getattr(multimodal, "mm_tensor_ipc", None) != "torch_shm" and is_engine_core():
+            engine_ring.expect(self.vllm_config.parallel_config.data_parallel_index)  # as its engine_index will be
+        initialize(self)
+
+    executor.MultiprocExecutor._init_executor = _init_executor
     executor.MessageQueue = Queues(executor.MessageQueue, settings, engine_ring, worker_has_joined)
 
 
