@@ -27,7 +27,11 @@ def of_all_kinds() -> Step:
     tensors = [
         *(torch.ones(3), torch.zeros(0, 4), torch.tensor(5.0), torch.rand(4, 4).t(), torch.rand(3, dtype=torch.complex64)),
         *(pixels, np.arange(LARGE_NBYTES), np.ones((2, 3)), torch.rand(3, requires_grad=True), torch.rand(2).conj()),
-        *({"again": pixels}, torch.ones(LARGE_NBYTES + 3, dtype=torch.uint8), torch.zeros(LARGE_NBYTES // 8, dtype=torch.int64)),
+        *(
+            {"again": pixels},
+            torch.ones(LARGE_NBYTES + 3, dtype=torch.uint8),
+            torch.zeros(LARGE_NBYTES // 8, dtype=torch.int64),
+        ),
     ]
     return Step("prefill", tensors)
 
