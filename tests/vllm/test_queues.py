@@ -1,7 +1,7 @@
 """The queues between an engine core and its workers, in processes as vLLM has them; vLLM itself is not needed.
 
-A worker here does what vLLM's does: it makes its end of the queue from a handle, a queue of its own for its answers, and carries
-out what it is sent. Which it keeps, and how it ends, it is told in the same way.
+A worker here does what vLLM's does: it makes its end of the queue from a handle, a queue of its own for its answers, and
+carries out what it is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -285,7 +285,7 @@ def test_a_killed_worker_ends_the_wait_at_once(start: Callable[..., Engine]) -> 
     os.kill(killed.pid, signal.SIGKILL)
     with pytest.raises(PeerError, match=f"pid {killed.pid}.*has died"):
         engine.answers[0].dequeue()
-    with pytest.raises(PeerError, match="worker 0 has died"):
+    with pytest.raises(PeerError, match="has died"):
         engine.call("say_pid")
 
 
@@ -311,9 +311,13 @@ def test_a_stopped_worker_that_does_not_read_ends_it_too(start: Callable[..., En
     engine = start(2)
     stopped = engine.processes[0]
     os.kill(stopped.pid, signal.SIGSTOP)
-    with pytest.raises(PeerError, match="was stopped"):
-        for _ in range(10_000):
+
+    def send_on_and_on() -> None:
+        while True:
             engine.steps.enqueue(("give_back", ("x" * 10_000,)))
+
+    with pytest.raises(PeerError, match="was stopped"):
+        send_on_and_on()
     os.kill(stopped.pid, signal.SIGCONT)
 
 
@@ -374,7 +378,7 @@ def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing(until: Ca
 class Theirs:
     """In place of vLLM's queue."""
 
-    made: list[Any] = []
+    made: ClassVar[list[Any]] = []
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.made.append((arguments, named))
@@ -396,7 +400,7 @@ def test_what_does_not_fit_is_vllms_own(engine_ring: EngineRing, caplog: pytest.
 def test_where_there_is_no_memory_the_queue_is_vllms_own(
     engine_ring: EngineRing, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(pin: str) -> Any:
+    def refuse(*arguments: Any, **named: Any) -> Any:
         raise OSError(28, "no space left on device")
 
     monkeypatch.setattr(engine_ring, "open", refuse)

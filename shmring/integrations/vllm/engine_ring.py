@@ -55,11 +55,11 @@ class EngineRing:
         """Whether this process is such an engine core, and not one that it has forked."""
         return self.index is not None and self._pid == os.getpid()
 
-    def open(self, pin: Literal["auto", "on", "off"]) -> Ring:
+    def open(self, pin: Literal["auto", "on", "off"], served_by: Literal["thread", "both"] = "thread") -> Ring:
         """Opens the ring if it is not open, for one more user.
 
         Args:
-            pin: as ``RingConfig.pin``, if it is not open.
+            pin, served_by: as ``RingConfig.pin``, and of :func:`shmring.threads.serve`, if it is not open.
 
         Raises:
             ShmringError, OSError: there can't be a ring.
@@ -76,7 +76,8 @@ class EngineRing:
                 worker_backlog=_WORKER_BACKLOG,
             )
             name = self._settings.ring_name(self.index)
-            self._ring = threads.serve(name, config, calls={"report": self._report_in_loop}, untaken_s=_UNTAKEN_S)
+            calls = {"report": self._report_in_loop}
+            self._ring = threads.serve(name, config, calls=calls, untaken_s=_UNTAKEN_S, served_by=served_by)
         self._users += 1
         return self._ring
 

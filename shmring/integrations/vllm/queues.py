@@ -38,6 +38,7 @@ __all__ = ["Handle", "Reader", "Writer", "WriterCounts"]
 logger = logging.getLogger("vllm.shmring")
 
 _READY_S = 600.0  # for the other side to join: it has loaded its model by then
+_BUSY_S = float(os.environ.get("WTV_BUSY", "0"))
 _LOOK_S = 1.0  # between two looks at those who are waited for
 _FULL_S = 0.25  # for memory to come free: by then a worker that runs has copied out what it was sent
 _WARN_S = 60.0  # as vLLM does
@@ -285,7 +286,7 @@ class Reader:
             if deadline_s is not None:
                 wait_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
             try:
-                return worker.receive(wait_s)
+                return worker.receive(wait_s, busy_poll_s=_BUSY_S)
             except TimeoutError:
                 now_s = time.monotonic()
                 if deadline_s is not None and now_s >= deadline_s:

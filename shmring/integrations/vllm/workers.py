@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shmring.errors import ShmringError
 from shmring.integrations.vllm.peers import Peers
@@ -79,7 +79,8 @@ class Queues:
     def _steps(self, ranks: Sequence[int]) -> Writer:
         self._peers = Peers()
         if self._engine_ring.is_expected and not self._engine_ring.has_workers:
-            ring = self._engine_ring.open("on" if self._settings.pin == "on" else "off")  # the GPUs are the workers'
+            pin: Literal["on", "off"] = "on" if self._settings.pin == "on" else "off"  # the GPUs are the workers'
+            ring = self._engine_ring.open(pin, served_by="both")  # what API servers want, they want while this one sleeps, too
             self._engine_ring.has_workers = True
             close = self._engine_ring.leave
         else:
@@ -95,7 +96,9 @@ class Queues:
         from shmring import threads
 
         name = f"vllm-{os.getpid()}-{secrets.token_hex(4)}"
-        return threads.serve(name, slab_nbytes=_NO_SLAB_NBYTES, broadcast_nbytes=broadcast_nbytes, pin="off")
+        return threads.serve(
+            name, slab_nbytes=_NO_SLAB_NBYTES, broadcast_nbytes=broadcast_nbytes, pin="off", served_by="callers"
+        )
 
     def _lies_in_slot(self, tensor: Any) -> bool:
         receiver = self._engine_ring.receiver
