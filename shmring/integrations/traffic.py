@@ -93,6 +93,9 @@ def engine_gauges() -> dict[str, Any]:
         "kept_bytes": "Their bytes",
         "waits": "Times that the engine core had to wait for a tensor that a request named",
         "wait_seconds": "Seconds it has waited so",
+        "workers": "Worker processes that are sent their steps through shared memory",
+        "workers_in_place_bytes": "Bytes of tensors that workers were sent from where an API server had put them",
+        "workers_copied_bytes": "Bytes that were copied for workers, once for all of them",
         "lost": "Tensors that a request named and that were not there; these requests failed",
     }
     return {name: Gauge(f"shmring_{name}", text, ("engine",), multiprocess_mode="mostrecent") for name, text in texts.items()}

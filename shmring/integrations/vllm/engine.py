@@ -212,6 +212,9 @@ class Receiver:
             "waits": self._waits,
             "wait_seconds": self._wait_s,
             "lost": self._lost,
+            "workers": sum(worker.is_member for worker in ring.workers),
+            "workers_in_place_bytes": ring.broadcast_in_place_nbytes,
+            "workers_copied_bytes": ring.broadcast_copied_nbytes,
             "taken": self._taken,
             "hits": self._hits,
         }
