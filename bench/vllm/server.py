@@ -25,7 +25,7 @@ from PIL import Image
 import shmring.threads
 
 STOP_S = 30.0
-#: A start takes some 100 seconds of CPU, however long it takes where others want the cores. Who has used none for so long is stuck.
+#: A start takes some 100 seconds of CPU, however busy the machine is. Who has used none of it for so long is stuck.
 _START_CPU_S, _STUCK_S = 900.0, 300.0
 #: glibc gives freed blocks above a size back to the kernel, and moves that size by what a process happens to free, up to
 #: 32 MiB. So of two servers that did the same, one needed twice the CPU for a picture, to get its memory again and again. Here

@@ -17,15 +17,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from bench.machine import Machine
 from bench.meter import process_cpu_s
-from bench.results import Table, Verdict, median_ratio
+from bench.results import Coverage, Findings, Table, Verdict, median_ratio
 from bench.targets import judge
 from bench.vllm.load import Fleet, Way
 from bench.vllm.server import Server, picture, question
 
-__all__ = ["FLEET", "KINDS", "OPTIONS", "WAYS", "WorkersRun", "measure", "table", "targets", "warm_up"]
+__all__ = ["FLEET", "KINDS", "OPTIONS", "WAYS", "Kind", "WorkersRun", "measure", "report", "targets", "warm_up"]
 
-#: ``short``: a text of 8 tokens, 0.6 s after the last one; ``new picture``: of 43 MB; ``decode``: a text of 200 tokens; ``idle``.
+#: ``short``: a text of 8 tokens, 0.6 s after the last one; ``new picture``: of 43 MB; ``decode``: a text of 200 tokens.
 Kind = Literal["short", "new picture", "decode", "idle"]
 KINDS: tuple[Kind, ...] = ("short", "new picture", "decode", "idle")
 
@@ -134,6 +135,24 @@ def _cpu_s(server: Server) -> Mapping[str, float]:
 
 
 Measured = Mapping[Kind, Mapping[str, Sequence[WorkersRun]]]
+
+
+def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+    """Returns the report of a run."""
+    return Findings(
+        mode="vllm",
+        machine=Machine.here(),
+        tables=[table(measured)],
+        notes=[
+            "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and are "
+            "asked in turn. Medians of the repetitions. ms: of CPU, for a request; idle: for a second. shmring is: its CPU over the "
+            "row's, in the same repetition. digest: of all answers and their logprobs.",
+            ", ".join(f"{name} {version}" for name, version in environment.items()),
+        ],
+        targets=targets(measured),
+        results=[],
+        coverage=coverage,
+    )
 
 
 def table(measured: Measured) -> Table:

@@ -123,7 +123,7 @@ class Receiver:
             self._hits += 1
         (tensor,) = claim.payload
         assert isinstance(tensor, torch.Tensor)
-        if self._is_copied_out(tensor):
+        if self._is_copied_out():
             tensor = tensor.clone()
         elif self._engine_ring.has_workers:
             return self._lend(tensor, claim, is_kept=is_kept)
@@ -133,12 +133,12 @@ class Receiver:
             claim.done()
         return tensor
 
-    def _is_copied_out(self, tensor: torch.Tensor) -> bool:
+    def _is_copied_out(self) -> bool:
         """Whether vLLM gets a copy. Its cache would else keep the slab full."""
         if not self.copies:
             return False
         lent_nbytes = sum(nbytes for _, nbytes in list(self._lent.values()))
-        return not self._engine_ring.has_workers or lent_nbytes + tensor.nbytes > self._settings.keep_nbytes
+        return not self._engine_ring.has_workers or lent_nbytes >= self._settings.keep_nbytes
 
     def _lend(self, tensor: torch.Tensor, claim: Claim, *, is_kept: bool) -> torch.Tensor:
         """Returns a view whose claim stays open for as long as vLLM has it: what lies in other slots is copied for workers."""
