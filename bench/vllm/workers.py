@@ -145,8 +145,8 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
         tables=[table(measured)],
         notes=[
             "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and are "
-            "asked in turn. Medians of the repetitions. ms: of CPU, for a request; idle: for a second. shmring is: its CPU over the "
-            "row's, in the same repetition. digest: of all answers and their logprobs.",
+            "asked in turn. Medians of the repetitions. ms: of CPU, for a request; idle: for a second. shmring is: its CPU "
+            "over the row's, in the same repetition. digest: of all answers and their logprobs.",
             ", ".join(f"{name} {version}" for name, version in environment.items()),
         ],
         targets=targets(measured),
