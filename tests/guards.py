@@ -1393,6 +1393,34 @@ GUARDS = (
         "self.name = peer.hello.name",
         "tests/integration/test_forged.py::test_what_a_frontend_says_of_itself_can_be_printed",
     ),
+    Guard(
+        "vLLM's workers are sent what an API server has put into a slot from there",
+        "shmring/integrations/vllm/engine.py",
+        "elif self._engine_ring.has_workers:",
+        "elif False:",
+        "tests/vllm/test_queues.py::test_what_an_api_server_has_sent_is_not_copied",
+    ),
+    Guard(
+        "vLLM's workers view only what they read",
+        "shmring/integrations/vllm/workers.py",
+        'return bool(method == "execute_model")',
+        "return True",
+        "tests/vllm/test_queues.py::test_what_is_not_to_compute_with_may_be_written_to",
+    ),
+    Guard(
+        "vLLM's cache in an engine core does not keep the slab full",
+        "shmring/integrations/vllm/engine.py",
+        "lent_nbytes >= self._settings.keep_nbytes",
+        "False",
+        "tests/vllm/test_queues.py::test_vllms_cache_keeps_no_more_of_the_slab_than_it_may",
+    ),
+    Guard(
+        "a server of vLLM that was stopped as a whole goes on",
+        "shmring/integrations/vllm/peers.py",
+        "if now_s - self._looked_s < _FORGOTTEN_S else {}",
+        "",
+        "tests/vllm/test_peers.py::test_a_server_that_was_stopped_as_a_whole_goes_on",
+    ),
 )
 
 
