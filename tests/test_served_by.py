@@ -7,6 +7,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from tests.test_threads import Thread, eventually, interrupted, is_whole
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).resolve().parents[1]
+LONG_S = 15.0  # longer than these tests wait for anything, so that nobody is woken by time alone
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 
 
@@ -169,18 +173,22 @@ def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join
     eventually(is_back)
 
 
-def test_between_calls_a_thread_stands_by_and_lets_go_when_there_are_calls(serve: Any, socket_dir: Path, connect: Any) -> None:
+def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
+    serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("both")
+    runner = ring._thread
     with threads.connect("test", socket_dir=str(socket_dir)) as client:  # nobody calls
         client.submit_nowait(torch.ones(5000))
         eventually(lambda: ring.untaken == 1)
         assert ring.claim_nowait().payload.sum() == 5000
-    runner = ring._thread
-    assert eventually(lambda: runner._leader == -1)
-    with pytest.raises(TimeoutError):
-        ring.claim(0.001)  # which leads, though another thread did
-    assert runner._leader == 0
+    eventually(lambda: runner._leader == -1)
+    waiting = Thread(ring.claim)
+    eventually(lambda: runner._leader == waiting.ident)
     ring.close()
+    with pytest.raises(shmring.ClosedError):
+        waiting.ended()
     assert runs_no_thread("ring 'test'")
 
 
@@ -298,9 +306,7 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
     answers.ended()
 
 
-def test_more_replies_are_found_by_looking_than_a_turn_may_deliver(
-    serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_replies_are_found_by_looking_than_a_turn_delivers(serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No turn of the loop begins a new share meanwhile."""
     monkeypatch.setattr("shmring.threads.callers_loop._TURN_S", 3600.0)
     ring = serve("callers")
@@ -346,7 +352,7 @@ def test_threads_share_a_ring_and_each_gets_its_own(serve: Any, join: Any, conne
 
 def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leads sleeps then, and whoever follows; neither looks up by itself."""
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", 3600.0)
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("callers")
     runner = ring._thread
     waiting = [Thread(ring.claim) for _ in range(2)]
@@ -359,7 +365,7 @@ def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch
 
 
 def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", 3600.0)
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("callers")
     runner, client = ring._thread, connect(ring)
     waiting = [Thread(ring.claim) for _ in range(3)]
@@ -555,7 +561,33 @@ def test_what_can_not_be_opened_says_why_and_leaves_nothing(serve: Any, served_b
 
 @pytest.mark.usefixtures("no_new_segments")
 @BOTH_KINDS
-def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(serve: Any, join: Any, served_by: str) -> None:
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "threading.Thread(target=ring.claim, daemon=True).start()"])
+def test_a_program_that_ends_without_closing_ends_quietly(socket_dir: Path, served_by: str, ending: str) -> None:
+    program = f"""
+import threading, torch
+from shmring import threads
+options = {{"socket_dir": {str(socket_dir)!r}}}
+ring = threads.serve("test", slab_nbytes="1MiB", broadcast_nbytes="1MiB", served_by={served_by!r}, **options)
+joining = threading.Thread(target=lambda: joined.append(threads.join("test", 0, **options)))
+joined = []
+joining.start()
+ring.wait_workers(1, timeout=20)
+joining.join()
+ring.broadcast(torch.ones(5000))
+message = joined[0].receive(10)
+view = message.payload
+{ending}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.usefixtures("no_new_segments")
+@BOTH_KINDS
+def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
+    serve: Any, join: Any, served_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve(served_by)
     answers = answering(join(ring))
     ring.gather("x", timeout=20)
@@ -578,7 +610,7 @@ def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(serve: Any, j
     assert ring.gather("y", timeout=20) == ["y"]
     waiting = Thread(ring.claim)  # a thread that sleeps is still woken
     eventually(lambda: ring._thread._is_asleep)
-    ring.close()
+    Thread(ring.close).ended()
     with pytest.raises(shmring.ClosedError):
         waiting.ended()
     answers.ended()

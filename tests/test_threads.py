@@ -1033,7 +1033,8 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
 
 @pytest.mark.usefixtures("no_new_segments")
 @pytest.mark.parametrize("how", ["falls off the end", "sys.exit", "raises", "a finaliser closes"])
-def test_a_program_that_ends_without_closing_ends_quietly(how: str, process: Any) -> None:
+@pytest.mark.parametrize("served_by", ["thread", "both"])
+def test_a_program_that_ends_without_closing_ends_quietly(how: str, served_by: str, process: Any) -> None:
     ending = {
         "falls off the end": "",
         "sys.exit": "import sys; sys.exit(0)",
@@ -1053,7 +1054,7 @@ holder = Holder()
     }[how]
     program = f"""
 import threading
-ring = threads.serve("test", slab_nbytes="1MiB", **options)
+ring = threads.serve("test", slab_nbytes="1MiB", served_by={served_by!r}, **options)
 client = threads.connect("test", **options)
 threading.Thread(target=client.request, args=("unanswered",), daemon=True).start()
 claim = ring.claim(10)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shmring
 from shmring import threads
@@ -91,3 +93,39 @@ async def test_a_worker_process_that_is_killed_or_stopped_is_named(
         await eventually(lambda: len(ring.statistics().workers) == 1)  # its process may end later than its connection
         [worker] = ring.statistics().workers
         assert (worker.is_stopped, worker.unacknowledged) == (False, 0)
+
+
+# -- a scheduler that serves frontends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_new_segments")
+async def test_a_scheduler_takes_requests_in_its_own_loop_and_shares_them(
+    launch: Any, connect: Any, socket_dir: Path, eventually: Any
+) -> None:
+    scheduler, rank = (launch("scheduler", role, "test", str(socket_dir)) for role in ("looks", "rank"))
+    assert await scheduler.said() == ["ready"]
+    client = await connect(lease_nbytes="64KiB")
+    for number in range(1, 41):
+        reply = await client.request({"x": torch.full((30_000,), number % 7, dtype=torch.uint8)})
+        assert reply == {"sum": 30_000 * (number % 7)}
+        assert await rank.said() == ["got", str(number), str(30_000 * (number % 7))]
+    await eventually(lambda: client.statistics().slots_in_use == 0)  # the ranks have left them, and nobody else
+    waiting = [asyncio.ensure_future(client.request({"x": torch.ones(30_000)})) for _ in range(20)]
+    await waiting[0]
+    scheduler.signal(signal.SIGKILL)
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(reply == {"sum": 30_000} or isinstance(reply, shmring.EngineDeadError) for reply in ended)
+    await rank.died()
+
+
+@pytest.mark.usefixtures("no_new_segments")
+async def test_whoever_comes_and_wants_a_lease_is_served_though_nobody_calls(
+    launch: Any, connect: Any, socket_dir: Path
+) -> None:
+    scheduler = launch("scheduler", "away", "test", str(socket_dir))
+    assert await scheduler.said() == ["ready"]
+    client = await connect(lease_nbytes="64KiB")
+    async with client.slot(1 << 20) as slot:  # which needs a further lease
+        slot.tensor((1 << 20,), torch.uint8).fill_(1)
+    other = await connect(lease_nbytes="64KiB")
+    assert other.client_id != client.client_id

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shmring.errors import CapacityError, ClosedError, EngineDeadError, ShmringError, WorkersBehindError
+from shmring.errors import CapacityError, ClosedError, EngineDeadError, ShmringError, WorkersBehindError, WouldBlock
 from shmring.integrations.vllm.parcels import IN_RECORD_NBYTES, Parcel, Pieces, is_first_piece, pack, unpack
 from shmring.integrations.vllm.peers import PeerError, Peers
 
@@ -38,7 +38,8 @@ __all__ = ["Handle", "Reader", "Writer", "WriterCounts"]
 logger = logging.getLogger("vllm.shmring")
 
 _READY_S = 600.0  # for the other side to join: it has loaded its model by then
-_BUSY_S = float(os.environ.get("WTV_BUSY", "0"))
+_LOOKING_S = 0.005  # the next step, or the answer, is there by then if it takes no longer to compute
+_MOST_VAIN, _RETRY = 4, 32  # times in a row; after so many, every so many-th is tried
 _LOOK_S = 1.0  # between two looks at those who are waited for
 _FULL_S = 0.25  # for memory to come free: by then a worker that runs has copied out what it was sent
 _WARN_S = 60.0  # as vLLM does
@@ -216,6 +217,36 @@ class Writer:
             self._close()
 
 
+class _Looking:
+    """Looking for a message before a reader sleeps: for so long as the next step or its answer takes while there is work.
+
+    Workers wait for each other in the middle of a step, and on CPUs they spin there. If all of them sleep before it, the kernel
+    may wake them on one core, where the first one spins until its time is over. So they look, and let others run after each
+    look. (``busy_poll_s`` stops looking where other processes want the core: then this happens most.)
+    """
+
+    def __init__(self) -> None:
+        self._vain = 0  # times in a row
+
+    def next(self, worker: Worker) -> Message[Any] | None:
+        """Returns a message if one comes in time. Where that was in vain several times in a row, it is tried now and then."""
+        if self._vain >= _MOST_VAIN and self._vain % _RETRY:
+            self._vain += 1
+            return None
+        until_s = time.monotonic() + _LOOKING_S
+        while True:
+            try:
+                message = worker.receive_nowait()
+            except WouldBlock:
+                if time.monotonic() >= until_s:
+                    self._vain += 1
+                    return None
+            else:
+                self._vain = 0
+                return message
+            os.sched_yield()
+
+
 class Reader:
     """The reading end of a queue, for one thread.
 
@@ -232,6 +263,7 @@ class Reader:
         self._peers = peers
         self._worker: Worker | None = None
         self._pieces: Pieces | None = None  # of an object that is coming
+        self._looking = _Looking()
         self._is_shut_down = threading.Event()
 
     def export_handle(self) -> Handle:
@@ -286,7 +318,7 @@ class Reader:
             if deadline_s is not None:
                 wait_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
             try:
-                return worker.receive(wait_s, busy_poll_s=_BUSY_S)
+                return self._looking.next(worker) or worker.receive(wait_s)
             except TimeoutError:
                 now_s = time.monotonic()
                 if deadline_s is not None and now_s >= deadline_s:
