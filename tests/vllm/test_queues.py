@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from shmring import threads
 from shmring.integrations.vllm.engine import Receiver
 from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.parcels import LARGE_NBYTES
@@ -247,6 +248,16 @@ def test_what_an_api_server_has_sent_is_not_copied(start: Callable[..., Engine],
         assert after.broadcast_copied_nbytes == before.broadcast_copied_nbytes
         assert receiver.report()["slots_in_use"] == 1
         del tensor
+    receiver.close()
+
+
+def test_api_servers_are_told_what_an_engine_core_with_workers_counts(
+    start: Callable[..., Engine], engine_ring: EngineRing
+) -> None:
+    start(2)
+    receiver = Receiver(SETTINGS, 0, copies=False, pin="off", engine_ring=engine_ring)
+    with threads.connect("test-0", lease_nbytes=4096) as client:
+        assert client.call("report", timeout=30)["workers"] == 2
     receiver.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from shmring.config import RingConfig
@@ -44,6 +45,7 @@ class EngineRing:
         self.index: int | None = None
         self._ring: Ring | None = None
         self._users = 0
+        self._reporting = ThreadPoolExecutor(1, "shmring report")
         self._pid = os.getpid()
 
     def expect(self, engine_index: int) -> None:
@@ -90,4 +92,5 @@ class EngineRing:
 
     async def _report_in_loop(self) -> dict[str, Any]:
         assert self.receiver is not None, "API servers connect once it is there"
-        return await asyncio.to_thread(self.receiver.report)  # which asks this loop
+        # On a thread of its own: it asks this loop, and what this loop does by itself may be done by a caller's thread.
+        return await asyncio.get_running_loop().run_in_executor(self._reporting, self.receiver.report)
