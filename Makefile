@@ -24,6 +24,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# All processes of a run inherit it, so that tests/leftovers.py knows them.
+export SHMRING_TEST_RUN := $(or $(SHMRING_TEST_RUN),$(shell date +%s%N)-$(shell echo $$PPID))
 # A worker for each core; who is idle takes tests of the other.
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
@@ -43,7 +45,7 @@ demo: $(INSTALLED)
 # Style and types take a core for some seconds while the tests begin on both.
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs=3 lint types unit
-	$(BIN)/python tests/leftovers.py
+	$(BIN)/python -m tests.leftovers
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet .
@@ -59,7 +61,7 @@ test-all: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
 	$(BIN)/python -m tests.chaos --minutes 1 --seed $(SEED)
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough --hypothesis-seed=$(SEED) -m 'slow or hypothesis'
-	$(BIN)/python tests/leftovers.py
+	$(BIN)/python -m tests.leftovers
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),1) --seed $(SEED)
@@ -86,7 +88,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m pytest tests/vllm
-	$(VLLM)/bin/python tests/leftovers.py
+	$(VLLM)/bin/python -m tests.leftovers
 
 demo-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m tests.vllm.demo

@@ -1,34 +1,51 @@
-"""Fails if a test run has left anything behind: memory in /dev/shm, a socket, a process of ours. Run by ``make test``."""
+"""Fails if a test run has left anything behind: memory in /dev/shm whose owner is dead, or a process. Run by ``make test``.
+
+What belongs to a run is known by a variable that ``make`` sets, and that all processes of a run inherit. So other runs, and
+whatever else happens in the same directory, are not blamed.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+from shmring.memory.slab import sweep
 
-_GRACE_S = 10.0  # a server of forks ends when it sees that its parent has, and unloads torch, a moment later
+__all__ = ["RUN", "processes_of"]
+
+RUN = "SHMRING_TEST_RUN"  # the variable
+
+_GRACE_S = 60.0  # a server of forks ends when it sees that its parent has, and unloads torch, a moment later
 
 
-def leftovers() -> list[str]:
-    """Returns a line for each thing that should not be there."""
-    lines = [f"memory: {path}" for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-*")]
-    for process in psutil.process_iter(["pid", "exe", "cmdline", "cwd", "status"]):
-        command = " ".join(process.info["cmdline"] or [])
-        is_ours = str(ROOT / ".venv") in command or (process.info["cwd"] or "").startswith(str(ROOT / "tests"))
-        ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-        if is_ours and process.info["pid"] not in ancestors and process.info["status"] != psutil.STATUS_ZOMBIE:
-            lines.append(f"process {process.info['pid']}: {command}")
+def processes_of(run: str) -> list[str]:
+    """Returns a line for each process of a run, apart from this one and those that have started it."""
+    ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    lines = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid in ancestors or process.environ().get(RUN) != run or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            lines.append(f"process {process.pid}: {' '.join(process.cmdline())}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended, or is another user's
     return lines
 
 
-if __name__ == "__main__":
+def main() -> None:
+    run = os.environ.get(RUN)
+    if not run:
+        sys.exit(f"{RUN} is not set: what has been left by whom? `make` sets it")
     deadline = time.monotonic() + _GRACE_S
-    while (lines := leftovers()) and time.monotonic() < deadline:
+    while (lines := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    lines += [f"memory: {name}" for name in sweep()]
     print("\n".join(["left behind:", *lines]) if lines else "nothing is left behind")
     sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()

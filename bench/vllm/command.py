@@ -23,6 +23,7 @@ from bench.command_line import finish
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
 from bench.targets import Numbers, judge
+from bench.vllm import workers
 from bench.vllm.load import (
     API_SERVERS,
     KINDS,
@@ -48,6 +49,7 @@ Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 
 _OURS = "shmring"
 _REPETITIONS = 12
+_WORKERS_REPETITIONS = 7
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
@@ -236,6 +238,7 @@ _API_SERVERS = [str(number) for number in API_SERVERS]
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--api-servers", multiple=True, type=click.Choice(_API_SERVERS), help="Repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
+@click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
 @command_line.repetitions_option(f"Of each case and way, in alternating order.  [default: {_REPETITIONS}]")
 @command_line.environment_option
 @command_line.json_option
@@ -246,6 +249,7 @@ def vllm_command(
     sides: tuple[str, ...],
     api_servers: tuple[str, ...],
     kinds: tuple[str, ...],
+    with_workers: bool,
     repetitions: int | None,
     environment: Path,
     json_path: Path | None,
@@ -254,6 +258,11 @@ def vllm_command(
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
     if (missing := command_line.missing_vllm(environment)) is not None:
         raise click.UsageError(missing)
+    if with_workers:
+        if quick or ways or sides or api_servers or kinds:
+            raise click.UsageError("--workers measures all that there is of them")
+        finish(_measure_workers(repetitions or _WORKERS_REPETITIONS, environment), json_path, plot_stem, draw)
+        return
     cases = [
         case
         for case in (QUICK if quick else full_cases())
@@ -298,6 +307,33 @@ def _measure(
 
             for case in its_cases:
                 runs.measure([case], play, progress, part=part)
+
+
+def _measure_workers(repetitions: int, environment: Path) -> Findings:
+    """Measures all that :mod:`bench.vllm.workers` has, with a server of each way."""
+    ways = list(workers.WAYS)
+    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, ways), repetitions, str)
+    with command_line.measuring(len(ways) + runs.steps) as progress, contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for way, started in workers.WAYS.items():
+            progress(f"starting vLLM: 2 workers, {way}")
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp"))
+            try:
+                servers[way] = stack.enter_context(
+                    serve(
+                        Path(directory),
+                        side=workers.FLEET.side,
+                        environment=started.environment,
+                        options=[*workers.OPTIONS, *started.options],
+                        in_process=False,
+                        installation=environment,
+                    )
+                )
+                workers.warm_up(servers[way])
+            except Exception as error:  # noqa: BLE001 # it has its place among the results
+                runs.fail(workers.KINDS, [way], str(error)[-300:])
+        runs.measure(workers.KINDS, lambda kind, way: workers.measure(kind, servers[way]), progress)
+    return workers.report(runs.measured, runs.coverage(), _versions(environment))
 
 
 @contextlib.contextmanager

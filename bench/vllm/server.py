@@ -24,8 +24,9 @@ from PIL import Image
 
 import shmring.threads
 
-START_S = 180.0
 STOP_S = 30.0
+#: A start takes some 100 seconds of CPU, however busy the machine is. Who has used none of it for so long is stuck.
+_START_CPU_S, _STUCK_S = 900.0, 300.0
 #: glibc gives freed blocks above a size back to the kernel, and moves that size by what a process happens to free, up to
 #: 32 MiB. So of two servers that did the same, one needed twice the CPU for a picture, to get its memory again and again. Here
 #: it is where luck would bring it. (The image that vLLM makes for CPUs has another allocator, which keeps what is freed.)
@@ -111,8 +112,18 @@ class Server:
         """The process that started the others; with one API server, it is that as well."""
         return psutil.Process(self.process.pid)
 
+    def cpu_s(self) -> float:
+        """What all of its processes have used so far."""
+        used_s = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (self.launcher, *self.launcher.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    used_s += times.user + times.system
+        return used_s
+
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Its processes of a kind, as vLLM names them: ``EngineCore``, ``APIServer``."""
+        """Its processes of a kind, as vLLM names them: ``EngineCore``, ``APIServer``, ``Worker``."""
         children = self.launcher.children(recursive=True)
         return [child for child in children if any(kind in part for part in child.cmdline()[:1])]
 
@@ -171,15 +182,17 @@ def serve(
 
 
 def wait_until_it_answers(server: Server) -> None:
-    """Waits; raises RuntimeError if it has ended, or takes too long."""
-    deadline = time.monotonic() + START_S
-    while True:
-        if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not start; the end of its log:\n{server.log[-6000:]}")
+    """Waits; raises RuntimeError if it has ended, or will never answer."""
+    cpu_s, since_s = 0.0, time.monotonic()
+    while server.process.poll() is None and cpu_s < _START_CPU_S and time.monotonic() - since_s < _STUCK_S:
         with contextlib.suppress(OSError):
             server.get("/health")
             return
+        used_s = server.cpu_s()
+        if used_s >= cpu_s + 1:
+            cpu_s, since_s = used_s, time.monotonic()
         time.sleep(0.2)
+    raise RuntimeError(f"the server did not start; the end of its log:\n{server.log[-6000:]}")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bench.vllm.server import picture, serve
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 ENTRY_POINT = ["shmring", "shmring.integrations", "shmring.integrations.vllm"]
 

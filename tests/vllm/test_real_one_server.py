@@ -13,7 +13,7 @@ import pytest
 
 from bench.vllm.server import Server, picture, serve
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 SIDE = 1344
 

@@ -1,4 +1,4 @@
-"""The engine core's half: a ring in a thread of its own, and tensors for vLLM's input thread, viewed in the slab.
+"""The engine core's half: its ring, and tensors for vLLM's input thread, viewed in the slab.
 
 Theory of operation: vLLM's input thread decodes one message after the other, and asks a *provider* for each tensor that
 came another way. Frontends have submitted these before they sent the message, so a claim is there already, or arrives in a
@@ -13,17 +13,18 @@ Invariants: ``_kept`` has a claim and nobody else refers to it; nothing here hol
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import itertools
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from shmring.config import RingConfig
 from shmring.errors import ShmringError
+from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.payloads import checksum
 from shmring.integrations.vllm.settings import Settings
 
@@ -34,9 +35,7 @@ __all__ = ["HandedOver", "LostTensorError", "Receiver"]
 
 logger = logging.getLogger("vllm.shmring")
 
-_UNTAKEN_S = 60.0  # a tensor whose message has not come by then: its API server failed to send it, and to say so
 _WAITED_S = 0.001  # to find what is there takes microseconds
-_MAX_INFLIGHT = 4096  # what each API server may have here at once, kept tensors included (at most 1,024)
 
 _Key = tuple[int, int]  # ids of the client and of its request
 
@@ -53,31 +52,49 @@ class Receiver:
         engine_index: vLLM's number of this engine core.
         copies: whether tensors are copied out of the slab, since vLLM's own cache would keep them.
         pin: as ``RingConfig.pin``.
+        engine_ring: of this process, where workers may have joined it; ``None``: one that nobody else uses.
 
     Raises:
         ShmringError, OSError: there can't be a ring.
     """
 
-    def __init__(self, settings: Settings, engine_index: int, *, copies: bool, pin: Literal["auto", "on", "off"]) -> None:
-        from shmring import threads
-
+    def __init__(
+        self,
+        settings: Settings,
+        engine_index: int,
+        *,
+        copies: bool,
+        pin: Literal["auto", "on", "off"],
+        engine_ring: EngineRing | None = None,
+    ) -> None:
         self.copies = copies
         self._settings = settings
+        self._engine_ring = engine_ring or EngineRing(settings)
         self._kept: dict[_Key, Claim] = {}
+        self._lent: dict[int, tuple[int, int]] = {}  # tensors that vLLM has: address and bytes of each, by a number of its own
+        self._lent_numbers = itertools.count()
         self._losses: list[str] = []  # of the message that is being decoded
         self._taken = self._hits = self._waits = self._lost = 0
         self._wait_s = 0.0
-        config = RingConfig(slab_nbytes=settings.slab_nbytes, max_inflight=_MAX_INFLIGHT, pin=pin)
-        self._ring: Ring = threads.serve(
-            settings.ring_name(engine_index), config, calls={"report": self._report_in_loop}, untaken_s=_UNTAKEN_S
-        )
+        if not self._engine_ring.is_expected:
+            self._engine_ring.expect(engine_index)
+        self._ring: Ring = self._engine_ring.open(pin)
+        self._engine_ring.receiver = self
         logger.info(
             "shmring: engine core %d has a slab of %d MiB (%s); its tensors are %s",
             engine_index,
             settings.slab_nbytes >> 20,
             self._ring.name,
-            "copied out, since vLLM keeps them in its cache" if copies else "read in place",
+            self._what_becomes_of_tensors(),
         )
+
+    def _what_becomes_of_tensors(self) -> str:
+        if not self.copies:
+            return "read in place"
+        if not self._engine_ring.has_workers:
+            return "copied out, since vLLM keeps them in its cache"
+        most_mib = self._settings.keep_nbytes >> 20
+        return f"read in place while vLLM's cache has no more than {most_mib} MiB of them, else copied out"
 
     # -- in the input thread -------------------------------------------------------------------------------------------
 
@@ -93,7 +110,7 @@ class Receiver:
             self._lost += 1
             self._losses.append(f"{dtype} tensor of {list(shape)}: {type(error).__name__}: {error}")
             return torch.empty(0)
-        return tensor.clone() if self.copies else tensor
+        return tensor
 
     def _tensor_of(self, key: _Key, *, is_kept: bool) -> torch.Tensor:
         claim = self._kept.get(key)
@@ -106,10 +123,41 @@ class Receiver:
             self._hits += 1
         (tensor,) = claim.payload
         assert isinstance(tensor, torch.Tensor)
+        if self._is_copied_out():
+            tensor = tensor.clone()
+        elif self._engine_ring.has_workers:
+            return self._lend(tensor, claim, is_kept=is_kept)
+        elif is_kept:
+            return tensor.detach()  # a new view for each request: vLLM's code may set attributes of what it is given
         if not is_kept:
             claim.done()
-        # Of a kept claim a new view for each request: vLLM's code may set attributes of what it is given.
-        return tensor.detach() if is_kept else tensor
+        return tensor
+
+    def _is_copied_out(self) -> bool:
+        """Whether vLLM gets a copy. Its cache would else keep the slab full."""
+        if not self.copies:
+            return False
+        lent_nbytes = sum(nbytes for _, nbytes in list(self._lent.values()))
+        return not self._engine_ring.has_workers or lent_nbytes >= self._settings.keep_nbytes
+
+    def _lend(self, tensor: torch.Tensor, claim: Claim, *, is_kept: bool) -> torch.Tensor:
+        """Returns a view whose claim stays open for as long as vLLM has it: what lies in other slots is copied for workers."""
+        lent = tensor.detach()
+        number = next(self._lent_numbers)
+        self._lent[number] = lent.data_ptr(), lent.nbytes
+        weakref.finalize(lent, self._given_back, number, None if is_kept else claim).atexit = False
+        return lent
+
+    def _given_back(self, number: int, claim: Claim | None) -> None:
+        """vLLM has dropped a tensor, in any thread and at any moment."""
+        del self._lent[number]
+        if claim is not None:
+            claim.done()
+
+    def lies_in_slot(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's bytes are those of one that vLLM has from here."""
+        address = tensor.data_ptr()
+        return any(lent == address for lent, _ in list(self._lent.values()))
 
     def _take(self, key: _Key) -> Claim:
         began_s = time.monotonic()
@@ -151,7 +199,7 @@ class Receiver:
             claim.release()
 
     def report(self) -> dict[str, Any]:
-        """Returns what :func:`~shmring.integrations.vllm.traffic.engine_gauges` shows, and ``copies``."""
+        """Returns what :func:`~shmring.integrations.traffic.engine_gauges` shows, and ``copies``."""
         ring = self._ring.statistics()
         kept = list(self._kept.values())
         return {
@@ -164,12 +212,12 @@ class Receiver:
             "waits": self._waits,
             "wait_seconds": self._wait_s,
             "lost": self._lost,
+            "workers": sum(worker.is_member for worker in ring.workers),
+            "workers_in_place_bytes": ring.broadcast_in_place_nbytes,
+            "workers_copied_bytes": ring.broadcast_copied_nbytes,
             "taken": self._taken,
             "hits": self._hits,
         }
-
-    async def _report_in_loop(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.report)  # which asks this loop
 
     def close(self) -> None:
         """Gives the slab up, and says in the log what came through it."""
@@ -179,7 +227,7 @@ class Receiver:
             self._hits,
             self._lost,
         )
-        self._ring.close()
+        self._engine_ring.leave()
 
 
 def _check(tensor: torch.Tensor, dtype: str, shape: Sequence[int], crc: int | None) -> None:

@@ -6,6 +6,8 @@
 ``EngineCoreProc.process_input_sockets``   the engine core's half is there before vLLM says that the engine core is ready
 ``EngineCoreProc.preprocess_add_request``  a request whose tensors are not there fails
 ``EngineCoreProc.shutdown``                the engine core's half ends
+``MultiprocExecutor._init_executor``       an executor knows what its engine core's ring is called
+``MessageQueue`` in its module             queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
 =========================================  =============================================================================
@@ -23,8 +25,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shmring.integrations.vllm.contract import Hooks, broken_promises, find_hooks
-from shmring.integrations.vllm.settings import Settings, name_the_run
+from shmring.integrations.environment import name_the_run
+from shmring.integrations.promises import broken, stay_off
+from shmring.integrations.vllm.contract import CHECKS, Hooks, find_hooks
+from shmring.integrations.vllm.engine_ring import EngineRing
+from shmring.integrations.vllm.settings import PREFIX, Settings
 
 __all__ = ["switch_on"]
 
@@ -39,28 +44,26 @@ def switch_on() -> None:
     Raises:
         SettingError: a setting can't be used. vLLM does not start then.
     """
-    is_first = name_the_run()
+    is_first = name_the_run(PREFIX, "vllm")
     settings = Settings.from_environment()
-    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
-        _stay_off(is_first, "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins")
+    if reason := _reason_to_stay_off():
+        if is_first:  # of all processes of a server
+            stay_off(logger, "vLLM", reason)
         return
-    try:
-        hooks = find_hooks()
-        broken = broken_promises(hooks)
-    except Exception as error:  # noqa: BLE001 - whatever another vLLM raises here, it goes on without the plug-in
-        broken = [f"{type(error).__name__}: {error}"]
-    if broken:
-        _stay_off(is_first, f"this vLLM is not as it needs it ({'; '.join(broken)})")
-        return
+    hooks = find_hooks()
     if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
+        engine_ring = EngineRing(settings)
         _wrap_clients(hooks, settings)
-        _wrap_cores(hooks, settings)
+        _wrap_cores(hooks, settings, engine_ring)
+        if settings.workers:
+            _replace_queues(hooks, settings, engine_ring, is_first=is_first)
 
 
-def _stay_off(is_first: bool, reason: str) -> None:
-    """Says once, of all processes of a server, why the plug-in is off."""
-    if is_first:
-        logger.warning("shmring stays off, and vLLM runs as without it: %s", reason)
+def _reason_to_stay_off() -> str | None:
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        return "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins"
+    findings = broken(find_hooks, CHECKS)
+    return f"this vLLM is not as it needs it ({'; '.join(findings)})" if findings else None
 
 
 # -- the API server's half ---------------------------------------------------------------------------------------------
@@ -151,14 +154,14 @@ def _has_processor_cache(config: Any) -> bool:
 # -- the engine core's half --------------------------------------------------------------------------------------------
 
 
-def _wrap_cores(hooks: Hooks, settings: Settings) -> None:
+def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
     core = hooks.cores.EngineCoreProc
     listen, prepare, shut_down = core.process_input_sockets, core.preprocess_add_request, core.shutdown
 
     @functools.wraps(listen)
     def process_input_sockets(self: Any, *arguments: Any, **named: Any) -> Any:
         if self.tensor_ipc_receiver is None:  # else torch_shm is on
-            _serve(self, hooks, settings)
+            _serve(self, hooks, settings, engine_ring)
         return listen(self, *arguments, **named)
 
     @functools.wraps(prepare)
@@ -210,7 +213,7 @@ def _own_up(error: Exception, request: Any, *, has_cache: bool) -> None:
         feature.data = None
 
 
-def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
+def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
     """Gives an engine core its half."""
     try:
         import torch
@@ -221,7 +224,10 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
         pin = settings.pin
         if pin == "auto" and not (has_gpu and torch.cuda.device_count() == 1):
             pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
-        receiver = Receiver(settings, core.engine_index, copies=core.mm_receiver_cache is not None, pin=pin)
+        if engine_ring.index not in (None, core.engine_index):
+            engine_ring = EngineRing(settings)  # then tensors are copied for workers
+        copies = core.mm_receiver_cache is not None
+        receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring)
         if has_gpu:
             _hold_what_copies_read(hooks)
     except Exception:
@@ -229,6 +235,41 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
     else:
         core.tensor_ipc_receiver = receiver
         setattr(core, _MARK, receiver)
+
+
+# -- between an engine core and its workers ----------------------------------------------------------------------------
+
+
+def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *, is_first: bool) -> None:
+    """Has vLLM's executor make rings where it makes queues; where that can't be, says so once."""
+    from shmring.integrations.vllm import queue_contract
+    from shmring.integrations.vllm.workers import Queues, is_engine_core
+
+    if findings := broken(queue_contract.find_executor, queue_contract.CHECKS):
+        if is_first:
+            logger.warning(
+                "shmring stays off between engine cores and workers: this vLLM is not as it needs it (%s)", "; ".join(findings)
+            )
+        return
+    executor = queue_contract.find_executor()
+
+    def worker_has_joined() -> None:
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            _hold_what_copies_read(hooks)
+
+    initialize = executor.MultiprocExecutor._init_executor
+
+    @functools.wraps(initialize)
+    def _init_executor(self: Any) -> None:
+        multimodal = getattr(self.vllm_config.model_config, "multimodal_config", None)
+        if getattr(multimodal, "mm_tensor_ipc", None) != "torch_shm" and is_engine_core():
+            engine_ring.expect(self.vllm_config.parallel_config.data_parallel_index)  # as its engine_index will be
+        initialize(self)
+
+    executor.MultiprocExecutor._init_executor = _init_executor
+    executor.MessageQueue = Queues(executor.MessageQueue, settings, engine_ring, worker_has_joined)
 
 
 def _hold_what_copies_read(hooks: Hooks) -> None:

@@ -1,0 +1,61 @@
+"""Whether the processes that an engine core waits for still run: one that was stopped neither answers nor dies.
+
+The kernel says at once that a process has died; that it was stopped, only to who asks. vLLM's workers wait for each other, so
+the one that does not answer need not be the one that is in trouble: all of them are looked at.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+__all__ = ["PeerError", "Peers", "state_of"]
+
+_STOPPED_S = 0.9  # so long in two looks: a whole server that was stopped goes on within less
+_FORGOTTEN_S = 3.0  # after which a look is no second one
+
+
+class PeerError(RuntimeError):
+    """A process at the other end of a queue has died or was stopped. vLLM's engine core ends with it, and says so."""
+
+
+class Peers:
+    """Processes by what they are called, such as ``worker 1``."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._stopped_since_s: dict[str, float] = {}
+        self._looked_s = 0.0
+
+    def add(self, name: str, pid: int) -> None:
+        """Looks at a process from now on."""
+        self._pids[name] = pid
+
+    def look(self, now_s: float | None = None) -> None:
+        """Looks at all. For who has waited for a second, and then every second.
+
+        Raises:
+            PeerError: one has died, or is stopped and was so when this was called before.
+        """
+        now_s = time.monotonic() if now_s is None else now_s
+        before = self._stopped_since_s if now_s - self._looked_s < _FORGOTTEN_S else {}
+        self._stopped_since_s, self._looked_s = {}, now_s
+        for name, pid in self._pids.items():
+            state = state_of(pid)
+            if state in ("", "Z", "X"):
+                raise PeerError(f"shmring: {name} (pid {pid}) has died")
+            if state == "T":
+                since_s = self._stopped_since_s[name] = before.get(name, now_s)
+                if now_s - since_s >= _STOPPED_S:
+                    raise PeerError(
+                        f"shmring: {name} (pid {pid}) was stopped (SIGSTOP), and the engine core does not wait for it"
+                    )
+
+
+def state_of(pid: int) -> str:
+    """Returns the letter that the kernel has for a process's state (``T``: stopped by a signal); empty: there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    return chr(text[text.rindex(b")") + 2])
