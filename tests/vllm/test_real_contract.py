@@ -16,9 +16,10 @@ VERSIONS = ["installed", *sorted(path.name for path in SOURCES.iterdir())]
 
 PROGRAM = """
 import vllm, vllm.version
-from shmring.integrations.vllm.contract import broken_promises, find_hooks
+from shmring.integrations.promises import broken
+from shmring.integrations.vllm.contract import CHECKS, find_hooks
 print(vllm.__file__)
-print(broken_promises(find_hooks()))
+print(broken(find_hooks, CHECKS))
 """
 
 
@@ -53,12 +54,13 @@ CHANGES = {
 
 CHANGED = """
 import os, sys
-from shmring.integrations.vllm.contract import broken_promises, find_hooks
+from shmring.integrations.promises import broken
+from shmring.integrations.vllm.contract import CHECKS, find_hooks
 hooks = find_hooks()
 for change in sys.stdin.read().splitlines():
     if os.fork() == 0:
         exec(change)
-        print(broken_promises(hooks), flush=True)
+        print(broken(lambda: hooks, CHECKS), flush=True)
         os._exit(0)
     os.wait()
 """

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shmring.integrations.vllm.settings import NAMES, SettingError, Settings, name_the_run
+from shmring.integrations.environment import SettingError, name_the_run
+from shmring.integrations.vllm.settings import NAMES, PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,10 +86,10 @@ def test_a_name_leaves_room_for_the_number() -> None:
 
 def test_the_first_process_names_the_rings_and_its_children_inherit_that() -> None:
     environment: dict[str, str] = {}
-    assert name_the_run(environment)
+    assert name_the_run(PREFIX, "vllm", environment)
     name = Settings.from_environment(environment).name
     assert name.startswith(f"vllm-{os.getpid()}-")
-    assert not name_the_run(environment)
+    assert not name_the_run(PREFIX, "vllm", environment)
     assert Settings.from_environment(environment).name == name
 
 

@@ -1,17 +1,17 @@
-"""What the plug-in relies on in vLLM, checked before anything is wrapped.
+"""What the plug-in relies on in vLLM: ``CHECKS`` for :mod:`~shmring.integrations.promises`.
 
-None of it is a public interface. It has been the same in vLLM 0.32 and 0.33; but what decides is this check, not a
-version's number. Where something is otherwise, vLLM goes on without the plug-in, and says so in one line of its log.
+It has been the same in vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Hooks", "broken_promises", "find_hooks"]
+from shmring.integrations.promises import parameters_differ, uses_are_missing
+
+__all__ = ["CHECKS", "Hooks", "find_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,63 +55,40 @@ def find_hooks() -> Hooks:
     )
 
 
-def broken_promises(hooks: Hooks) -> list[str]:
-    """Returns what is otherwise than the plug-in needs it; nothing where it can be switched on."""
-    broken: list[str] = []
-    for check in (_methods, _attributes, _request_fields, _round_trip, _handing_over):
-        try:
-            broken += check(hooks)
-        except Exception as error:  # noqa: BLE001 - another vLLM may raise anything here, and that is the finding
-            broken.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
-    return broken
-
-
 def _methods(hooks: Hooks) -> Iterator[str]:
     """What is wrapped or called takes what the wrapping passes."""
     clients, core = hooks.clients, hooks.cores.EngineCoreProc
-    expected: list[tuple[Callable[..., Any], list[str]]] = [
-        (clients.MPClient.__init__, ["self"]),
-        (clients.MPClient.shutdown, ["self"]),
-        (clients.AsyncMPClient._send_input, ["self", "request_type", "request", "engine"]),
-        (clients.AsyncMPClient._call_utility_async, ["self", "method", "args", "engine"]),
-        (clients.SyncMPClient._send_input, ["self", "request_type", "request"]),
-        (core.process_input_sockets, ["self"]),
-        (core.preprocess_add_request, ["self", "request"]),
-        (core.shutdown, ["self"]),
-        (hooks.inputs._nested_tensors_h2d, ["tensors", "device"]),
-    ]
-    for function, names in expected:
-        parameters = list(inspect.signature(function).parameters)
-        if parameters[: len(names)] != names:
-            yield f"{function.__qualname__} takes {', '.join(parameters)}, and not {', '.join(names)}"
+    yield from parameters_differ(
+        [
+            (clients.MPClient.__init__, ["self"]),
+            (clients.MPClient.shutdown, ["self"]),
+            (clients.AsyncMPClient._send_input, ["self", "request_type", "request", "engine"]),
+            (clients.AsyncMPClient._call_utility_async, ["self", "method", "args", "engine"]),
+            (clients.SyncMPClient._send_input, ["self", "request_type", "request"]),
+            (core.process_input_sockets, ["self"]),
+            (core.preprocess_add_request, ["self", "request"]),
+            (core.shutdown, ["self"]),
+            (hooks.inputs._nested_tensors_h2d, ["tensors", "device"]),
+        ]
+    )
 
 
 def _attributes(hooks: Hooks) -> Iterator[str]:
     """Code that is not wrapped goes through what is."""
     clients, core = hooks.clients, hooks.cores.EngineCoreProc
-    uses: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
-        (clients.MPClient.__init__, ("encoder", "core_engines", "core_engine", "vllm_config")),
-        (clients.AsyncMPClient._send_input, ("encoder", "encode")),
-        (clients.SyncMPClient._send_input, ("encoder", "encode", "core_engine")),
-        (clients.AsyncMPClient.add_request_async, ("_send_input", "ADD")),
-        (clients.SyncMPClient.add_request, ("_send_input", "ADD")),
-        (core.__init__, ("tensor_ipc_receiver", "engine_index", "process_input_sockets")),
-        (core.process_input_sockets, ("tensor_ipc_receiver", "preprocess_add_request", "_handle_request_preproc_error")),
-        (core._handle_client_request, ("UTILITY", "ADD")),
-        (hooks.cores.EngineCore.__init__, ("mm_receiver_cache",)),
-    ]
-    for function, names in uses:
-        missing = [name for name in names if name not in _names_in(inspect.unwrap(function).__code__)]
-        if missing:
-            yield f"{function.__qualname__} does not use {', '.join(missing)}"
-
-
-def _names_in(code: Any) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            names |= _names_in(constant)
-    return names
+    yield from uses_are_missing(
+        [
+            (clients.MPClient.__init__, ("encoder", "core_engines", "core_engine", "vllm_config")),
+            (clients.AsyncMPClient._send_input, ("encoder", "encode")),
+            (clients.SyncMPClient._send_input, ("encoder", "encode", "core_engine")),
+            (clients.AsyncMPClient.add_request_async, ("_send_input", "ADD")),
+            (clients.SyncMPClient.add_request, ("_send_input", "ADD")),
+            (core.__init__, ("tensor_ipc_receiver", "engine_index", "process_input_sockets")),
+            (core.process_input_sockets, ("tensor_ipc_receiver", "preprocess_add_request", "_handle_request_preproc_error")),
+            (core._handle_client_request, ("UTILITY", "ADD")),
+            (hooks.cores.EngineCore.__init__, ("mm_receiver_cache",)),
+        ]
+    )
 
 
 def _request_fields(hooks: Hooks) -> Iterator[str]:
@@ -171,3 +148,6 @@ def _handing_over(hooks: Hooks) -> Iterator[str]:
     hooks.cores.EngineCoreProc._handle_client_request(Core(), hooks.request_types.ADD, HandedOver(("a request", 3)))
     if came != [("a request", 3)]:
         yield f"a request reaches the engine core as {came}"
+
+
+CHECKS = (_methods, _attributes, _request_fields, _round_trip, _handing_over)

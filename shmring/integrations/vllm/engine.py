@@ -151,7 +151,7 @@ class Receiver:
             claim.release()
 
     def report(self) -> dict[str, Any]:
-        """Returns what :func:`~shmring.integrations.vllm.traffic.engine_gauges` shows, and ``copies``."""
+        """Returns what :func:`~shmring.integrations.traffic.engine_gauges` shows, and ``copies``."""
         ring = self._ring.statistics()
         kept = list(self._kept.values())
         return {

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmring.errors import ShmringError
+from shmring.integrations.traffic import Traffic, engine_gauges
 from shmring.integrations.vllm.cancellation import held_back
 from shmring.integrations.vllm.link import AsyncLink, ThreadLink, client_config
 from shmring.integrations.vllm.payloads import large_tensors
 from shmring.integrations.vllm.request_tensors import RequestTensors
 from shmring.integrations.vllm.settings import Settings
-from shmring.integrations.vllm.traffic import Traffic, engine_gauges
 
 if TYPE_CHECKING:
     import torch

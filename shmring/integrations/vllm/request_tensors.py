@@ -12,11 +12,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shmring.errors import CapacityError, ClosedError, PeerLostError, WouldBlock
+from shmring.errors import WouldBlock
+from shmring.integrations.traffic import Reason, Traffic, reason_of
 from shmring.integrations.vllm.kept import Entry
 from shmring.integrations.vllm.link import LONGEST_IN_LOOP_NBYTES, AsyncLink, ThreadLink
 from shmring.integrations.vllm.payloads import checksum
-from shmring.integrations.vllm.traffic import Reason, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ class RequestTensors:
             try:
                 await self._copy(tensor)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tensor goes inline, and the reason is counted
-                self._inline[id(tensor)] = _reason_of(error)
+                self._inline[id(tensor)] = reason_of(error, logger)
                 is_full = isinstance(error, TimeoutError)
 
     def _find(self, tensor: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ class RequestTensors:
         except WouldBlock:
             return False
         except Exception as error:  # noqa: BLE001 - as below
-            self._inline[id(tensor)] = _reason_of(error)
+            self._inline[id(tensor)] = reason_of(error, logger)
         return True
 
     async def _copy(self, tensor: torch.Tensor) -> None:
@@ -194,17 +194,3 @@ class RequestTensors:
             elif not piece.is_used:
                 piece.submission.abort()
         self._pieces.clear()
-
-
-def _reason_of(error: Exception) -> Reason:
-    """Why a tensor that shmring did not take goes inline."""
-    if isinstance(error, TypeError):
-        return "kind"
-    if isinstance(error, CapacityError):
-        return "size"
-    if isinstance(error, TimeoutError):
-        return "space"
-    if isinstance(error, PeerLostError | ClosedError):
-        return "engine"
-    logger.error("shmring: a tensor goes inline, and this should not be: %r", error, exc_info=error)
-    return "error"

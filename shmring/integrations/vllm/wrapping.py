@@ -23,8 +23,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shmring.integrations.vllm.contract import Hooks, broken_promises, find_hooks
-from shmring.integrations.vllm.settings import Settings, name_the_run
+from shmring.integrations.environment import name_the_run
+from shmring.integrations.promises import broken, stay_off
+from shmring.integrations.vllm.contract import CHECKS, Hooks, find_hooks
+from shmring.integrations.vllm.settings import PREFIX, Settings
 
 __all__ = ["switch_on"]
 
@@ -39,28 +41,23 @@ def switch_on() -> None:
     Raises:
         SettingError: a setting can't be used. vLLM does not start then.
     """
-    is_first = name_the_run()
+    is_first = name_the_run(PREFIX, "vllm")
     settings = Settings.from_environment()
-    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
-        _stay_off(is_first, "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins")
+    if reason := _reason_to_stay_off():
+        if is_first:  # of all processes of a server
+            stay_off(logger, "vLLM", reason)
         return
-    try:
-        hooks = find_hooks()
-        broken = broken_promises(hooks)
-    except Exception as error:  # noqa: BLE001 - whatever another vLLM raises here, it goes on without the plug-in
-        broken = [f"{type(error).__name__}: {error}"]
-    if broken:
-        _stay_off(is_first, f"this vLLM is not as it needs it ({'; '.join(broken)})")
-        return
+    hooks = find_hooks()
     if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
         _wrap_clients(hooks, settings)
         _wrap_cores(hooks, settings)
 
 
-def _stay_off(is_first: bool, reason: str) -> None:
-    """Says once, of all processes of a server, why the plug-in is off."""
-    if is_first:
-        logger.warning("shmring stays off, and vLLM runs as without it: %s", reason)
+def _reason_to_stay_off() -> str | None:
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        return "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins"
+    findings = broken(find_hooks, CHECKS)
+    return f"this vLLM is not as it needs it ({'; '.join(findings)})" if findings else None
 
 
 # -- the API server's half ---------------------------------------------------------------------------------------------

@@ -1,28 +1,45 @@
-"""What went which way, counted: for the log's summary, and for vLLM's own ``/metrics``.
+"""What went which way, counted: for the log's summary, and for the server's own ``/metrics``.
 
 A tensor that is large enough for the slab goes one of three ways: *copied* to the slab, *kept* there since it was sent
-before (no copy), or *inline*, in vLLM's message, for a reason that is counted.
+before (no copy), or *inline*, in the server's message, for a reason that is counted.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import logging
 from typing import Any, Literal
 
-__all__ = ["Reason", "Traffic", "engine_gauges"]
+from shmring.errors import CapacityError, ClosedError, PeerLostError
 
-#: Why a tensor goes inline. ``connecting``: its engine core's ring was not reached yet; ``engine``: there is none, or it
+__all__ = ["Reason", "Traffic", "engine_gauges", "reason_of"]
+
+#: Why a tensor goes inline. ``connecting``: its engine's ring was not reached yet; ``engine``: there is none, or it
 #: has gone; ``space``: the slab was full for as long as a request may wait; ``size``: it can never fit; ``kind``: shmring
 #: can't carry it; ``twice``: it is in the request twice; ``error``: anything else, which the log has.
 Reason = Literal["connecting", "engine", "space", "size", "kind", "twice", "error"]
+
+
+def reason_of(error: Exception, logger: logging.Logger) -> Reason:
+    """Why a tensor that shmring did not take goes inline."""
+    if isinstance(error, TypeError):
+        return "kind"
+    if isinstance(error, CapacityError):
+        return "size"
+    if isinstance(error, TimeoutError):
+        return "space"
+    if isinstance(error, PeerLostError | ClosedError):
+        return "engine"
+    logger.error("shmring: a tensor goes inline, and this should not be: %r", error, exc_info=error)
+    return "error"
 
 
 class Traffic:
     """Counts of one process, by way and reason.
 
     Args:
-        public: whether vLLM's ``/metrics`` shows them.
+        public: whether the server's ``/metrics`` shows them.
     """
 
     def __init__(self, *, public: bool) -> None:
@@ -54,8 +71,8 @@ def _tensor_counters() -> tuple[Any, Any]:
 
     labels = ("way", "reason")
     return (
-        Counter("shmring_tensors", "Large tensors sent to engine cores: copied to the slab, kept there, or inline", labels),
-        Counter("shmring_tensor_bytes", "Bytes of large tensors sent to engine cores", labels),
+        Counter("shmring_tensors", "Large tensors sent: copied to the slab, kept there, or inline", labels),
+        Counter("shmring_tensor_bytes", "Bytes of large tensors sent", labels),
     )
 
 
