@@ -1,7 +1,7 @@
 """Stands in for ``sgl_kernel``, SGLang's compiled kernels, whose wheels need CUDA. ``install.py`` puts it in their place.
 
-SGLang imports them wherever it runs. On a CPU without AMX, with the attention of torch, it calls none. So here every name can be
-imported, by SGLang's own stand-in for Apple's processors, and nothing can be called.
+SGLang imports them wherever it runs. On a CPU without AMX, with the attention of torch, it calls none. So here every name can
+be imported, by SGLang's own stand-in for Apple's processors, and nothing can be called.
 """
 
 import importlib.util
@@ -10,7 +10,6 @@ import sys
 import types
 
 import torch
-
 
 OTHERS = {"fused_linear_sigmoid_mul"}  # those for CPUs that are not called so
 

@@ -1,7 +1,7 @@
 """Writes a Qwen2-VL with random weights that computes nearly nothing, and whose processed pictures are large.
 
-``python tests/sglang/tiny_model.py DIRECTORY``. SGLang has a class of its own for this model. A picture of 1,344 x 1,344 pixels becomes
-10.8 MB of float32 in patches.
+``python tests/sglang/tiny_model.py DIRECTORY``. SGLang has a class of its own for this model. A picture of 672 x 672 pixels
+becomes 10.8 MB of float32, as each is there twice (for two moments of a clip).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ _TAKE_S = 5.0  # a tensor is always there before its message
 _SHARE_S = 1.0  # for ranks that are behind; then the message has the tensor
 _JOIN_S = 1800.0  # ranks load a model as they start, each at its pace
 _MAX_INFLIGHT = 4096  # of each tokenizer
+_OTHER_NBYTES = 1 << 20  # there are no replies, and ranks are sent what lies in a slot, or takes some kilobytes
 
 Named = tuple[int, int, int]  # the number of the ring, the ids of the client there and of its request
 
@@ -50,7 +51,14 @@ class Owner:
         self._ranks = (*range(ranks),)
         self._taken = self._lost = 0
         self._wait_s = 0.0
-        config = RingConfig(slab_nbytes=settings.slab_nbytes, max_inflight=_MAX_INFLIGHT, pin="off")
+        config = RingConfig(
+            slab_nbytes=settings.slab_nbytes,
+            reply_nbytes=_OTHER_NBYTES,
+            broadcast_nbytes=_OTHER_NBYTES,
+            max_lease_nbytes=settings.slab_nbytes,
+            max_inflight=_MAX_INFLIGHT,
+            pin="off",  # SGLang does not wait for what it copies to a GPU from pinned memory
+        )
         self._ring = threads.serve(
             settings.ring_name(place), config, calls={"report": self._report_in_loop}, untaken_s=_UNTAKEN_S
         )

@@ -57,7 +57,9 @@ class Sender:
 
     def __init__(self, settings: Settings, *, schedulers: int, tokenizers: int, chooses: bool, public: bool) -> None:
         self._names = [settings.ring_name(place) for place in range(schedulers)]
-        self._config = ClientConfig(lease_nbytes=settings.slab_nbytes // 2 // tokenizers, connect_timeout_s=_CONNECT_S)
+        # As nothing is waited for, each has most of its part from the beginning.
+        lease_nbytes = settings.slab_nbytes // 8 * 7 // tokenizers
+        self._config = ClientConfig(lease_nbytes=lease_nbytes, connect_timeout_s=_CONNECT_S)
         self._chooses = chooses
         self._public = public
         self._turns = itertools.cycle(range(schedulers))
