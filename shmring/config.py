@@ -114,7 +114,8 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _require_busy_poll(seconds: float) -> None:
+def require_busy_poll(seconds: float) -> None:
+    """Raises ``ValueError`` unless an end may look for so long before it sleeps."""
     # More is no latency any more, but a core that is never idle: vLLM's readers spin for a second, and keep one busy each.
     _require(0 <= seconds <= _MAX_BUSY_POLL_S, f"busy_poll_s must be between 0 and {_MAX_BUSY_POLL_S} seconds")
 
@@ -227,7 +228,7 @@ class RingConfig:
             f"worker_backlog must be from 1 to {_LARGEST_BACKLOG}, not {self.worker_backlog}",
         )
         _require(int(self.broadcast_nbytes) >= 8192, "broadcast_nbytes must be at least 8192")
-        _require_busy_poll(self.busy_poll_s)
+        require_busy_poll(self.busy_poll_s)
         ring_nbytes = int(self.message_ring_nbytes)
         _require(
             _MIN_MESSAGE_RING_NBYTES <= ring_nbytes <= _MAX_MESSAGE_RING_NBYTES and not ring_nbytes & (ring_nbytes - 1),
@@ -279,7 +280,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes")
         _require(int(self.lease_nbytes) >= 4096, "lease_nbytes must be at least 4096")
-        _require_busy_poll(self.busy_poll_s)
+        require_busy_poll(self.busy_poll_s)
         for field in ("lease_idle_s", "connect_timeout_s"):
             _require(getattr(self, field) >= 0, f"{field} can't be negative")
 
@@ -307,7 +308,7 @@ class WorkerConfig:
     busy_poll_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_busy_poll(self.busy_poll_s)
+        require_busy_poll(self.busy_poll_s)
         _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")
 
 

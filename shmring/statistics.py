@@ -29,6 +29,7 @@ class WorkerStatistics(_Record):
         is_member: whether it gets messages; if not, its connection has ended or it was dropped, and it may still be reading.
         sent: messages so far.
         unacknowledged, unacknowledged_nbytes: messages that it has not left, and the memory that they keep.
+        is_stopped: whether a signal (SIGSTOP) or a debugger has stopped its process.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class WorkerStatistics(_Record):
     sent: int
     unacknowledged: int
     unacknowledged_nbytes: int
+    is_stopped: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

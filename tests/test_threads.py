@@ -24,7 +24,8 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
-from shmring.threads.loop_thread import LoopCall, LoopThread
+from shmring.threads.loop_calls import LoopCall
+from shmring.threads.loop_thread import LoopThread
 from tests.integration.test_forged import Forger
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,13 +71,18 @@ class Thread(threading.Thread):
         return self.result
 
 
-@pytest.fixture
-def serve(socket_dir: Path) -> Iterator[Callable[..., threads.Ring]]:
+#: Of tests that hold up the loop's thread, or interrupt what would be in the middle of the loop.
+in_a_thread_of_its_own = pytest.mark.parametrize("serve", ["thread"], indirect=True)
+
+
+@pytest.fixture(params=["thread", "both"])
+def serve(socket_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., threads.Ring]]:
     """``serve(name="test", **options)``: a small ring, closed again."""
     with contextlib.ExitStack() as rings:
 
         def start(name: str = "test", **options: Any) -> threads.Ring:
             settings: dict[str, Any] = {"slab_nbytes": "1MiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
+            settings["served_by"] = request.param
             return rings.enter_context(threads.serve(name, **(settings | options)))
 
         yield start
@@ -339,6 +345,7 @@ def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: threads.
             submission.result(timeout=5)
 
 
+@in_a_thread_of_its_own
 def test_what_has_arrived_is_taken_without_the_loop(ring: threads.Ring, client: threads.Client) -> None:
     submission = client.submit(torch.ones(5000))
     eventually(lambda: ring.untaken == 1)
@@ -391,6 +398,7 @@ def test_what_can_not_be_taken_says_why_at_once(serve: Any, connect: Any) -> Non
         ring.take(number, 100)
 
 
+@in_a_thread_of_its_own
 def test_a_request_that_is_aborted_before_the_ring_has_read_it_is_no_riddle(ring: threads.Ring, client: threads.Client) -> None:
     """Both messages come in one turn of the ring's loop."""
     go_on = threading.Event()
@@ -405,6 +413,7 @@ def test_a_request_that_is_aborted_before_the_ring_has_read_it_is_no_riddle(ring
     eventually(lambda: is_whole(ring))
 
 
+@in_a_thread_of_its_own
 @pytest.mark.parametrize("payload", [b"\xa1\xff", b"\x92\xc0", b"\xc7\x01\x53\x00"], ids=["no text", "cut off", "no tensor"])
 async def test_a_frontend_that_lies_is_disconnected_and_nothing_else(
     payload: bytes, serve: Any, connect: Any, socket_dir: Path
@@ -626,6 +635,7 @@ def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: threa
     eventually(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
 
 
+@in_a_thread_of_its_own
 def test_ending_a_claim_does_not_wait_for_the_loop(ring: threads.Ring, client: threads.Client) -> None:
     submission = client.submit(torch.ones(5000))
     claim = ring.claim(5)
@@ -638,6 +648,7 @@ def test_ending_a_claim_does_not_wait_for_the_loop(ring: threads.Ring, client: t
     eventually(lambda: submission.ended)
 
 
+@in_a_thread_of_its_own
 def test_callbacks_run_in_the_loops_thread_where_waiting_is_an_error(ring: threads.Ring, client: threads.Client) -> None:
     submission = client.submit("x")
     claim = ring.claim(5)
@@ -745,6 +756,7 @@ def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, co
     eventually(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
 
 
+@in_a_thread_of_its_own
 def test_an_interrupted_thread_leaves_the_request_to_others(ring: threads.Ring, client: threads.Client) -> None:
     with interrupted(lambda: ring._arrivals._claimers):
         ring.claim()
@@ -761,6 +773,7 @@ class Stop(BaseException):
     """Raised in another thread."""
 
 
+@in_a_thread_of_its_own
 def test_an_exception_that_is_set_from_outside_ends_a_wait_for_what_never_comes(ring: threads.Ring) -> None:
     waiting = Thread(ring.claim)
     eventually(lambda: ring._arrivals._claimers)
@@ -771,6 +784,7 @@ def test_an_exception_that_is_set_from_outside_ends_a_wait_for_what_never_comes(
     eventually(lambda: not ring._arrivals._claimers)
 
 
+@in_a_thread_of_its_own
 @pytest.mark.parametrize("how", ["claim", "take"])
 def test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over(
     how: str, ring: threads.Ring, client: threads.Client
@@ -1019,7 +1033,8 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
 
 @pytest.mark.usefixtures("no_new_segments")
 @pytest.mark.parametrize("how", ["falls off the end", "sys.exit", "raises", "a finaliser closes"])
-def test_a_program_that_ends_without_closing_ends_quietly(how: str, process: Any) -> None:
+@pytest.mark.parametrize("served_by", ["thread", "both"])
+def test_a_program_that_ends_without_closing_ends_quietly(how: str, served_by: str, process: Any) -> None:
     ending = {
         "falls off the end": "",
         "sys.exit": "import sys; sys.exit(0)",
@@ -1039,7 +1054,7 @@ holder = Holder()
     }[how]
     program = f"""
 import threading
-ring = threads.serve("test", slab_nbytes="1MiB", **options)
+ring = threads.serve("test", slab_nbytes="1MiB", served_by={served_by!r}, **options)
 client = threads.connect("test", **options)
 threading.Thread(target=client.request, args=("unanswered",), daemon=True).start()
 claim = ring.claim(10)

@@ -145,7 +145,7 @@ def _missing(environment: Path) -> dict[str, str]:
 @click.option("--quick", is_flag=True, help="1 and 4 workers, one repetition of 0.3 s; under four minutes.")
 @click.option("--workers", multiple=True, type=click.IntRange(1, 32), help="Repeatable.  [default: 1, 2, 4, 8; 1, 4 if quick]")
 @command_line.size_option(
-    "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 4KiB, 1MiB, 64MiB]"
+    "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 256, 4KiB, 1MiB, 64MiB]"
 )
 @click.option(
     "--subject", "subjects", multiple=True, type=click.Choice(list(SUBJECTS)), help="Repeatable.  [default: all that are there]"

@@ -36,6 +36,8 @@ _MOST = 1 << 18  # messages of a cell
 _WARM_UP = 16  # so that memory which is used in turn was touched
 _ITEM = 7  # the first of each tensor
 _REST_S = 1.0
+_ASLEEP_S = 1.2  # after which nobody looks any more: the MessageQueue's readers do for a second
+_SLEEPS = 5
 _SPUN_S = 0.3  # beyond which nobody still looks whom the last message has kept awake for a second
 _ROUNDS = 3  # of stopping a worker
 _STOPPED_STEPS = 32  # of each: less than it may have unread
@@ -135,10 +137,14 @@ class _Measurement:
         self._settle()
         per_s = await self._flood()
         last_us, engine_us, worker_us = await self._pace()
-        gathers_per_s, gather_us = await self._gather() if cell.gathers else (None, None)
+        gathers_per_s, gather_us, gather_engine_us = await self._gather() if cell.gathers else (None, None, None)
+        asleep_us, asleep_engine_us = await self._gather_asleep() if cell.sleeps else (None, None)
         awake, idle = await self._rest() if cell.rests else (None, None)
         stopped = await self._stop() if cell.stops else None
-        return Run(per_s, last_us, engine_us, worker_us, gathers_per_s, gather_us, awake, idle, stopped)
+        return Run(
+            per_s, last_us, engine_us, worker_us, gathers_per_s, gather_us, gather_engine_us, asleep_us, asleep_engine_us,
+            awake, idle, stopped,
+        )  # fmt: skip
 
     async def _send(self) -> int:
         """Returns when it began to."""
@@ -192,17 +198,32 @@ class _Measurement:
         last_us = statistics.median((int(self._times[:, number].max()) - began_ns) / 1e3 for began_ns, number in late_us)
         return last_us, max(0.0, engine_s) / steps * 1e6, workers_s / steps / len(self._pids) * 1e6
 
-    async def _gather(self) -> tuple[float, float]:
+    async def _gather(self) -> tuple[float, float, float]:
         began_s = now_s = time.perf_counter()
+        engine_s = time.process_time()
         taken_s = []
         while now_s - began_s < self._cell.seconds and self._sent < _MOST - 4096:
-            self._sent += 1
-            replies = await self._way.gather(self._sent)
-            if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
-                raise RuntimeError(f"the replies to {self._sent} were {replies}")
+            await self._gather_once()
             before_s, now_s = now_s, time.perf_counter()
             taken_s.append(now_s - before_s)
-        return len(taken_s) / (now_s - began_s), statistics.median(taken_s) * 1e6
+        engine_us = (time.process_time() - engine_s) / len(taken_s) * 1e6
+        return len(taken_s) / (now_s - began_s), statistics.median(taken_s) * 1e6, engine_us
+
+    async def _gather_once(self) -> None:
+        self._sent += 1
+        replies = await self._way.gather(self._sent)
+        if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
+            raise RuntimeError(f"the replies to {self._sent} were {replies}")
+
+    async def _gather_asleep(self) -> tuple[float, float]:
+        taken_s, engine_s = [], []
+        for _ in range(_SLEEPS):
+            await self._way.pause(_ASLEEP_S)
+            began_s, cpu_s = time.perf_counter(), time.process_time()
+            await self._gather_once()
+            taken_s.append(time.perf_counter() - began_s)
+            engine_s.append(time.process_time() - cpu_s)
+        return statistics.median(taken_s) * 1e6, statistics.median(engine_s) * 1e6
 
     def _workers_s(self) -> float:
         """CPU time of all workers so far."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
-    "ARENA", "CENTRAL", "FOREIGN", "GATHERING", "IN_PLACE", "LARGE", "OF_VLLM", "OURS", "POLLING", "SIZES", "SUBJECTS",
-    "WORKERS", "Cell", "Run", "measurable", "planned",
+    "ARENA", "BACKS", "CALLERS", "CENTRAL", "FOREIGN", "GATHERING", "IN_PLACE", "LARGE", "OF_VLLM", "OURS", "POLLING", "SIZES",
+    "STEP", "SUBJECTS", "WORKERS", "Cell", "Run", "measurable", "planned",
 ]  # fmt: skip
 
 OURS, POLLING, IN_PLACE = "shmring", "shmring-polling", "shmring-in-place"
+CALLERS, BACKS = "shmring-callers", "shmring-rings-back"
 MESSAGE_QUEUE, ARENA, SPINNING_RING = "message-queue", "message-queue-arena", "spinning-ring"
 QUEUES, PUBLISHED, ICEORYX2 = "torch-queues", "pyzmq-pub-sub", "iceoryx2"
 
@@ -18,6 +19,8 @@ SUBJECTS = {
     OURS: "shmring",
     POLLING: "shmring, busy_poll_s",
     IN_PLACE: "shmring, in a slot already",
+    CALLERS: "shmring, served by callers",
+    BACKS: "shmring, a ring back from each",
     MESSAGE_QUEUE: "vLLM MessageQueue",
     ARENA: "vLLM MessageQueue, its arena",
     SPINNING_RING: "spinning ring",
@@ -30,12 +33,15 @@ SUBJECTS = {
 FOREIGN = (MESSAGE_QUEUE, SPINNING_RING)
 
 #: Those that bring replies back.
-GATHERING = (OURS, POLLING, *FOREIGN)
+GATHERING = (OURS, POLLING, CALLERS, BACKS, *FOREIGN)
+
+#: Those without an event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
+_WITHOUT_LOOP = (CALLERS, BACKS)
 
 #: Those that are measured where vLLM is.
 OF_VLLM = (MESSAGE_QUEUE, ARENA)
 
-SMALL, MIDDLE, LARGE = SIZES = (4 << 10, 1 << 20, 64 << 20)
+STEP, SMALL, MIDDLE, LARGE = SIZES = (256, 4 << 10, 1 << 20, 64 << 20)
 WORKERS = (1, 2, 4, 8)
 CENTRAL = 4  # workers, of which most targets speak
 
@@ -50,6 +56,7 @@ class Cell(msgspec.Struct, frozen=True):
         seconds: of the flood, and of the gathers.
         steps: messages of the pace.
         gathers: whether replies are measured, too.
+        sleeps: whether replies are measured after pauses, too.
         rests: whether it is measured what workers take when nothing comes.
         stops: whether one worker is stopped for a while.
     """
@@ -60,6 +67,7 @@ class Cell(msgspec.Struct, frozen=True):
     seconds: float
     steps: int
     gathers: bool = False
+    sleeps: bool = False
     rests: bool = False
     stops: bool = False
 
@@ -73,6 +81,8 @@ class Run(msgspec.Struct, frozen=True):
         engine_us, worker_us: CPU time of the engine, and of one worker, for each of those; the engine's pauses left out.
         gathers_per_s: how often in a second all replied, one gather after the other.
         gather_us: the median time of one.
+        gather_engine_us: CPU time of the engine for one.
+        asleep_us, asleep_engine_us: the same two of a gather after a pause in which whoever looks for messages has given up.
         awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
         stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
     """
@@ -83,6 +93,9 @@ class Run(msgspec.Struct, frozen=True):
     worker_us: float
     gathers_per_s: float | None = None
     gather_us: float | None = None
+    gather_engine_us: float | None = None
+    asleep_us: float | None = None
+    asleep_engine_us: float | None = None
     awake_percent: float | None = None
     idle_percent: float | None = None
     stopped_ratio: float | None = None
@@ -90,7 +103,9 @@ class Run(msgspec.Struct, frozen=True):
 
 def measurable(subject: str, nbytes: int) -> bool:
     """Whether a subject is measured with tensors of this size: the arena takes what no chunk of the queue holds."""
-    return subject != ARENA or nbytes >= LARGE
+    if nbytes == STEP:
+        return subject in GATHERING
+    return subject not in _WITHOUT_LOOP and (subject != ARENA or nbytes >= LARGE)
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
@@ -102,7 +117,8 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         nbytes,
         seconds,
         steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
-        gathers=nbytes == SMALL and subject in GATHERING,
+        gathers=nbytes <= SMALL and subject in GATHERING,
+        sleeps=nbytes == STEP,
         rests=is_central and subject in (OURS, *FOREIGN),
         stops=is_central and subject == OURS,
     )

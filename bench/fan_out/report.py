@@ -16,6 +16,8 @@ import msgspec
 from bench import plots
 from bench.fan_out.plan import (
     ARENA,
+    BACKS,
+    CALLERS,
     CENTRAL,
     FOREIGN,
     IN_PLACE,
@@ -25,6 +27,7 @@ from bench.fan_out.plan import (
     POLLING,
     PUBLISHED,
     SMALL,
+    STEP,
     SUBJECTS,
     WORKERS,
     Run,
@@ -42,7 +45,7 @@ Measured = dict[Case, dict[str, list[Run]]]
 
 _Number = Callable[[Run], float | None]
 
-_COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00"}
+_COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00", CALLERS: "#3a0ca3", BACKS: "#4361ee"}
 _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
@@ -70,11 +73,12 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
     """
     columns = [
         "case", "peer", "messages/s", "least, most", "to the last, p50 us", "engine CPU us", "a worker's CPU us",
-        "gathers/s", "a gather, p50 us",
+        "gathers/s", "a gather, p50 us", "its engine CPU us", "asleep, p50 us", "asleep, engine CPU us",
     ]  # fmt: skip
     rows = [_row(case, subject, runs) for case, found in measured.items() for subject, runs in found.items()]
     notes = [
         "A message each 2 ms: the time to the last worker, and CPU a message. Medians of interleaved repetitions.",
+        "Gathers come one after the other, or, asleep, one each 1.2 s.",
         *(f"Not measured: {sentence}." for sentence in left_out),
         *_rests(measured),
     ]
@@ -103,6 +107,9 @@ def _row(case: Case, subject: str, runs: Sequence[Run]) -> list[str]:
             lambda run: run.worker_us,
             lambda run: run.gathers_per_s,
             lambda run: run.gather_us,
+            lambda run: run.gather_engine_us,
+            lambda run: run.asleep_us,
+            lambda run: run.asleep_engine_us,
         )
     )
     return [
@@ -190,6 +197,19 @@ def _verdicts(measured: Measured) -> list[Verdict]:
         judge(
             f"gathers/s with busy_poll_s, of {queue}", "4 KB, 1, 2, 4 workers", 3, "x",
             of_workers(POLLING, foreign, lambda run: run.gathers_per_s, SMALL, counts=(1, 2, 4)),
+        ),
+        *(
+            judge(
+                f"{what} of {SUBJECTS[ours]}, of {queue}", "a step, 1, 2, 4 workers", 1, "x",
+                of_workers(ours, foreign, number, STEP, counts=(1, 2, 4)), at_least=False,
+            )
+            for ours in (CALLERS, BACKS)
+            for what, number in (
+                ("a gather's p50", lambda run: run.gather_us),
+                ("a gather's engine CPU", lambda run: run.gather_engine_us),
+                ("a gather's p50, asleep,", lambda run: run.asleep_us),
+                ("a gather's engine CPU, asleep,", lambda run: run.asleep_engine_us),
+            )
         ),
         at_most(f"engine's CPU a message, of {queue}", 0.4, at_central(OURS, foreign, lambda run: run.engine_us)),
         at_most("CPU of the workers in the second after a message", 5, alone(lambda run: run.awake_percent), "%"),

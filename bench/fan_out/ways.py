@@ -2,6 +2,8 @@
 
 - shmring: blocking workers, as the ranks of a model are; with ``busy_poll_s`` longer than the gaps of the pace; and with a
   tensor that lies in a claim's slot already.
+- shmring without an event loop, for steps: a ring that is served by its callers, whose workers reply; and, as the MessageQueue
+  is used, one to the workers and one back from each. Who waits for a step looks for 2 ms before it sleeps.
 - torch.multiprocessing: a queue for each worker. A message is a tensor of its own, which the first queue moves to shared
   memory; the others send the same descriptor.
 - pyzmq: PUB that drops nothing (XPUB_NODROP), the tensor as a frame of its own, which is not copied before it is sent.
@@ -24,13 +26,14 @@ import torch.multiprocessing
 
 import shmring
 from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
-from bench.fan_out.plan import ICEORYX2, IN_PLACE, LARGE, OURS, POLLING, PUBLISHED, QUEUES, Cell
+from bench.fan_out.plan import BACKS, CALLERS, ICEORYX2, IN_PLACE, LARGE, OURS, POLLING, PUBLISHED, QUEUES, Cell
 from bench.peers.iceoryx2_slices import Services, open_publisher, open_services
 
 __all__ = ["WAYS"]
 
 _NAME = "fan-out"
 _POLL_S = 0.005  # longer than a gap of the pace
+_STEP_S = 0.002  # what a rank looks for the next step
 _MEMORY_NBYTES = 64 << 20
 
 
@@ -93,6 +96,72 @@ class _InPlace(_Shmring):
                 finally:
                     self.tensor = None
             submission.abort()
+
+
+class _Callers(_Shmring):
+    name = CALLERS
+    busy_poll_s = _STEP_S
+    _blocking: shmring.threads.Ring
+
+    def _serve(self, name: str) -> shmring.threads.Ring:
+        return shmring.threads.serve(
+            name,
+            slab_nbytes=1 << 20,
+            broadcast_nbytes=_MEMORY_NBYTES,
+            socket_dir=self.directory,
+            served_by="callers",
+            busy_poll_s=self.busy_poll_s,
+        )
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        with self._serve(_NAME) as self._blocking:
+            self._blocking.wait_workers(self.cell.workers, timeout=PATIENCE_S)
+            yield
+
+    async def send(self, number: int) -> None:
+        self._blocking.broadcast({"n": number, "t": self.tensor})
+
+    async def gather(self, number: int) -> Sequence[Any]:
+        return self._blocking.gather({"n": number, "t": self.tensor})
+
+
+class _Backs(_Callers):
+    name = BACKS
+
+    def work(self, rank: int) -> None:
+        with self._join(_NAME, rank) as worker, self._serve(f"{_NAME}-{rank}") as back:
+            back.wait_workers(1, timeout=PATIENCE_S)
+            for message in worker:
+                with message:
+                    payload = message.payload
+                    if self.stamps.note(rank, payload["n"], int(payload["t"][0])):
+                        return
+                    if payload["replies"]:
+                        back.broadcast({"number": payload["n"], "tokens": [1, 2, 3]})
+
+    def _join(self, name: str, rank: int) -> shmring.threads.Worker:
+        return shmring.threads.join(
+            name, rank, socket_dir=self.directory, connect_timeout_s=PATIENCE_S, busy_poll_s=self.busy_poll_s
+        )
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with super().serving():
+            with contextlib.ExitStack() as joined:
+                self._backs = [joined.enter_context(self._join(f"{_NAME}-{rank}", 0)) for rank in range(self.cell.workers)]
+                yield
+
+    async def send(self, number: int) -> None:
+        self._blocking.broadcast({"n": number, "t": self.tensor, "replies": False})
+
+    async def gather(self, number: int) -> Sequence[Any]:
+        self._blocking.broadcast({"n": number, "t": self.tensor, "replies": True})
+        replies = []
+        for back in self._backs:
+            with back.receive(PATIENCE_S) as message:
+                replies.append(message.payload)
+        return replies
 
 
 class _Queues(Way):
@@ -216,4 +285,6 @@ class _Iceoryx2(Way):
 
 
 #: By subject.
-WAYS: dict[str, type[Way]] = {way.name: way for way in (_Shmring, _Polling, _InPlace, _Queues, _Published, _Iceoryx2)}
+WAYS: dict[str, type[Way]] = {
+    way.name: way for way in (_Shmring, _Polling, _InPlace, _Callers, _Backs, _Queues, _Published, _Iceoryx2)
+}

@@ -319,6 +319,26 @@ cdef class FanOutEnd:
         self.discard(parcel)
         return None
 
+    def ask_now(self, payload, to: Sequence[int] | None) -> Gathering | None:
+        """Sends what :meth:`gather` does if nothing has to be waited for, but the replies.
+
+        Returns:
+            What they are waited for with: :meth:`Gathering.look`, :meth:`Gathering.expect`, and in the end :meth:`Gathering.forget`.
+            None if something would have to be waited for before.
+        """
+        cdef Gathering gathering = self.gather(payload, to, None)
+        gathering._begun = True
+        gathering.payload = None
+        gathering.parcel = self._pack(payload, to, WANTS_ANSWER, None)
+        if not self._send_at_once(gathering.parcel):
+            self.discard(gathering.parcel)
+            return None
+        if gathering.parcel.sequence:
+            gathering._sent()
+        else:
+            gathering.answers = []
+        return gathering
+
     cdef int _check_open(self) except -1:
         if not self.is_open or self._forks != forks():
             raise self.shell.closed()
@@ -678,6 +698,60 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         else:
             self.answers = []
             future.set_result(None)
+
+    # -- for a thread that waits itself; see FanOutEnd.ask_now -------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have replied, or one will not."""
+        return self._error is not None or not self.expected
+
+    def look(self, seconds: float) -> None:
+        """Takes replies as they come, for so many seconds, or for a moment if that is longer and has helped before."""
+        cdef FanOutBook book = self.end.book
+        cdef Looking looking = self.end._looking
+        cdef uint64_t left = self.expected
+        cdef double duration = max(<double>seconds, looking.moment())
+        cdef WorkerRecord worker
+        cdef list roused
+        if self.is_over:
+            return
+        if looking.begins(duration):
+            roused = []
+            while left:
+                worker = book.at_place(lowest_bit(left))
+                left &= left - 1
+                if worker is not None and worker.reader is not None:
+                    worker.reader.stay_awake()
+                    worker.reader.is_roused = True
+                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the one that was asked for
+                    roused.append(worker)
+            try:
+                self._look()
+            finally:
+                for worker in roused:
+                    self._let_sleep(worker)
+        looking.has_looked(self.is_over)
+
+    cdef int _let_sleep(self, WorkerRecord worker) except -1:
+        """It rings again, if nobody else looks into its ring."""
+        cdef RecordReader reader = worker.reader
+        if reader is None:
+            return 0  # its connection has ended
+        reader.is_roused = False
+        if not reader.awake and not reader.fall_asleep():
+            self.end.shell.expects_replies(worker)  # it has published something just now: its turns are given again
+        return 0
+
+    def expect(self, future: Any, timeout: float | None, timer: asyncio.TimerHandle | None) -> None:
+        """Has this future, or what passes for one, set when it is over. ``timer``: see :meth:`time_out`; may be None."""
+        self.future, self.timeout, self.timer = future, timeout, timer
+
+    def result(self) -> list[Any]:
+        """Returns the replies, in order of rank. Raises what has kept one of them from coming."""
+        if self._error is not None:
+            raise self._error
+        return self.answers
 
     cdef int _sent(self) except -1:
         cdef FanOutBook book = self.end.book

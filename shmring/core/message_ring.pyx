@@ -381,6 +381,7 @@ cdef class RecordReader:
         stopped: whether nothing more is delivered.
         awake: whether somebody gives this end a turn again and again, who says so.
         is_reading: whether records are being delivered at the moment.
+        is_roused: whether somebody looks into the ring who gives this end no turns; who says so.
         records_left: how many may be delivered until the next turn; where no clock is looked at, a long one counts as several.
         heard: whether some were, other than in a turn, since that was last looked at.
         delivered: how many were, ever.
@@ -395,6 +396,7 @@ cdef class RecordReader:
     cdef int _bell
     cdef public bint awake
     cdef public bint is_reading
+    cdef bint is_roused
     cdef public bint heard
     cdef public uint32_t records_left
     cdef readonly uint64_t delivered
@@ -492,7 +494,7 @@ cdef class RecordReader:
         cdef uint32_t nbytes
         cdef bint is_hot = True
         cdef RecordReader kept = self  # by this call: a record may end the connection, and everybody else lets go of it then
-        if not self.awake or self.is_reading or self.stopped or self._is_ending:
+        if not (self.awake or self.is_roused) or self.is_reading or self.stopped or self._is_ending:
             return False
         self._make_copy()
         self.is_reading = True

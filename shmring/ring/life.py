@@ -7,6 +7,7 @@ import asyncio
 from shmring.config import RingConfig
 from shmring.core.compiled import ClaimEnd, Origin, largest_record_nbytes
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError
+from shmring.ring import limits
 from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 
@@ -23,17 +24,19 @@ class Life:
         loop: the event loop it lives in.
         poller: of that loop.
         record_nbytes: of a message, at most.
+        offload_nbytes: copies larger than this are made on a thread.
         is_over: whether the ring is closed.
         protocol_errors: how often a frontend or a worker broke the rules.
     """
 
-    def __init__(self, name: str, config: RingConfig, epoch: int) -> None:
+    def __init__(self, name: str, config: RingConfig, epoch: int, offload_nbytes: int | None = None) -> None:
         self.name = name
         self.config = config
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
         self.poller = Poller(self.loop, config.busy_poll_s)
         self.record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
+        self.offload_nbytes = limits.COPY_OFFLOAD_NBYTES if offload_nbytes is None else offload_nbytes
         self.is_over = False
         self.protocol_errors = 0
         self._origin = Origin()

@@ -36,12 +36,14 @@ async def create_shell(
     calls: Mapping[str, CallHandler] | None = None,
     cuda: Cuda | None = None,
     device_memory: DeviceMemory | None = None,
+    offload_nbytes: int | None = None,
 ) -> _Shell:
     """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`.
 
     Args:
         shell_type: of what is created.
         cuda, device_memory: how to call CUDA.
+        offload_nbytes: copies larger than this are made on a thread; None: those that would hold a loop up.
     """
     path = socket_path(name, config.socket_dir)
     geometry = Geometry.of(
@@ -50,7 +52,7 @@ async def create_shell(
         whole_nbytes(int(config.device_slab_nbytes)),
         page_nbytes=mmap.PAGESIZE,
     )
-    life = Life(name, config, secrets.randbits(63))
+    life = Life(name, config, secrets.randbits(63), offload_nbytes)
     listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
     cuda = cuda or TorchCuda()
     try:

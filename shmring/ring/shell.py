@@ -118,7 +118,7 @@ class Shell:
         self._load_fd = reserved.load_fd
         self._geometry = geometry
         self._book = EngineBook(geometry, _limits(config, geometry))
-        self._copier = copier = Copier(_COPY_THREADS, limits.COPY_OFFLOAD_NBYTES)
+        self._copier = copier = Copier(_COPY_THREADS, life.offload_nbytes)
         self._frontends: dict[int, Frontend] = {}
         self._claimers: Line[None] = Line()
         self._counters = _Counters()

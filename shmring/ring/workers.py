@@ -171,7 +171,7 @@ class Workers:
             slab.mapping,
             inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
             record_nbytes=life.record_nbytes,
-            at_once_nbytes=limits.COPY_OFFLOAD_NBYTES,
+            at_once_nbytes=life.offload_nbytes,
             max_tensors=config.max_tensors,
             max_values=config.max_values,
             look_s=min(config.busy_poll_s, _LOOK_S),
@@ -211,6 +211,10 @@ class Workers:
     def gather(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
         """See :meth:`Ring.gather`."""
         return self.end.gather(payload, _ranks(to), timeout)
+
+    def ask_now(self, payload: object, to: Iterable[int] | None) -> Gathering | None:
+        """See :meth:`FanOutEnd.ask_now`."""
+        return self.end.ask_now(payload, _ranks(to))
 
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
         """For the end: sends what has to wait, or takes long to copy.
@@ -583,6 +587,7 @@ class Workers:
                         sent=record.sent,
                         unacknowledged=record.unacknowledged,
                         unacknowledged_nbytes=record.unacknowledged_nbytes,
+                        is_stopped=worker.watch.is_stopped(),
                     )
                     for record, worker in self._workers.items()
                 ),

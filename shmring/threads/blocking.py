@@ -1,7 +1,7 @@
 """Blocking twins of what asyncio programs call, declared instead of written: ``request = blocking(Client.request)``.
 
 Theory of operation: a twin has the name, the arguments, the text and the errors of the method that it is made of. It has that
-method carried out in the loop's thread (:class:`~shmring.threads.loop_thread.LoopThread`), and waits. A thread that is
+method carried out in the loop (by a :class:`~shmring.threads.loop_calls.LoopRunner`), and waits. A thread that is
 interrupted meanwhile cancels it there. What a method returns that lives in the loop is wrapped for the thread, in the loop, so
 that nothing is lost between the two: what is answered and not taken is undone.
 
@@ -11,13 +11,16 @@ Methods are found by their names on the object, so a subclass has its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from shmring.threads.loop_thread import LoopCall, LoopThread, keep
+from shmring.config import check_timeout
+from shmring.errors import WouldBlock
+from shmring.threads.loop_calls import LoopCall, LoopRunner, keep
 
-__all__ = ["Blocking", "blocking", "blocking_stream", "done_in_loop", "handed_out", "like", "read_through"]
+__all__ = ["Blocking", "blocking", "blocking_stream", "done_in_loop", "handed_out", "like", "read_through", "tried_at_once"]
 
 _InLoop = TypeVar("_InLoop")
 _InLoop_co = TypeVar("_InLoop_co", covariant=True)
@@ -30,7 +33,7 @@ _Arguments = ParamSpec("_Arguments")
 _BLOCKS = """
 
 Here it blocks, and ``with`` and ``for`` take the place of ``async with`` and ``async for``. A thread that is interrupted
-meanwhile gives up what it waits for. In the loop's own thread this raises ``LocalProtocolError``.
+meanwhile gives up what it waits for. In the middle of the loop (in a callback) this raises ``LocalProtocolError``.
 """
 
 
@@ -40,7 +43,7 @@ class Blocking(Generic[_InLoop_co]):
     __slots__ = ("__weakref__", "_in_loop", "_thread")
 
     _in_loop: _InLoop_co
-    _thread: LoopThread
+    _thread: LoopRunner
 
     def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what the loop is to call for this thread; a subclass may have something else done there before."""
@@ -54,11 +57,39 @@ def blocking(
     return _waiting(method)
 
 
+def tried_at_once(
+    method: Callable[Concatenate[_InLoop, _Arguments], Awaitable[_Result]],
+    at_once: Callable[Concatenate[_InLoop, ...], _Result],
+) -> Callable[Concatenate[Blocking[_InLoop], _Arguments], _Result]:
+    """The twin of a method that is awaited, and mostly need not wait.
+
+    Args:
+        method: which.
+        at_once: does the same without waiting and without ``timeout``, or raises ``WouldBlock``. It is tried before, where the
+            caller runs the loop.
+    """
+    waiting, name = _waiting(method), at_once.__name__
+
+    def twin(self: Blocking[Any], /, *arguments: Any, timeout: float | None = None, **named: Any) -> Any:
+        if self._thread.is_direct:
+            check_timeout(timeout)
+            with contextlib.suppress(WouldBlock):
+                return self._thread.at_once(getattr(self._in_loop, name), *arguments, **named)
+        return waiting(self, *arguments, timeout=timeout, **named)
+
+    return like(method, twin, adding=_BLOCKS)
+
+
 def done_in_loop(
     method: Callable[Concatenate[_InLoop, _Arguments], _Result],
 ) -> Callable[Concatenate[Blocking[_InLoop], _Arguments], _Result]:
-    """The twin of a method that never waits, and belongs to the loop's thread."""
-    return _waiting(method)
+    """The twin of a method that never waits, and belongs to the loop."""
+    name = method.__name__
+
+    def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Any:
+        return self._thread.at_once(self._ordered(getattr(self._in_loop, name)), *arguments, **named)
+
+    return like(method, twin, adding=_BLOCKS)
 
 
 def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +105,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
 @overload
 def handed_out(
     method: Callable[Concatenate[_InLoop, _Arguments], Awaitable[_Inner]],
-    wrap: Callable[[LoopThread, _Inner], _Outer],
+    wrap: Callable[[LoopRunner, _Inner], _Outer],
     undo: Callable[[_Outer], object],
     *,
     text_of: object = None,
@@ -84,7 +115,7 @@ def handed_out(
 @overload
 def handed_out(
     method: Callable[Concatenate[_InLoop, _Arguments], _Inner],
-    wrap: Callable[[LoopThread, _Inner], _Outer],
+    wrap: Callable[[LoopRunner, _Inner], _Outer],
     undo: Callable[[_Outer], object],
     *,
     text_of: object = None,
@@ -93,7 +124,7 @@ def handed_out(
 
 def handed_out(
     method: Callable[..., Any],
-    wrap: Callable[[LoopThread, Any], Any],
+    wrap: Callable[[LoopRunner, Any], Any],
     undo: Callable[[Any], object],
     *,
     text_of: object = None,
@@ -128,8 +159,8 @@ class _HandOut(LoopCall):
 
     def __init__(
         self,
-        thread: LoopThread,
-        wrap: Callable[[LoopThread, Any], Any],
+        thread: LoopRunner,
+        wrap: Callable[[LoopRunner, Any], Any],
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         undo: Callable[[Any], object],

@@ -31,7 +31,8 @@ from shmring.errors import ClosedError, WouldBlock
 from shmring.gpu.cuda import Event, Stream
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
-from shmring.threads.loop_thread import LoopThread, within
+from shmring.threads.loop_calls import LoopRunner, within
+from shmring.threads.loop_thread import LoopThread
 
 __all__ = ["Client", "EngineConnection", "Kept", "Slot", "Submission"]
 
@@ -55,7 +56,7 @@ class Submission(Blocking[submission_in_loop.Submission]):
 
     __slots__ = ()
 
-    def __init__(self, thread: LoopThread, submission: submission_in_loop.Submission) -> None:
+    def __init__(self, thread: LoopRunner, submission: submission_in_loop.Submission) -> None:
         self._thread = thread
         self._in_loop = submission
 
@@ -156,7 +157,7 @@ class _Held(Generic[_Inner]):
 
     _LEFT: ClassVar[str]  # what whoever uses it later is told
 
-    def __init__(self, thread: LoopThread, held: _Inner) -> None:
+    def __init__(self, thread: LoopRunner, held: _Inner) -> None:
         self._thread = thread
         self._in_loop: _Inner | None = held  # None: it was left, which the loop may not have heard of yet
 
@@ -203,7 +204,7 @@ class Slot(_Held[slot_in_loop.Slot]):
 
     _LEFT = "this slot was left; views of it are made inside its block"
 
-    def __init__(self, thread: LoopThread, slot: slot_in_loop.Slot) -> None:
+    def __init__(self, thread: LoopRunner, slot: slot_in_loop.Slot) -> None:
         super().__init__(thread, slot)
         self.engine: str = slot.engine
         self.nbytes: int = slot.nbytes
@@ -245,7 +246,7 @@ class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
 
     _LEFT = "this content was left; take what you need of its payload inside the block"
 
-    def __init__(self, thread: LoopThread, kept: kept_in_loop.Kept[_Payload]) -> None:
+    def __init__(self, thread: LoopRunner, kept: kept_in_loop.Kept[_Payload]) -> None:
         super().__init__(thread, kept)
         self.key: bytes = kept.key
         self.nbytes: int = kept.nbytes
@@ -268,7 +269,7 @@ class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
         return payload
 
 
-def _slots(thread: LoopThread, slots: list[slot_in_loop.Slot]) -> list[Slot]:
+def _slots(thread: LoopRunner, slots: list[slot_in_loop.Slot]) -> list[Slot]:
     return [Slot(thread, slot) for slot in slots]
 
 
@@ -277,7 +278,7 @@ def _leave_all(slots: list[Slot]) -> None:
         slot.close()
 
 
-def _if_found(thread: LoopThread, kept: kept_in_loop.Kept[_Payload] | None) -> Kept[_Payload] | None:
+def _if_found(thread: LoopRunner, kept: kept_in_loop.Kept[_Payload] | None) -> Kept[_Payload] | None:
     return None if kept is None else Kept(thread, kept)
 
 
@@ -339,7 +340,7 @@ class EngineConnection(Blocking[connection_in_loop.EngineConnection]):
 
     __slots__ = ("name",)
 
-    def __init__(self, thread: LoopThread, connection: connection_in_loop.EngineConnection) -> None:
+    def __init__(self, thread: LoopRunner, connection: connection_in_loop.EngineConnection) -> None:
         self._thread = thread
         self._in_loop = connection
         self.name = connection.name

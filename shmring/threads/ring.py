@@ -1,9 +1,11 @@
 """The engine's end without an event loop: claims that any thread may take, in order of arrival or each by its name.
 
-Theory of operation: the loop's thread claims at once what arrives, and keeps it in order until a thread takes it. So a thread
+Theory of operation: the loop claims at once what arrives, and keeps it in order until a thread takes it. So a thread
 that takes what is there already waits for nobody: not for the loop, and not for whoever keeps the interpreter busy. To one that
-has to wait, the loop hands what it waits for. What nobody takes is bounded as everything else is (``RingConfig.max_inflight``
-for each frontend), goes when its frontend aborts it or is gone, and fails after ``untaken_s`` if that is set.
+has to wait, the loop hands what it waits for. Who runs the loop, ``served_by`` says: a thread of its own, or those who call.
+
+What nobody takes is bounded as everything else is (``RingConfig.max_inflight`` for each frontend), goes when its frontend
+aborts it or is gone, and fails after ``untaken_s`` if that is set.
 
 Invariant: a claim is handed to one thread, or was left here: aborted, expired, or because the ring was closed.
 """
@@ -13,26 +15,32 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Generic, Self, Unpack, overload
+from typing import Any, Generic, Literal, Self, Unpack, cast, get_args, overload
 
 from typing_extensions import TypeVar
 
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
-from shmring.config import RingConfig, RingOptions, configured
-from shmring.core.compiled import ClaimEnd
+from shmring.config import RingConfig, RingOptions, check_timeout, configured, require_busy_poll
+from shmring.core.compiled import ClaimEnd, Gathering
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
-from shmring.threads.blocking import Blocking, blocking, done_in_loop, read_through
-from shmring.threads.loop_thread import LoopCall, LoopThread, within
+from shmring.ring.workers import Workers
+from shmring.threads.blocking import Blocking, blocking, done_in_loop, read_through, tried_at_once
+from shmring.threads.callers_loop import CallersLoop
+from shmring.threads.loop_calls import LoopCall, LoopRunner, keep, within
+from shmring.threads.loop_thread import LoopThread
 
 __all__ = ["Claim", "Ring", "serve"]
 
 _Payload = TypeVar("_Payload", default=Any)
+
+#: Who runs the loop of a ring.
+ServedBy = Literal["thread", "callers", "both"]
 
 _NOTHING: Any = object()
 
@@ -40,13 +48,15 @@ _NOTHING: Any = object()
 #: request follows it within a second or so; of an older one, ``take`` says only that it was taken or has ended.
 _REMEMBERED = 4096
 
+_NO_THREAD_NBYTES = 1 << 62  # nothing is as large
+
 _Key = tuple[int, int]  # client id, request id
 
 
 class _Arrivals:
     """What has arrived and was not taken. Other threads may take from ``claims``; all else is the loop's."""
 
-    def __init__(self, thread: LoopThread, is_connected: Callable[[int], bool], untaken_s: float | None) -> None:
+    def __init__(self, thread: LoopRunner, is_connected: Callable[[int], bool], untaken_s: float | None) -> None:
         self.claims: OrderedDict[_Key, Claim] = OrderedDict()
         self._thread = thread
         self._is_connected = is_connected
@@ -235,7 +245,7 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
 
     __slots__ = ("_arrived_s", "_is_left", "client_id", "name", "nbytes", "request_id")
 
-    def __init__(self, thread: LoopThread, claim: in_loop.Claim, arrived_s: float) -> None:
+    def __init__(self, thread: LoopRunner, claim: in_loop.Claim, arrived_s: float) -> None:
         self._thread = thread
         self._in_loop = claim
         self._is_left = False
@@ -294,7 +304,8 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         """
         self._thread.call(self._reply, self._in_loop.reply, payload, timeout)
 
-    share = blocking(in_loop.Claim.share)
+    share = tried_at_once(in_loop.Claim.share, in_loop.Claim.share_nowait)
+    share_nowait = done_in_loop(in_loop.Claim.share_nowait)
 
     def done(self, reply: object = _NOTHING, *, timeout: float | None = None) -> None:
         """Releases the slots and tells the frontend that the request is finished.
@@ -345,6 +356,43 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
 
 
+def _ask(workers: Workers, payload: object, to: Iterable[int] | None, busy_s: float) -> Gathering | None:
+    """Sends what is to be replied to, and looks for the replies for a moment; None: something has to be waited for."""
+    gathering = workers.ask_now(payload, to)
+    if gathering is not None:
+        gathering.look(busy_s)
+    return gathering
+
+
+class _Replies(LoopCall):
+    """Waits for the replies to a message: the gathering sees a future in it."""
+
+    __slots__ = ("_gathering", "_timeout")
+
+    def __init__(self, gathering: Gathering, timeout: float | None) -> None:
+        super().__init__(keep, (None,), keep)
+        self._gathering = gathering
+        self._timeout = timeout
+
+    def begin(self) -> None:
+        timeout, gathering = self._timeout, self._gathering
+        timer = None
+        if timeout is not None:
+            timer = asyncio.get_running_loop().call_later(max(0.0, timeout), gathering.time_out)
+        gathering.expect(self, timeout, timer)
+        if gathering.is_over:
+            self.answer()
+
+    def done(self) -> bool:
+        return self.is_ended
+
+    def set_result(self, result: None) -> None:
+        self.answer()
+
+    def set_exception(self, error: BaseException) -> None:
+        self.answer()  # Gathering.result raises it
+
+
 class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
     """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
 
@@ -362,20 +410,26 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         payload_type: Any,
         calls: Mapping[str, CallHandler] | None,
         untaken_s: float | None,
+        served_by: ServedBy,
     ) -> None:
         """Opens it; see :func:`serve`."""
         self.name = name
         self.config = config
 
         async def create() -> ring_in_loop.Ring:
-            shell = await create_shell(_Shell, name, config, payload_type=payload_type, calls=calls)
+            shell = await create_shell(
+                _Shell, name, config, payload_type=payload_type, calls=calls, offload_nbytes=offload_nbytes
+            )
             self._arrivals = _Arrivals(self._thread, shell.is_connected, untaken_s)
             shell.start(self._arrivals)
             self._in_loop = ring_in_loop.Ring(shell)
             return self._in_loop
 
-        self._thread = LoopThread(f"ring {name!r}", create)
-        self._thread.open()
+        offload_nbytes = None if served_by == "thread" else _NO_THREAD_NBYTES  # a caller has nothing better to do than to copy
+        what = f"ring {name!r}"
+        thread = LoopThread(what, create) if served_by == "thread" else CallersLoop(what, create, stands_by=served_by == "both")
+        self._thread = thread
+        thread.open()
 
     def claim(self, timeout: float | None = None) -> Claim[_Payload]:
         """Waits for the next request that nobody has taken.
@@ -398,12 +452,18 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
     def claim_nowait(self) -> Claim[_Payload]:
         """Claims the next request if one has arrived that nobody has taken.
 
+        For a program with a loop of its own, which looks in each turn of it. With ``served_by="callers"`` or ``"both"``, this
+        also does whatever frontends and workers ask for.
+
         Raises:
             WouldBlock: none has.
             ClosedError: the ring is closed.
         """
         self._thread.check_open()
         claim = self._arrivals.pop_first()
+        if claim is None:
+            self._thread.turn()
+            claim = self._arrivals.pop_first()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim
@@ -448,8 +508,53 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
 
     ranks = read_through(ring_in_loop.Ring.ranks)
     wait_workers = blocking(ring_in_loop.Ring.wait_workers)
-    broadcast = blocking(ring_in_loop.Ring.broadcast)
-    gather = blocking(ring_in_loop.Ring.gather)
+    broadcast = tried_at_once(ring_in_loop.Ring.broadcast, ring_in_loop.Ring.broadcast_nowait)
+    broadcast_nowait = done_in_loop(ring_in_loop.Ring.broadcast_nowait)
+    _gather = blocking(ring_in_loop.Ring.gather)
+
+    def gather(
+        self,
+        payload: object,
+        *,
+        to: Iterable[int] | None = None,
+        timeout: float | None = None,
+        busy_poll_s: float | None = None,
+    ) -> list[Any]:
+        """Sends a payload to workers as :meth:`broadcast` does, and waits for the reply of each.
+
+        Args:
+            payload, to: as of :meth:`broadcast`.
+            timeout: seconds to wait, for both.
+            busy_poll_s: for how long to look for the replies before this sleeps, instead of the ring's ``busy_poll_s``; other
+                threads' calls wait meanwhile. Not with ``served_by="thread"``, where the ring's own thread looks.
+
+        Returns:
+            Their replies in order of rank.
+
+        Raises:
+            ValueError: ``busy_poll_s`` is not what that option may be.
+            WorkersBehindError, WorkerLostError, WorkerFailedError, TypeError, CapacityError, ClosedError: as of
+                :class:`shmring.Ring`.
+            LocalProtocolError: this thread is in the middle of the ring: in a callback, for example.
+        """
+        thread = self._thread
+        if not thread.is_direct:
+            if busy_poll_s is not None:
+                raise ValueError("busy_poll_s of one gather is for rings that are served_by their callers; set the ring's")
+            return self._gather(payload, to=to, timeout=timeout)
+        busy_s = self.config.busy_poll_s if busy_poll_s is None else busy_poll_s
+        require_busy_poll(busy_s)
+        check_timeout(timeout)
+        gathering = thread.at_once(_ask, self._in_loop._shell.workers, payload, to, busy_s)
+        if gathering is None:
+            return self._gather(payload, to=to, timeout=timeout)
+        try:
+            if not gathering.is_over:
+                thread.result_of(_Replies(gathering, timeout))
+            return cast(list[Any], gathering.result())
+        finally:
+            gathering.forget()
+
     drop_worker = done_in_loop(ring_in_loop.Ring.drop_worker)
     statistics = done_in_loop(ring_in_loop.Ring.statistics)
 
@@ -488,6 +593,7 @@ def serve(
     payload_type: type[_Payload],
     calls: Mapping[str, CallHandler] | None = ...,
     untaken_s: float | None = ...,
+    served_by: ServedBy = ...,
     **overrides: Unpack[RingOptions],
 ) -> Ring[_Payload]: ...
 
@@ -500,6 +606,7 @@ def serve(
     payload_type: Any = ...,
     calls: Mapping[str, CallHandler] | None = ...,
     untaken_s: float | None = ...,
+    served_by: ServedBy = ...,
     **overrides: Unpack[RingOptions],
 ) -> Ring[Any]: ...
 
@@ -511,6 +618,7 @@ def serve(
     payload_type: Any = Any,
     calls: Mapping[str, CallHandler] | None = None,
     untaken_s: float | None = None,
+    served_by: ServedBy = "thread",
     **overrides: Unpack[RingOptions],
 ) -> Ring[Any]:
     """Opens the engine's end of a ring: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
@@ -524,10 +632,15 @@ def serve(
         calls: control calls that frontends may make, by name: coroutine functions, which run in the loop's thread.
         untaken_s: a request that no thread has taken for so many seconds fails: its frontend gets a ``TimeoutError``.
             ``None``: it stays until it is taken, or its frontend aborts it or is gone.
+        served_by: who carries out what is called, and serves frontends and workers. ``"thread"``: a thread of the ring's own.
+            ``"callers"``: whoever calls, and nobody between two calls. ``"both"``: whoever calls, and a thread of the ring when
+            nobody has called for 20 ms.
 
     Raises:
         SlabError, LocalProtocolError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
     """
     if untaken_s is not None and not untaken_s > 0:
         raise ValueError(f"untaken_s is a number of seconds above 0, or None, not {untaken_s}")
-    return Ring(name, configured(RingConfig, config, overrides), payload_type, calls, untaken_s)
+    if served_by not in get_args(ServedBy):
+        raise ValueError(f"served_by is 'thread', 'callers' or 'both', not {served_by!r}")
+    return Ring(name, configured(RingConfig, config, overrides), payload_type, calls, untaken_s, served_by)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 
 from typing_extensions import TypeVar
 
-from shmring.config import WorkerConfig, WorkerOptions, configured
+from shmring.config import WorkerConfig, WorkerOptions, configured, require_busy_poll
 from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, MessageEnd, Origin, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
@@ -40,6 +40,7 @@ from shmring.errors import (
     fresh,
 )
 from shmring.threads.greenlets import check_threads
+from shmring.transport.liveness import is_stopped
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
@@ -128,6 +129,12 @@ class _Connection:
             elif not taken:
                 return None
             self._hear(taken)
+
+    @property
+    def engine_is_stopped(self) -> bool:
+        """See :attr:`Worker.engine_is_stopped`."""
+        self.check_process()
+        return self._pidfd >= 0 and is_stopped(self._pidfd)
 
     def _ended_by_engine(self, record: bytes) -> ShmringError:
         error: ShmringError
@@ -310,11 +317,12 @@ class Worker(Generic[_Payload]):
         self.config = config
         self._connection = _Connection(name, rank, joined, payload_type)
 
-    def receive(self, timeout: float | None = None) -> Message[_Payload]:
+    def receive(self, timeout: float | None = None, *, busy_poll_s: float | None = None) -> Message[_Payload]:
         """Waits for the next message. Leave it: ``with worker.receive() as message:``.
 
         Args:
             timeout: seconds.
+            busy_poll_s: for how long to look for it before this sleeps, instead of the worker's ``busy_poll_s``.
 
         Raises:
             TimeoutError: none came.
@@ -323,13 +331,18 @@ class Worker(Generic[_Payload]):
             RemoteProtocolError: the engine broke the rules; the connection has ended.
             msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
             LocalProtocolError: this thread receives already, and runs a signal handler or a hook of ``payload_type`` meanwhile.
+            ValueError: ``busy_poll_s`` is not what that option may be.
         """
+        busy_s = self.config.busy_poll_s
+        if busy_poll_s is not None:
+            require_busy_poll(busy_poll_s)
+            busy_s = busy_poll_s
         deadline = None if timeout is None else time.monotonic() + timeout
         connection = self._connection
         if not connection.take(connection.receiving, timeout):
             raise _timeout_error(timeout)
         try:
-            wait_s, busy_s = -1.0, self.config.busy_poll_s
+            wait_s = -1.0
             while True:
                 if deadline is not None:
                     wait_s = max(0.0, deadline - time.monotonic())
@@ -358,6 +371,11 @@ class Worker(Generic[_Payload]):
             if message is not None:
                 return message
         raise WouldBlock("no message has come")
+
+    @property
+    def engine_is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) or a debugger has stopped the engine's process, as the kernel says."""
+        return self._connection.engine_is_stopped
 
     def __iter__(self) -> Self:
         return self

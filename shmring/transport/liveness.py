@@ -13,10 +13,11 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from shmring.errors import PeerLostError
 
-__all__ = ["ProcessWatch", "open_peer_pidfd"]
+__all__ = ["ProcessWatch", "is_stopped", "open_peer_pidfd"]
 
 _SO_PEERPIDFD = 77  # Linux 6.5
 
@@ -54,6 +55,20 @@ def _has_hung_up(peer: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
+def is_stopped(pidfd: int) -> bool:
+    """Asks the kernel whether a signal has stopped a process (SIGSTOP), or a debugger. One that is dead is not stopped.
+
+    Args:
+        pidfd: of the process; one that can't be seen from here counts as running.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                state = Path(f"/proc/{int(line[4:])}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                return state in (b"T", b"t")
+    return False
+
+
 class ProcessWatch:
     """Calls back, once, when a process has died. Owns its descriptor.
 
@@ -79,6 +94,10 @@ class ProcessWatch:
         if self._pidfd >= 0:
             poll.register(self._pidfd, select.POLLIN)
         return self._pidfd < 0 or bool(poll.poll(0))
+
+    def is_stopped(self) -> bool:
+        """Asks the kernel whether a signal has stopped the process."""
+        return self._pidfd >= 0 and is_stopped(self._pidfd)
 
     def close(self) -> None:
         """Stops watching."""

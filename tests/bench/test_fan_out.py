@@ -20,6 +20,8 @@ from bench.fan_out.command import Host
 from bench.fan_out.measuring import END, Stamps
 from bench.fan_out.plan import (
     ARENA,
+    BACKS,
+    CALLERS,
     CENTRAL,
     FOREIGN,
     IN_PLACE,
@@ -28,9 +30,11 @@ from bench.fan_out.plan import (
     OURS,
     POLLING,
     SMALL,
+    STEP,
     SUBJECTS,
     Cell,
     Run,
+    measurable,
     planned,
 )
 from bench.fan_out.report import draw, report
@@ -65,6 +69,14 @@ def test_every_way_brings_each_message_to_all_workers(host: Host, subject: str) 
     assert found.per_s > 0
     assert found.last_us > 0
     assert (found.gathers_per_s is not None) is (subject in (OURS, POLLING))
+
+
+@pytest.mark.parametrize("subject", [CALLERS, BACKS])
+def test_steps_are_measured_one_after_the_other_and_asleep(host: Host, subject: str) -> None:
+    found = host.play(Cell(subject, 2, STEP, seconds=0.02, steps=3, gathers=True, sleeps=True))
+    for number in (found.gather_us, found.gather_engine_us, found.asleep_us, found.asleep_engine_us):
+        assert number is not None
+        assert number > 0
 
 
 def test_the_ring_that_stands_for_the_message_queue_needs_no_vllm() -> None:
@@ -181,11 +193,15 @@ def test_every_target_is_judged_by_what_it_speaks_of() -> None:
         for workers in (1, 2, CENTRAL, 8)
         for nbytes in (SMALL, MIDDLE, LARGE)
     }  # fmt: skip
+    step = {"gather_us": 10.0, "gather_engine_us": 10.0, "asleep_us": 100.0, "asleep_engine_us": 50.0}
+    slow = {name: 2 * number for name, number in step.items()}
+    for workers in (1, 2, CENTRAL):
+        measured[workers, STEP] = {CALLERS: [run(**step)], BACKS: [run(**step)], QUEUE: [run(**step)]}
     findings = report(measured, no_plan())
     assert {verdict.what: verdict.met for verdict in findings.targets if not verdict.met} == {}
     bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0, stopped_ratio=1.2)
     for found in measured.values():
-        found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad]}
+        found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad], CALLERS: [run(**slow)], BACKS: [run(**slow)]}
     findings = report(measured, no_plan())
     assert [verdict.what for verdict in findings.targets if verdict.met] == [
         "messages/s in place, 4 KB and 64 MB, of the other"
@@ -205,6 +221,15 @@ def test_only_the_central_case_is_looked_at_more_closely() -> None:
     assert planned(POLLING, 1, SMALL, 0.5).gathers
     assert not planned("torch-queues", 1, SMALL, 0.5).gathers
     assert not planned(OURS, CENTRAL, MIDDLE, 0.5).rests
+
+
+def test_steps_are_for_those_who_bring_replies_back() -> None:
+    assert [subject for subject in SUBJECTS if measurable(subject, STEP)] == [
+        OURS, POLLING, CALLERS, BACKS, QUEUE, "spinning-ring"
+    ]  # fmt: skip
+    assert not measurable(CALLERS, SMALL)
+    assert planned(BACKS, 2, STEP, 0.5).sleeps
+    assert not planned(OURS, 2, SMALL, 0.5).sleeps
 
 
 def test_the_plot_has_a_line_for_each_subject(tmp_path: Path) -> None:
