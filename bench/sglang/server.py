@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ QUIET_ENVIRONMENT = {
 #: What keeps a tiny model tiny, and away from kernels that need CUDA or AMX.
 OPTIONS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "bfloat16"),
-    *("--load-format", "dummy", "--disable-radix-cache", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
+    *("--disable-radix-cache", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
     *("--context-length", "8192", "--max-total-tokens", "65536", "--max-running-requests", "8", "--skip-server-warmup"),
     *("--enable-metrics", "--served-model-name", "tiny"),
 ]
@@ -57,11 +58,12 @@ class Server:
 
     def get(self, path: str) -> str:
         """What it answers to a request by curl and others."""
-        text: str = self._client._client.get(f"http://127.0.0.1:{self.port}{path}").raise_for_status().text
-        return text
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            text: str = answer.read().decode()
+            return text
 
     def ask(self, *pictures: str, max_tokens: int = 6, **named: Any) -> str:
-        """Asks about pictures, given as data URLs; returns the answer.
+        """Asks about pictures, given as data URLs; returns the answer and how likely each word of it was, as a text.
 
         Raises:
             openai.OpenAIError: there is none.
@@ -69,11 +71,14 @@ class Server:
         shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
         content: Any = [*shown, {"type": "text", "text": "What is in the picture?"}]
         answer = self._client.chat.completions.create(
-            model="tiny", max_tokens=max_tokens, temperature=0, messages=[{"role": "user", "content": content}], **named
+            model="tiny",
+            max_tokens=max_tokens,
+            temperature=0,
+            logprobs=True,
+            messages=[{"role": "user", "content": content}],
+            **named,
         )
-        text = answer.choices[0].message.content
-        assert text is not None
-        return text
+        return repr([(choice.message.content, [word.logprob for word in choice.logprobs.content]) for choice in answer.choices])
 
     def metrics(self) -> dict[str, float]:
         """The plug-in's metrics, by name and labels as ``/metrics`` writes them."""
@@ -126,12 +131,14 @@ def serve(
     """
     port = free_port()
     prefix = installation or Path(sys.prefix)
-    command = [prefix / "bin" / "python", "-m", "sglang.launch_server", "--model-path", prefix / "model", *OPTIONS]
+    command = [str(prefix / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(prefix / "model"), *OPTIONS]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     unwanted = ("SHMRING_SGLANG", "_SHMRING_SGLANG")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     # A rank is bound to the cores of its own; SGLang wants a NUMA node for each otherwise.
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if ranks > 1 else {}
+    allowed = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": bound} if ranks > 1 else {}
     private = {"XDG_RUNTIME_DIR": str(directory)}
     settled = {**inherited, **QUIET_ENVIRONMENT, **private, **cores, **(environment or {})}
     with (directory / LOG).open("wb") as output:

@@ -1,7 +1,7 @@
 """Makes .venv-vllm: a vLLM that runs on a CPU beside this package, the sources of another version, and tiny models.
 
-``make test-vllm`` runs it once, with the Python that the environment is to have: ``python -m tests.vllm.install .venv-vllm``. It
-takes two to three minutes and 3.5 GB.
+``make test-vllm`` runs it once, with the Python that the environment is to have: ``python -m tests.vllm.install .venv-vllm``.
+It takes two to three minutes and 3.5 GB.
 """
 
 from __future__ import annotations

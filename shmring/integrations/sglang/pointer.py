@@ -42,7 +42,10 @@ def replacement(theirs: Any, ends: Ends) -> Any:
         ends: those of this process.
     """
 
+    process_ends = ends
+
     class ShmPointerMMData(theirs):  # type: ignore[misc]
+        ends = process_ends
         _named: tuple[int, int, int] | None = None  # None: SGLang's own
         _claim: Any = None
         _give_up: weakref.finalize[..., Any] | None = None

@@ -60,7 +60,11 @@ class Owner:
             pin="off",  # SGLang does not wait for what it copies to a GPU from pinned memory
         )
         self._ring = threads.serve(
-            settings.ring_name(place), config, calls={"report": self._report_in_loop}, untaken_s=_UNTAKEN_S
+            settings.ring_name(place),
+            config,
+            calls={"report": self._report_in_loop},
+            untaken_s=_UNTAKEN_S,
+            served_by="both",  # no message wakes or waits for a thread; tokenizers are served while the scheduler computes
         )
         logger.info(
             "shmring: scheduler %d has a slab of %d MiB (%s); its tensors are %s",
@@ -159,7 +163,7 @@ class Sharer:
         Raises:
             ShmringError, TimeoutError: it was not shared with this rank.
         """
-        self._joining.join(_TAKE_S)
+        self.wait_joined(_TAKE_S)
         if self._worker is None:
             raise LocalProtocolError(f"a tensor was shared with a rank that has not joined: {self._error}")
         while True:
@@ -168,6 +172,10 @@ class Sharer:
                 if message.beside == list(named):
                     tensor: torch.Tensor = message.payload[0]
                     return tensor
+
+    def wait_joined(self, timeout: float | None = None) -> None:
+        """Waits until it has joined, or has failed to, for so many seconds."""
+        self._joining.join(timeout)
 
     def close(self) -> None:
         """Leaves the ring."""

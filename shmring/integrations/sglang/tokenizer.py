@@ -74,12 +74,12 @@ class Sender:
 
     def direct(self, request: Any) -> None:
         """A request is about to be sent: finds out which scheduler gets it, and says so in it."""
-        self._connect()
+        self.connect()
         if len(self._names) == 1:
             return
         self._place = request.routed_dp_rank
         if self._place is None and self._chooses and request.mm_inputs:
-            connected = [place for place in range(len(self._names)) if self._is_connected(place)]
+            connected = [place for place in range(len(self._names)) if self.is_connected(place)]
             if connected:
                 self._place = next(place for place in self._turns if place in connected)
                 request.routed_dp_rank = self._place
@@ -94,7 +94,7 @@ class Sender:
             InlineError: it can't be there.
         """
         place = self._place
-        if place is None or not self._is_connected(place):
+        if place is None or not self.is_connected(place):
             raise self._inline(tensor, "connecting" if self._client is None else "engine")
         assert self._client is not None
         name = self._names[place]
@@ -119,10 +119,11 @@ class Sender:
 
     # -- the connection --------------------------------------------------------------------------------------------------
 
-    def _is_connected(self, place: int) -> bool:
+    def is_connected(self, place: int) -> bool:
+        """Whether tensors can be sent to a scheduler."""
         return self._client is not None and self._client.engines[self._names[place]].connected
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Begins to connect, in the loop that runs; the first requests go before that has happened."""
         try:
             loop = asyncio.get_running_loop()
