@@ -96,7 +96,7 @@ SECTIONS = (
         "worker",
         shmring.Worker,
         shmring.threads.Worker,
-        "receive receive_nowait close rank name config",
+        "receive receive_nowait close engine_is_stopped rank name config",
     ),
     Section(
         "`Message`: what a worker receives",

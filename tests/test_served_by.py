@@ -25,6 +25,7 @@ from tests.test_threads import Thread, eventually, interrupted, is_whole
 pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG_S = 15.0  # longer than these tests wait for anything, so that nobody is woken by time alone
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 
 
@@ -172,18 +173,22 @@ def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join
     eventually(is_back)
 
 
-def test_between_calls_a_thread_stands_by_and_lets_go_when_there_are_calls(serve: Any, socket_dir: Path, connect: Any) -> None:
+def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
+    serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("both")
+    runner = ring._thread
     with threads.connect("test", socket_dir=str(socket_dir)) as client:  # nobody calls
         client.submit_nowait(torch.ones(5000))
         eventually(lambda: ring.untaken == 1)
         assert ring.claim_nowait().payload.sum() == 5000
-    runner = ring._thread
-    assert eventually(lambda: runner._leader == -1)
-    with pytest.raises(TimeoutError):
-        ring.claim(0.001)  # which leads, though another thread did
-    assert runner._leader == 0
+    eventually(lambda: runner._leader == -1)
+    waiting = Thread(ring.claim)
+    eventually(lambda: runner._leader == waiting.ident)
     ring.close()
+    with pytest.raises(shmring.ClosedError):
+        waiting.ended()
     assert runs_no_thread("ring 'test'")
 
 
@@ -289,9 +294,11 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
     worker = join(ring)
     answers = answering(worker)
     ring.gather("x", timeout=20)
+    [link] = [joined.link for joined in ring._in_loop._shell.workers._workers.values()]
 
     def looked() -> bool:
         """Whether a reply was found by looking: the core may have been another process's each time."""
+        served(ring, lambda: not link._awake)
         bells = worker._connection._writer.bells
         assert ring.gather("x", timeout=20, busy_poll_s=0.1) == ["x"]
         return worker._connection._writer.bells == bells
@@ -301,17 +308,19 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
     answers.ended()
 
 
-def test_more_replies_are_found_by_looking_than_a_turn_may_deliver(
-    serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_replies_are_found_by_looking_than_a_turn_delivers(serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No turn of the loop begins a new share meanwhile."""
     monkeypatch.setattr("shmring.threads.callers_loop._TURN_S", 3600.0)
     ring = serve("callers")
-    answers = answering(join(ring))
+    worker, runner = join(ring), ring._thread
     for number in range(200):
-        assert ring.gather(number, timeout=20, busy_poll_s=0.1) == [number]
-    ring.close()
-    answers.ended()
+        gathering = runner.at_once(ring._in_loop._shell.workers.ask_now, number, None)
+        with worker.receive(10) as message:
+            message.reply(number)
+        runner.at_once(gathering.look, 0.1)
+        assert gathering.is_over, number
+        assert gathering.result() == [number]
+        gathering.forget()
 
 
 # -- several threads ---------------------------------------------------------------------------------------------------
@@ -349,7 +358,7 @@ def test_threads_share_a_ring_and_each_gets_its_own(serve: Any, join: Any, conne
 
 def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leads sleeps then, and whoever follows; neither looks up by itself."""
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", 3600.0)
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("callers")
     runner = ring._thread
     waiting = [Thread(ring.claim) for _ in range(2)]
@@ -362,7 +371,7 @@ def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch
 
 
 def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", 3600.0)
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve("callers")
     runner, client = ring._thread, connect(ring)
     waiting = [Thread(ring.claim) for _ in range(3)]
@@ -581,7 +590,10 @@ view = message.payload
 
 @pytest.mark.usefixtures("no_new_segments")
 @BOTH_KINDS
-def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(serve: Any, join: Any, served_by: str) -> None:
+def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
+    serve: Any, join: Any, served_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
     ring = serve(served_by)
     answers = answering(join(ring))
     ring.gather("x", timeout=20)
@@ -604,7 +616,7 @@ def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(serve: Any, j
     assert ring.gather("y", timeout=20) == ["y"]
     waiting = Thread(ring.claim)  # a thread that sleeps is still woken
     eventually(lambda: ring._thread._is_asleep)
-    ring.close()
+    Thread(ring.close).ended()
     with pytest.raises(shmring.ClosedError):
         waiting.ended()
     answers.ended()
