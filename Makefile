@@ -93,9 +93,9 @@ test-vllm: $(VLLM_INSTALLED)
 demo-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m tests.vllm.demo
 
-$(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/vllm/install.py tests/vllm/tiny_model.py $(COMPILED)
+$(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/vllm/install.py tests/vllm/tiny_model.py $(COMPILED)
 	@echo 'Installing into $(VLLM), once; this takes about three minutes and 3.5 GB.'
-	@$(PYTHON) tests/vllm/install.py $(VLLM)
+	@$(PYTHON) -m tests.vllm.install $(VLLM)
 	@touch $@
 	@echo '  installed'
 

@@ -17,6 +17,7 @@ from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
+from bench.sglang.command import sglang_command
 from bench.transport import quick_command, transport_command
 from bench.vllm.command import vllm_command
 
@@ -36,6 +37,7 @@ for command in (
     allocator_command,
     gpu_command,
     vllm_command,
+    sglang_command,
     quick_command,
 ):
     main.add_command(command)

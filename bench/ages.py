@@ -39,6 +39,7 @@ CODE_OF: dict[str, tuple[str, ...]] = {
     "request": _ENDS,
     "request-scaling": _ENDS,
     "serve": _ALL,
+    "sglang": _shmring_without("gpu"),
     "soak": _ENDS,
     "transport": _ENDS,
     "vllm": _shmring_without("gpu", "worker"),

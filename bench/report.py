@@ -28,6 +28,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results, peer_title, transport_tables
 from bench.results import Coverage, Findings, Table, Verdict, checkout, format_nbytes, format_rate, format_times
 from bench.serving import report as serving
+from bench.sglang import command as sglang
 from bench.vllm import command as vllm
 
 __all__ = ["ReportError", "build", "status"]
@@ -72,7 +73,7 @@ of unknown age: this repository does not have its commit, or not all that was me
 
 _GPU = "gpu"
 #: What knows the targets of a mode; some know a plot, too.
-_MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "serve": serving, "isolation": isolation}
+_MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "sglang": sglang, "serve": serving, "isolation": isolation}
 #: What is said of modes of which no result is stored.
 _NOT_MEASURED = {
     _GPU: """\

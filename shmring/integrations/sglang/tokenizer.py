@@ -1,0 +1,157 @@
+"""A tokenizer's half: tensors go into the slab of the scheduler that gets the request.
+
+SGLang encodes and sends a request in its event loop, without an ``await``; so a tensor is placed at once or not at all. What
+can't be placed is an ``OSError``: SGLang then sends the tensor in its message, and no segment is made that a crash could leave
+behind.
+
+With several schedulers (``--dp``), SGLang's controller gives each request to one of them when it has left the tokenizer, in
+turn. A tensor has to be in the right slab before, so the tokenizer takes a turn of its own for requests that have tensors, and
+says so in the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import shmring
+from shmring.config import ClientConfig
+from shmring.errors import ShmringError, WouldBlock
+from shmring.integrations.sglang.settings import Settings
+from shmring.integrations.traffic import Reason, Traffic, engine_gauges, reason_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from shmring.integrations.sglang.scheduler import Named
+
+__all__ = ["Sender"]
+
+logger = logging.getLogger("sglang.shmring")
+
+_CONNECT_S = 2.0  # a scheduler has its ring before SGLang says that it is ready
+_ANSWER_S = 5.0  # of a scheduler that is busy
+_REPORT_S = 5.0  # between two looks at the schedulers' ends, for metrics
+
+
+class InlineError(OSError):
+    """A tensor goes in SGLang's message. By this type SGLang knows a full ``/dev/shm``, and its warning quotes this text."""
+
+
+class Sender:
+    """Of a process that tokenizes requests, for the event loop that its requests are sent in.
+
+    Args:
+        settings: the plug-in's.
+        schedulers: how many there are (``--dp``).
+        tokenizers: how many processes share their slabs.
+        chooses: whether requests with tensors may be sent to a scheduler that is chosen here.
+        public: whether SGLang's ``/metrics`` has the plug-in's.
+    """
+
+    def __init__(self, settings: Settings, *, schedulers: int, tokenizers: int, chooses: bool, public: bool) -> None:
+        self._names = [settings.ring_name(place) for place in range(schedulers)]
+        # As nothing is waited for, each has most of its part from the beginning.
+        lease_nbytes = settings.slab_nbytes // 8 * 7 // tokenizers
+        self._config = ClientConfig(lease_nbytes=lease_nbytes, connect_timeout_s=_CONNECT_S)
+        self._chooses = chooses
+        self._public = public
+        self._turns = itertools.cycle(range(schedulers))
+        self._place: int | None = 0 if schedulers == 1 else None  # where the request goes that is being sent
+        self._traffic = Traffic(public=public)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: shmring.Client | None = None
+        self._keeping_house: asyncio.Task[None] | None = None
+        atexit.register(self._say_what_was_sent)
+
+    # -- for each request ----------------------------------------------------------------------------------------------
+
+    def direct(self, request: Any) -> None:
+        """A request is about to be sent: finds out which scheduler gets it, and says so in it."""
+        self.connect()
+        if len(self._names) == 1:
+            return
+        self._place = request.routed_dp_rank
+        if self._place is None and self._chooses and request.mm_inputs:
+            connected = [place for place in range(len(self._names)) if self.is_connected(place)]
+            if connected:
+                self._place = next(place for place in self._turns if place in connected)
+                request.routed_dp_rank = self._place
+
+    def place(self, tensor: torch.Tensor) -> tuple[Named, Callable[[], None]]:
+        """Copies a tensor into the slab.
+
+        Returns:
+            Its name for a message, and what gives it up, in any thread.
+
+        Raises:
+            InlineError: it can't be there.
+        """
+        place = self._place
+        if place is None or not self.is_connected(place):
+            raise self._inline(tensor, "connecting" if self._client is None else "engine")
+        assert self._client is not None
+        name = self._names[place]
+        try:
+            submission = self._client.submit_nowait([tensor.detach().contiguous()], engine=name)
+        except WouldBlock:
+            raise self._inline(tensor, "space") from None
+        except Exception as error:
+            raise self._inline(tensor, reason_of(error, logger)) from error
+        self._traffic.count("copied", tensor.nbytes)
+        named = place, self._client.engines[name].client_id, submission.request_id
+        return named, functools.partial(self._give_up, submission)
+
+    def _give_up(self, submission: shmring.Submission) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(submission.abort)
+
+    def _inline(self, tensor: torch.Tensor, reason: Reason) -> InlineError:
+        self._traffic.count("inline", tensor.nbytes, reason)
+        return InlineError(f"shmring does not carry it: {reason}")
+
+    # -- the connection --------------------------------------------------------------------------------------------------
+
+    def is_connected(self, place: int) -> bool:
+        """Whether tensors can be sent to a scheduler."""
+        return self._client is not None and self._client.engines[self._names[place]].connected
+
+    def connect(self) -> None:
+        """Begins to connect, in the loop that runs; the first requests go before that has happened."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if loop is not self._loop:
+            self._loop, self._client = loop, None
+            self._keeping_house = loop.create_task(self._keep_house(), name="shmring")
+
+    async def _keep_house(self) -> None:
+        try:
+            client = await shmring.connect(self._names, self._config, reconnect=False, description="SGLang")
+        except (ShmringError, OSError) as error:
+            logger.warning("shmring: tensors go inline, since there is no ring %s: %s", " or ".join(self._names), error)
+            return
+        self._client = client
+        logger.info("shmring: tensors go through shared memory (%s)", ", ".join(self._names))
+        while self._public and not client.closed:
+            for place, name in enumerate(self._names):
+                try:
+                    report = await client.call("report", engine=name, timeout=_ANSWER_S)
+                except (ShmringError, TimeoutError):
+                    continue  # it is busy, or has gone
+                for key, gauge in engine_gauges().items():
+                    if key in report:
+                        gauge.labels(str(place)).set(report[key])
+            await asyncio.sleep(_REPORT_S)
+
+    def _say_what_was_sent(self) -> None:
+        if self._traffic.tensors:
+            logger.info("shmring: large tensors sent: %s", self._traffic.summary())
