@@ -6,21 +6,26 @@ import os
 import signal
 import urllib.error
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from bench.vllm.server import Server, serve
+from bench.vllm.server import Server, picture, serve
 from bench.vllm.workers import OPTIONS, measure
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 
+SIDE = 1344
+RUNNING = 'vllm:num_requests_running{engine="0",model_name="tiny"} 1.0'
+
+
 def serving(directory: Path) -> Any:
-    return serve(directory, side=1344, environment={"SHMRING_VLLM": "1"}, options=OPTIONS, in_process=False)
+    return serve(directory, side=SIDE, environment={"SHMRING_VLLM": "1"}, options=OPTIONS, in_process=False)
 
 
 def ours_in_shm() -> set[str]:
@@ -48,9 +53,12 @@ def test_a_request_ends_with_its_worker(
     with serving(runtime_directory) as server:
         processes = family(server)
         worker = server.processes("Worker")[-1]
-        end(worker)
-        with pytest.raises((urllib.error.HTTPError, OSError)):
-            measure("decode", server)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.ask, picture(SIDE, 0), max_tokens=400, timeout=300)
+            until(lambda: RUNNING in server.get("/metrics"))
+            end(worker)
+            with pytest.raises((urllib.error.HTTPError, OSError)):
+                asked.result()
         until(lambda: words in server.log or "died unexpectedly" in server.log)
         _, left = psutil.wait_procs(processes, timeout=120)
         assert left == [], "vLLM has not ended its server"
