@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,7 @@ REFUSED: dict[type, dict[str, Call]] = {
     shmring.Kept: {"payload": lambda kept: kept.payload},
     threads.Ring: {
         **_FAN_OUT,
+        "broadcast_nowait": lambda ring: ring.broadcast_nowait(1),
         "take": lambda ring: ring.take(1, 1),
         "__next__": lambda ring: next(ring),
     },
@@ -126,9 +128,11 @@ REFUSED: dict[type, dict[str, Call]] = {
         "reply": lambda claim: claim.reply(1),
         "done (with a reply)": lambda claim: claim.done(1),
         "share": lambda claim: claim.share(1),
+        "share_nowait": lambda claim: claim.share_nowait(1),
     },
     threads.Worker: {
         "receive": lambda worker: worker.receive(),
+        "engine_is_stopped": lambda worker: worker.engine_is_stopped,
         "receive_nowait": lambda worker: worker.receive_nowait(),
         "__next__": lambda worker: next(worker),
     },
@@ -337,10 +341,12 @@ async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         return outcomes
 
 
-def with_threads(options: dict[str, Any]) -> dict[tuple[type, str], str]:
+def with_threads(options: dict[str, Any], served_by: Any = "thread") -> dict[tuple[type, str], str]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        ring = enter(threads.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", **options))
+        ring = enter(
+            threads.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", served_by=served_by, **options)
+        )
         worker = enter(threads.join("forking", 0, **options))
         client = enter(threads.connect("forking", **options))
         routing = enter(threads.connect(["forking", "absent"], **options))
@@ -410,3 +416,12 @@ def test_what_a_forked_child_may_call_returns(kind: type, outcomes: dict[tuple[t
     harmless = {name for name in made if name in HARMLESS[kind] or bare(name) not in map(bare, REFUSED[kind])}
     assert harmless >= {*HARMLESS[kind], "__repr__"}
     assert {name: made[name] for name in harmless if made[name] != "returned"} == {}
+
+
+def test_a_forked_child_gets_the_same_of_a_ring_that_its_callers_serve(
+    outcomes: dict[tuple[type, str], str], socket_dir: Path
+) -> None:
+    of_callers = with_threads({"socket_dir": str(socket_dir)}, "both")
+    assert {key: is_refused(outcome) for key, outcome in of_callers.items()} == {
+        key: is_refused(outcomes[key]) for key in of_callers
+    }

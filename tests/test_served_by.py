@@ -294,9 +294,11 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
     worker = join(ring)
     answers = answering(worker)
     ring.gather("x", timeout=20)
+    [link] = [joined.link for joined in ring._in_loop._shell.workers._workers.values()]
 
     def looked() -> bool:
         """Whether a reply was found by looking: the core may have been another process's each time."""
+        served(ring, lambda: not link._awake)
         bells = worker._connection._writer.bells
         assert ring.gather("x", timeout=20, busy_poll_s=0.1) == ["x"]
         return worker._connection._writer.bells == bells
@@ -310,11 +312,15 @@ def test_more_replies_are_found_by_looking_than_a_turn_delivers(serve: Any, join
     """No turn of the loop begins a new share meanwhile."""
     monkeypatch.setattr("shmring.threads.callers_loop._TURN_S", 3600.0)
     ring = serve("callers")
-    answers = answering(join(ring))
+    worker, runner = join(ring), ring._thread
     for number in range(200):
-        assert ring.gather(number, timeout=20, busy_poll_s=0.1) == [number]
-    ring.close()
-    answers.ended()
+        gathering = runner.at_once(ring._in_loop._shell.workers.ask_now, number, None)
+        with worker.receive(10) as message:
+            message.reply(number)
+        runner.at_once(gathering.look, 0.1)
+        assert gathering.is_over, number
+        assert gathering.result() == [number]
+        gathering.forget()
 
 
 # -- several threads ---------------------------------------------------------------------------------------------------
