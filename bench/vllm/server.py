@@ -124,8 +124,12 @@ class Server:
 
     def processes(self, kind: str) -> list[psutil.Process]:
         """Its processes of a kind, as vLLM names them: ``EngineCore``, ``APIServer``, ``Worker``."""
-        children = self.launcher.children(recursive=True)
-        return [child for child in children if any(kind in part for part in child.cmdline()[:1])]
+        found = []
+        for child in self.launcher.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+                if any(kind in part for part in child.cmdline()[:1]):
+                    found.append(child)
+        return found
 
 
 @contextlib.contextmanager

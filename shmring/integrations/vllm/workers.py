@@ -58,9 +58,9 @@ class Queues:
             ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
             try:
                 return self._answers(ranks) if self._worker_pid == os.getpid() else self._steps(ranks)
-            except (ShmringError, OSError):
-                logger.exception(
-                    "shmring: there is no ring to the readers of process %d, and vLLM's own queue is used", os.getpid()
+            except (ShmringError, OSError) as error:
+                logger.warning(
+                    "shmring stays off between process %d and its readers, and vLLM's own queue is used: %s", os.getpid(), error
                 )
         else:
             logger.warning("shmring stays off between an engine core and its workers, which are in several machines")
