@@ -1,4 +1,4 @@
-"""Two ranks of tensor parallelism and two tokenizers: one copy into the slab for both ranks; then each kind of process is killed."""
+"""Two ranks of tensor parallelism and two tokenizers: one copy for both ranks; then each kind of process is killed."""
 
 from __future__ import annotations
 
