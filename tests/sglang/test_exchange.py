@@ -265,7 +265,6 @@ async def test_a_tensor_is_shared_with_other_ranks(sharing: Process, ranks: list
         assert torch.equal(pointer.materialize(), sent)
         assert torch.equal(second.decode(message).materialize(), sent)
         assert first.ends.owner.report()["shared"] == number + 1
-    del pointer
     await until(lambda: in_use(first) == 0)
 
 
