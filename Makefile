@@ -8,6 +8,7 @@
 #   make gpu-hour all that is to be known of a GPU that is at hand for some minutes: builds, tests, measures, in at most eight minutes; one
 #                 JSON, JSON=gpu-hour.json. ENVIRONMENT=none takes the Python that is there (PYTHON=python3), and fetches nothing
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
+#   make test-sglang the plug-in for SGLang with the real thing on the CPU: makes .venv-sglang, once (3 minutes, 2 GB), and tests in it
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
@@ -20,7 +21,7 @@
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make format   rewrites the sources in the project's style
-#   make clean    removes .venv, .venv-vllm and what the tools cached
+#   make clean    removes .venv, .venv-vllm, .venv-sglang and what the tools cached
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,8 +37,8 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu gpu-hour test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants fuzz \
-	wheel format clean install
+.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants \
+	fuzz wheel format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -96,6 +97,21 @@ demo-vllm: $(VLLM_INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/vllm/install.py tests/vllm/tiny_model.py $(COMPILED)
 	@echo 'Installing into $(VLLM), once; this takes about three minutes and 3.5 GB.'
 	@$(PYTHON) -m tests.vllm.install $(VLLM)
+	@touch $@
+	@echo '  installed'
+
+# So has SGLang.
+SGLANG := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG)/.installed
+
+test-sglang: $(SGLANG_INSTALLED)
+	$(SGLANG)/bin/python -m pytest tests/sglang
+	$(SGLANG)/bin/python tests/leftovers.py
+
+$(SGLANG_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/sglang/install.py \
+	tests/sglang/kernels_stand_in.py tests/sglang/tiny_model.py $(COMPILED)
+	@echo 'Installing into $(SGLANG), once; this takes about three minutes and 2 GB.'
+	@$(PYTHON) -m tests.sglang.install $(SGLANG)
 	@touch $@
 	@echo '  installed'
 
@@ -167,5 +183,5 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@echo '  installed'
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1561,6 +1561,34 @@ GUARDS = (
         "                return False\n",
         "tests/integration/test_steps_of_processes.py::test_a_core_whose_rank_is_stopped_knows_it_and_goes_on_with_it",
     ),
+    Guard(
+        "a scheduler of SGLang's takes nothing that lies in another one's slab",
+        "shmring/integrations/sglang/scheduler.py",
+        "if place != self._place:",
+        "if False:",
+        "tests/sglang/test_exchange.py::test_a_request_that_came_to_the_wrong_scheduler_gets_no_tensor_of_another",
+    ),
+    Guard(
+        "a tensor that SGLang does not send gives its slot back",
+        "shmring/integrations/sglang/pointer.py",
+        "self._give_up = weakref.finalize(self, give_up)",
+        "self._give_up = weakref.finalize(self, int)",
+        "tests/sglang/test_exchange.py::test_what_is_not_sent_is_given_up",
+    ),
+    Guard(
+        "a rank of SGLang's passes over what was shared for a broadcast that failed",
+        "shmring/integrations/sglang/scheduler.py",
+        "if message.beside == list(named):",
+        "if True:",
+        "tests/sglang/test_exchange.py::test_a_broadcast_that_failed_is_passed_over",
+    ),
+    Guard(
+        "a rank of SGLang's that shares no memory gets tensors in the message",
+        "shmring/integrations/sglang/pointer.py",
+        'state["tensor"] = self.tensor',
+        "pass",
+        "tests/sglang/test_exchange.py::test_a_rank_that_has_not_joined_gets_tensors_in_the_message",
+    ),
 )
 
 

@@ -87,11 +87,11 @@ def engine_gauges() -> dict[str, Any]:
 
     texts = {
         "slots_in_use": "Slots of the slab that hold tensors, kept ones included",
-        "free_bytes": "Bytes of the slab that are not leased to an API server",
-        "quarantined_bytes": "Bytes of API servers that have gone, still read by the engine core",
+        "free_bytes": "Bytes of the slab that are not lent to a process that sends",
+        "quarantined_bytes": "Bytes of processes that have gone, still read by the engine",
         "kept_tensors": "Tensors that stay in the slab to be sent again without a copy",
         "kept_bytes": "Their bytes",
-        "waits": "Times that the engine core had to wait for a tensor that a request named",
+        "waits": "Times that the engine had to wait for a tensor that a request named",
         "wait_seconds": "Seconds it has waited so",
         "workers": "Worker processes that are sent their steps through shared memory",
         "workers_in_place_bytes": "Bytes of tensors that workers were sent from where an API server had put them",

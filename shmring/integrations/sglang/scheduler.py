@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shmring import threads
@@ -49,8 +50,9 @@ class Owner:
     def __init__(self, settings: Settings, place: int, ranks: int) -> None:
         self._place = place
         self._ranks = (*range(ranks),)
-        self._taken = self._lost = 0
+        self._taken = self._shared = self._lost = 0
         self._wait_s = 0.0
+        self._reporting = ThreadPoolExecutor(1, "shmring")
         config = RingConfig(
             slab_nbytes=settings.slab_nbytes,
             reply_nbytes=_OTHER_NBYTES,
@@ -110,10 +112,11 @@ class Owner:
         except (ShmringError, TimeoutError) as error:
             logger.warning("shmring: a tensor goes to the other ranks in SGLang's message: %s", error)
             return False
+        self._shared += 1
         return True
 
     def report(self) -> dict[str, Any]:
-        """Returns what :func:`~shmring.integrations.traffic.engine_gauges` shows, and how many tensors were ``taken``."""
+        """Returns what :func:`~shmring.integrations.traffic.engine_gauges` shows, and what else was counted."""
         ring = self._ring.statistics()
         return {
             "slots_in_use": ring.slots_in_use,
@@ -122,11 +125,13 @@ class Owner:
             "wait_seconds": self._wait_s,
             "lost": self._lost,
             "taken": self._taken,
+            "shared": self._shared,
+            "tokenizers": ring.clients,
             "ranks": len(self._ring.ranks),
         }
 
     async def _report_in_loop(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.report)  # which asks this loop
+        return await asyncio.get_running_loop().run_in_executor(self._reporting, self.report)  # which waits for this loop
 
     def close(self) -> None:
         """Gives the slab up."""

@@ -152,6 +152,14 @@ class Sender:
                         gauge.labels(str(place)).set(report[key])
             await asyncio.sleep(_REPORT_S)
 
+    async def close(self) -> None:
+        """Disconnects."""
+        if self._keeping_house is not None:
+            self._keeping_house.cancel()
+            await asyncio.wait([self._keeping_house])
+        if self._client is not None:
+            await self._client.close()
+
     def _say_what_was_sent(self) -> None:
         if self._traffic.tensors:
             logger.info("shmring: large tensors sent: %s", self._traffic.summary())

@@ -1,0 +1,117 @@
+"""Two ranks of tensor parallelism and two tokenizers: one copy for both ranks; then each kind of process is killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from bench.sglang.server import Server, left_behind, serve
+from bench.vllm.server import picture
+
+pytestmark = pytest.mark.timeout(1200)
+
+OPTIONS = ["--tp", "2", "--tokenizer-worker-num", "2"]
+PICTURES = [picture(672, seed) for seed in range(4)]
+PLUGGED = {"SHMRING_SGLANG": "1", "SHMRING_SGLANG_SLAB": "256MiB"}
+
+
+@pytest.fixture
+def directory(tmp_path_factory: pytest.TempPathFactory, runtime_directory: Path) -> Path:
+    path = runtime_directory / str(len(list(runtime_directory.iterdir())))
+    path.mkdir(mode=0o700)
+    return path
+
+
+def connect_both(server: Server, until: Callable[..., Any]) -> None:
+    """Each tokenizer connects with its first request, and which one gets a request is chance."""
+
+    def are_connected() -> bool:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(server.ask, [picture(56, seed) for seed in range(4)]))
+        report = server.report()
+        return report["tokenizers"] == 3 and report["ranks"] == 1  # who asks is one more
+
+    until(are_connected, 600)
+
+
+def test_answers_are_the_same(directory: Path, until: Callable[..., Any]) -> None:
+    said = {}
+    for way, environment in (("sglang", {}), ("shmring", PLUGGED)):
+        where = directory / way
+        where.mkdir(mode=0o700)
+        with serve(where, environment=environment, options=OPTIONS, ranks=2) as server:
+            if environment:
+                connect_both(server, until)
+                before = server.report()
+            said[way] = [server.ask(url) for url in PICTURES]
+            if environment:
+                after = server.report()
+                assert after["taken"] - before["taken"] == after["shared"] - before["shared"] == len(PICTURES)
+                assert after["lost"] == 0
+    assert len({*said["shmring"]}) == len(PICTURES)
+    assert said["shmring"] == said["sglang"]
+
+
+class Load:
+    """Callers who ask about pictures until they are told to stop, whatever they are answered."""
+
+    def __init__(self, server: Server) -> None:
+        self.answers = 0
+        self._server = server
+        self._over = threading.Event()
+        self._callers = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
+
+    def _ask(self, number: int) -> None:
+        while not self._over.wait(0.01):
+            try:
+                self._server.ask(PICTURES[number], timeout=60)
+                self.answers += 1
+            except openai.OpenAIError:
+                pass
+
+    def __enter__(self) -> Load:
+        for caller in self._callers:
+            caller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for caller in self._callers:
+            caller.join()
+
+
+@pytest.fixture
+def server(directory: Path, until: Callable[..., Any]) -> Iterator[Server]:
+    with serve(directory, environment=PLUGGED, options=OPTIONS, ranks=2) as server:
+        connect_both(server, until)
+        yield server
+
+
+def test_kill_9_of_a_tokenizer_gives_its_memory_back(server: Server, until: Callable[..., Any]) -> None:
+    with Load(server) as load:
+        until(lambda: load.answers >= 4, 600)
+        server.processes("tokenizer_worker")[0].kill()
+        answered = load.answers
+        until(lambda: load.answers >= answered + 4, 600)
+    server.ask()
+    until(lambda: (report := server.report())["slots_in_use"] <= 1 and report["quarantined_bytes"] == 0, 600)
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_9_of_a_rank_leaves_nothing(server: Server, until: Callable[..., Any], rank: int) -> None:
+    schedulers = sorted(server.processes("scheduler"), key=lambda process: process.cmdline()[0])
+    assert len(schedulers) == 2
+    with Load(server) as load:
+        until(lambda: load.answers >= 4, 600)
+        schedulers[rank].kill()
+        psutil.wait_procs([schedulers[rank]])
+        until(lambda: server.process.poll() is not None, 600)  # SGLang ends itself
+    assert left_behind() == []
