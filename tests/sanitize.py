@@ -29,6 +29,10 @@ BESIDE = (
         f"tests/memory/test_{name}.py"
         for name in ("codec", "copier", "copying", "huge_pages", "layout", "payload", "tensors", "upload", "views")
     ),
+    *(
+        f"tests/memory/test_{name}.py"  # with the made-up driver
+        for name in ("device", "device_views", "watcher")
+    ),
     *("tests/transport/test_link.py", "tests/transport/test_load.py", "tests/transport/test_rings.py"),
 )
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
@@ -39,6 +43,7 @@ ENDS = (
 COMPILED = (*CORE, *BESIDE, *ENDS)
 #: What uses the compiled core and is not run, and why.
 LEFT_OUT = {
+    **dict.fromkeys(("tests/gpu/test_device_slab.py", "tests/gpu/test_pinned_slab.py"), "they need a GPU"),
     "tests/bench/test_allocation.py": "it is about a benchmark, which has one small part of the core",
     "tests/fuzz/test_targets.py": "the same targets are fuzzed: see --fuzz",
     "tests/simulation/test_kept.py": "it breaks the product on purpose; test_simulation.py goes through the same code",
