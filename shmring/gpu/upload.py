@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shmring.cancellation import uninterrupted
+from shmring.cancellation import retrieve, uninterrupted
 from shmring.core.compiled import Content, borrowed
 from shmring.core.messages import TensorRef
 from shmring.errors import ClosedError, WouldBlock, fresh
@@ -248,8 +248,7 @@ class Uploads:
 
     def _lane_opened(self, device_index: int, opening: asyncio.Task[_Lane]) -> None:
         del self._opening[device_index]
-        if not opening.cancelled():
-            opening.exception()  # retrieved, though everybody who waited for it may have gone
+        retrieve(opening)
 
     async def _open_lane(self, device_index: int) -> _Lane:
         reason = self._cuda.unavailable()
