@@ -1,4 +1,4 @@
-"""Steps that a cancellation must not cut in half: a thread that is writing, a socket that changes hands; and errors left behind."""
+"""Steps a cancellation must not cut in half: a thread that is writing, a socket that changes hands; and errors left over."""
 
 from __future__ import annotations
 
