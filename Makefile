@@ -119,7 +119,7 @@ verify: $(INSTALLED)
 	$(BIN)/python tests/model/verify.py
 
 sanitize: $(INSTALLED)
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python -m tests.sanitize
 
 guards: $(INSTALLED)
 	$(BIN)/python -m tests.guards
@@ -132,7 +132,7 @@ FUZZ_SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
-	$(BIN)/python tests/sanitize.py --fuzz $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.sanitize --fuzz $(FUZZ_SECONDS)
 
 # The wheel is built from the sdist, in an empty directory. auditwheel refuses one that needs what not every Linux has, or a newer
 # processor, and names it for the oldest Linux that it fits.

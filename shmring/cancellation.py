@@ -1,11 +1,11 @@
-"""Steps that a cancellation must not cut in half: a thread that is writing, a socket that is changing hands."""
+"""Steps a cancellation must not cut in half: a thread that is writing, a socket that changes hands; and errors left over."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["uninterrupted"]
+__all__ = ["retrieve", "uninterrupted"]
 
 _Result = TypeVar("_Result")
 
@@ -20,8 +20,13 @@ async def uninterrupted(future: asyncio.Future[_Result]) -> _Result:
                 await asyncio.wait([future])
             except asyncio.CancelledError:
                 continue  # the first cancellation is on its way already; this one adds nothing
-        if not future.cancelled():
-            future.exception()  # retrieved, so that it is not reported as lost
+        retrieve(future)
         raise
     finally:
         del future  # it holds its error, whose traceback holds this frame
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Takes the error of a future that is done. Who waited for it may have gone, and asyncio would report it as lost."""
+    if not future.cancelled():
+        future.exception()

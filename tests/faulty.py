@@ -153,12 +153,7 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
     begun_s = time.monotonic()
     first = directory / "0"
     first.mkdir()
-    for name in _COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, first / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy(source, first / name)
+    copy_sources(first)
     changes = collections.defaultdict(list)
     for number, fault in enumerate(faults, 1):
         if fault.is_compiled:
@@ -180,6 +175,16 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
         shutil.copytree(first, copy, symlinks=True, ignore=shutil.ignore_patterns("build"))
     print(f"built in {time.monotonic() - begun_s:.0f} s", flush=True)
     return copies
+
+
+def copy_sources(directory: Path) -> None:
+    """Copies what is built and tested, without what was compiled."""
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, directory / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(source, directory / name)
 
 
 def _build(copy: Path, flags: Sequence[str]) -> None:

@@ -138,7 +138,7 @@ GUARDS = (
     Guard(
         "a reply that was cancelled in its midst and then fails is not reported as lost",
         "shmring/worker/worker.py",
-        "        self._rest.add_done_callback(_retrieve)\n",
+        "        self._rest.add_done_callback(retrieve)\n",
         "",
         "tests/test_ends_inside_calls.py::test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then_failed",
     ),

@@ -14,11 +14,12 @@ import argparse
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.faulty import copy_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Everything in here is about compiled code.
@@ -124,13 +125,7 @@ def _run(sanitizers: Sanitizers, command: list[str]) -> None:
 
 
 def _build(copy: Path, sanitizers: Sanitizers) -> None:
-    folders = ("shmring", "engine", "frontend", "tests", "docs")
-    for name in (*folders, "setup.py", "core_interface.py", "pyproject.toml", "README.md", "LICENSE"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy2(source, copy / name)
+    copy_sources(copy)
     if sanitizers.is_checked:
         _check(copy)
     flags = f"-O1 -g -fno-omit-frame-pointer -fsanitize={sanitizers.names} -fno-sanitize-recover=undefined -Wno-tsan"

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from shmring.cancellation import uninterrupted
+from shmring.cancellation import retrieve, uninterrupted
 from shmring.core.compiled import ClientSlotRecord, Gpu, Mapping, Mark, SlotEnd
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
@@ -181,8 +181,7 @@ class DeviceSlots(Slots):
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
         self._opening = None
-        if not opening.cancelled():
-            opening.exception()  # retrieved, though everybody who waited for it may have gone
+        retrieve(opening)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 

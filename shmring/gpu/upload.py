@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shmring.cancellation import uninterrupted
+from shmring.cancellation import retrieve, uninterrupted
 from shmring.core.compiled import ContentRegions, CopyLane, PayloadDecoder, Placement, Region, plan_copies
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
@@ -202,8 +202,7 @@ class Uploads:
 
     def _lane_opened(self, device_index: int, opening: asyncio.Task[_Lane]) -> None:
         del self._opening[device_index]
-        if not opening.cancelled():
-            opening.exception()  # retrieved, though everybody who waited for it may have gone
+        retrieve(opening)
 
     async def _open_lane(self, device_index: int) -> _Lane:
         reason = self._cuda.unavailable()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 
 from typing_extensions import TypeVar
 
+from shmring.cancellation import retrieve
 from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.compiled import MessageEnd, Origin
 from shmring.core.messages import Refused, decode_engine_message
@@ -164,7 +165,7 @@ class _Connection:
             self._answering.release()
             return
         self._rest = self._loop.create_task(self._send_rest(parts))
-        self._rest.add_done_callback(_retrieve)
+        self._rest.add_done_callback(retrieve)
         await asyncio.shield(self._rest)
 
     async def _send_rest(self, parts: deque[bytes]) -> None:
@@ -332,12 +333,6 @@ class Worker(Generic[_Payload]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _retrieve(rest: asyncio.Task[None]) -> None:
-    """Takes the error of a reply's rest, for which nobody may wait any more: asyncio would report it as lost."""
-    if not rest.cancelled():
-        rest.exception()
 
 
 async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker[Any]:
