@@ -14,6 +14,14 @@ kept until the process ends, and counted. A call leaves the thread's current con
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
+from cpython.pythread cimport (
+    WAIT_LOCK,
+    PyThread_acquire_lock,
+    PyThread_allocate_lock,
+    PyThread_free_lock,
+    PyThread_release_lock,
+    PyThread_type_lock,
+)
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -336,7 +344,7 @@ cdef class Watch:
     """
 
     cdef Gpu gpu
-    cdef sem_t _news       # is posted when something is on the stack that was empty
+    cdef PyThread_type_lock _news  # is released when something is on the stack that was empty; the thread alone acquires it
     cdef void* _given      # a stack of points
     cdef Point* _next      # those that were taken from it, in order; the thread's own
     cdef Point _end        # the last one, without an event
@@ -347,11 +355,14 @@ cdef class Watch:
     def __init__(self, Gpu gpu not None) -> None:
         assert self.gpu is None
         self.gpu = gpu
-        sem_init(&self._news, 0, 0)
+        self._news = PyThread_allocate_lock()
+        if self._news == NULL:
+            raise MemoryError
+        PyThread_acquire_lock(self._news, WAIT_LOCK)
 
     def __dealloc__(self) -> None:
-        if self.gpu is not None:
-            sem_destroy(&self._news)
+        if self._news != NULL:
+            PyThread_free_lock(self._news)
 
     @property
     def kept(self) -> int:
@@ -366,7 +377,7 @@ cdef class Watch:
             if push_top(&self._given, &seen, point):
                 break
         if seen == NULL:
-            sem_post(&self._news)
+            PyThread_release_lock(self._news)
 
     cdef void keep(self, Point* point) noexcept:
         """What a point keeps is kept for good."""
@@ -428,7 +439,7 @@ cdef class Watch:
         cdef int code = self.gpu.enter()
         while True:
             while self._next == NULL and not self._take():
-                sem_wait(&self._news)
+                PyThread_acquire_lock(self._news, WAIT_LOCK)
             point = self._next
             self._next = point.next
             if point.event == NULL:

@@ -48,14 +48,6 @@ cdef extern from "<poll.h>" nogil:
 cdef extern from "<pthread.h>" nogil:
     int pthread_atfork(void (*before)(), void (*in_parent)(), void (*in_child)())
 
-cdef extern from "<semaphore.h>" nogil:
-    ctypedef struct sem_t:
-        pass
-    int sem_init(sem_t*, int, unsigned int)
-    int sem_destroy(sem_t*)
-    int sem_post(sem_t*)
-    int sem_wait(sem_t*)
-
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
 

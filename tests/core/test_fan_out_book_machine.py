@@ -117,6 +117,8 @@ class FanOutMachine(RuleBasedStateMachine):
             if number in self.model.messages[sequence].readers:
                 assert place not in [p for s, p in joined.stamps.items() if s in self.model.workers[number].unread]
                 joined.stamps[sequence] = place
+                if struct.unpack_from("<Q", joined.page, AT_STAMPS + 8 * place)[0] == sequence:
+                    self.said.append((number, sequence))  # it said so before it had it, and is believed about itself
         if blocks:
             self.runs[sequence] = start, blocks
 
@@ -145,7 +147,7 @@ class FanOutMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), place=st.integers(0, LARGEST_BACKLOG - 1), number=st.integers(0, 2**64 - 1) | st.integers(0, 20))
     def write_anything(self, data: Any, place: int, number: int) -> None:
-        """The number of a message that this worker has, at its stamp, says that it was left; anything else says nothing."""
+        """The number of a message that this worker has, or gets, at its stamp, says that it was left; else it says nothing."""
         who = data.draw(st.sampled_from(sorted(self.workers)))
         joined = self.workers[who]
         if who not in self.model.workers:
