@@ -243,7 +243,7 @@ def _text(node: Any) -> str:
         loader = yaml.SafeLoader("")
         try:
             return json.dumps(loader.construct_document(node))
-        except (yaml.YAMLError, TypeError) as error:
+        except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ValueError(f"this is not what JSON has: {' '.join(str(error).split())}") from None
     if node.tag == "tag:yaml.org,2002:null":
         raise ValueError("no value")

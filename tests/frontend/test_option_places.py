@@ -1,9 +1,10 @@
-"""An option means the same on the command line, in the environment and in the file of ``--config``, and errors say which it was."""
+"""An option means the same on the command line, in the environment and in the file of ``--config``; errors say which it was."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from shmring.engine.__main__ import main as engine
 from shmring.engine.flags import descriptions
 from shmring.engine.option_table import Option
 from shmring.frontend import serve_command
+from shmring.frontend.__main__ import main as frontend
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
 from tests.pages import load_maker
@@ -81,7 +84,12 @@ def refused(*arguments: str, **environment: str) -> str:
 def example_of(tmp_path: Path, certificate: tuple[Path, Path]) -> Any:
     (tmp_path / "keys").write_text("a-key\n")
     (tmp_path / "keys").chmod(0o600)
-    files = {"certfile": certificate[0], "keyfile": certificate[1], "ca_certs": certificate[0], "api_key_file": tmp_path / "keys"}
+    files = {
+        "certfile": certificate[0],
+        "keyfile": certificate[1],
+        "ca_certs": certificate[0],
+        "api_key_file": tmp_path / "keys",
+    }
 
     def example(option: Option) -> str:
         if option.name in EXAMPLES:
@@ -145,13 +153,22 @@ def test_the_command_line_counts_before_the_environment_and_that_before_the_file
     file.write_text("port: 1\ndecoders: 1\nmodel: owner/first\nmax-inputs: 1\n")
     options = accepted(f"--config={file}", "--port=3", "owner/third", SHMRING_PORT="2", SHMRING_DECODERS="2")
     http = options.frontend.http
-    assert (options.frontend.port, http.decoders, http.max_inputs, http.max_num_frames if False else 1) == (3, 2, 1, 1)
+    assert (options.frontend.port, http.decoders, http.max_inputs) == (3, 2, 1)
     assert options.engines[0].model == "owner/third"
     assert accepted(SHMRING_CONFIG=str(file)).frontend.port == 1
 
 
 def test_what_kubernetes_says_of_a_service_of_this_name_is_no_port() -> None:
     assert accepted(SHMRING_PORT="tcp://10.0.0.1:8000").frontend.port == 8000
+
+
+@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Command) -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    environment = {"SHMRING_LOG_LEVEL": "nonsense", "SHMRING_CONFIG": "/nonexistent"}
+    result = CliRunner(env=environment).invoke(command, [f"--supervisor-fd={theirs.detach()}"])
+    assert (result.exit_code, result.output.partition(": ")[2]) == (1, "the supervisor has gone\n")
 
 
 @pytest.mark.parametrize(
