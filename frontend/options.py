@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
 import click
+import msgspec
 
 from shmring.engine.option_table import Option, filled, options_of
 from shmring.frontend.keys import KEYS_VARIABLE, read_keys
 from shmring.frontend.listening import check_tls
 from shmring.frontend.settings import FrontendSettings, ProcessSettings, TlsSettings
 
-__all__ = ["FRONTEND_OPTIONS", "PROCESS_OPTIONS", "TLS_OPTIONS", "process_settings_of", "settings_of"]
+__all__ = ["FRONTEND_OPTIONS", "PROCESS_OPTIONS", "TLS_OPTIONS", "limits_of", "process_settings_of", "settings_of"]
 
 PROCESS_OPTIONS = options_of(ProcessSettings())
 TLS_OPTIONS = options_of(TlsSettings)
@@ -36,6 +38,23 @@ FRONTEND_OPTIONS = (
         help="A file of such keys, one in a line, which only its owner can read.",
     ),
 )
+
+
+# Of one request, beside what its media may be. Callers meet these in errors.
+_LIMITS = (
+    *("body_timeout_s", "limit_mm_per_prompt", "max_body_nbytes", "max_inputs", "max_media_nbytes", "request_timeout_s"),
+    "fetch_timeout_s",
+)
+
+
+def limits_of(settings: FrontendSettings) -> dict[str, dict[str, Any]]:
+    """Returns what a request may be, for callers: by the name of each option, its value and its help."""
+    limits = {}
+    for option in _SETTINGS:
+        if option.name in _LIMITS or option.path[0] == "media_limits":
+            value = msgspec.to_builtins(functools.reduce(getattr, option.path, settings))
+            limits[option.opts[0][2:]] = {"value": value, "description": option.help}
+    return limits
 
 
 def process_settings_of(values: dict[str, Any]) -> ProcessSettings:

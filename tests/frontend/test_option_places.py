@@ -19,6 +19,7 @@ from shmring.engine.flags import descriptions
 from shmring.engine.option_table import Option
 from shmring.frontend import serve_command
 from shmring.frontend.__main__ import main as frontend
+from shmring.frontend.documentation import openapi_document
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
 from tests.pages import load_maker
@@ -140,6 +141,17 @@ def test_help_and_page_say_the_same_of_each_option(make_settings: ModuleType) ->
         [row] = [line for line in page.splitlines() if line.startswith(f"| `{option.opts[0]}`")]
         assert re.sub(r"\W|default.*", "", help_text.partition("  [")[0]) in re.sub(r"\W|default.*", "", row), option.name
         assert option.envvar == (() if option.name == "api_keys" else "SHMRING_" + option.opts[0][2:].upper().replace("-", "_"))
+
+
+def test_callers_are_told_the_limits_of_a_request_in_the_same_words() -> None:
+    http = accepted("--max-pixels=1000", "--limit-mm-per-prompt=image=3").frontend.http
+    limits = json.loads(json.dumps(openapi_document(http)["x-limits"]))
+    helps = {option.opts[0][2:]: option.help for option in OPTIONS}
+    assert limits
+    assert {name: limit["description"] for name, limit in limits.items()} == {name: helps[name] for name in limits}
+    assert limits["max-pixels"]["value"] == 1000
+    assert limits["limit-mm-per-prompt"]["value"] == {"image": 3, "audio": 16, "video": 8}
+    assert {"max-body-nbytes", "max-decode-time", "max-inputs"} <= limits.keys()
 
 
 def test_help_is_what_the_docstring_says_first() -> None:
