@@ -178,7 +178,8 @@ def filled(settings: _Settings, options: Iterable[Option], values: Mapping[str, 
         for name in option.path[:-1]:
             branch = branch.setdefault(name, _Branch())
         branch[option.path[-1]] = values[str(option.name)]
-    return _replaced(settings, branches)
+    changed: _Settings = _replaced(settings, branches)
+    return changed
 
 
 def _replaced(settings: Any, branch: _Branch) -> Any:
