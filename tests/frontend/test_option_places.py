@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from shmring.engine.__main__ import main as engine
 from shmring.engine.flags import descriptions
 from shmring.engine.option_table import Option
+from shmring.engine.settings import DEFAULT_EXECUTOR, EXECUTORS
 from shmring.frontend import serve_command
 from shmring.frontend.__main__ import main as frontend
 from shmring.frontend.documentation import openapi_document
@@ -158,6 +159,11 @@ def test_help_is_what_the_docstring_says_first() -> None:
     [option] = [option for option in OPTIONS if option.name == "max_body_nbytes"]
     first, reason = descriptions(FrontendSettings)["max_body_nbytes"]
     assert (option.help, option.reasons) == (first, reason)
+
+
+def test_help_names_every_executor_that_is_built_in() -> None:
+    [option] = [option for option in OPTIONS if option.name == "executor"]
+    assert [name for name in (*EXECUTORS, DEFAULT_EXECUTOR) if name not in (option.help or "")] == []
 
 
 def test_the_command_line_counts_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
