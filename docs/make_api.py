@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import shmring
 import shmring.threads
+from shmring.engine.flags import descriptions
 
 PAGE = Path(__file__).with_name("api.md")
 
@@ -185,12 +186,7 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 def _attributes(end: type) -> dict[str, str]:
     """What the docstrings of a class and those above it, and of its properties, say of its attributes."""
-    texts: dict[str, str] = {}
-    for parent in end.__mro__:
-        section = inspect.cleandoc(parent.__doc__ or "").partition("Attributes:\n")[2]
-        for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", section, re.MULTILINE):
-            for name in names.split(", "):
-                texts.setdefault(name, _first_sentence(text))
+    texts = {name: _first_sentence(paragraphs[0]) for name, paragraphs in descriptions(end).items()}
     for name in dir(end):
         member = inspect.getattr_static(end, name)
         if not name.startswith("_") and not inspect.isroutine(getattr(end, name)) and (text := inspect.getdoc(member)):

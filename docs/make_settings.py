@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,20 @@ import shmring
 from shmring.engine.__main__ import main as engine_command
 from shmring.engine.executors.synthetic import SyntheticOptions
 from shmring.engine.executors.transformers import TransformersOptions
+from shmring.engine.flags import descriptions
+from shmring.engine.option_table import ELSEWHERE, Option
 from shmring.frontend.__main__ import main as frontend_command
 from shmring.frontend.serve_command import serve as serve_command
 
 PAGE = Path(__file__).with_name("settings.md")
 
-_INTRODUCTION = """\
+_INTRODUCTION = f"""\
 # Settings
 
 Every option of the commands, and every field of the two ends' configurations. This page is made of the code by
 `python docs/make_settings.py`. Sizes are bytes, or text such as `64MiB`, `1.5GiB`, `10MB`; durations are seconds.
+
+{ELSEWHERE}
 """
 
 _DEFAULT_IN_HELP = re.compile(r"\s*\[default: (.*?)\]")
@@ -50,17 +53,18 @@ def make_page() -> str:
 def _command(name: str, command: click.Command) -> str:
     rows = []
     for option in command.params:
-        if isinstance(option, click.Option) and not option.hidden and "--help" not in option.opts:
+        if isinstance(option, Option) and not option.hidden:
             text = option.help or ""
             stated = _DEFAULT_IN_HELP.search(text)
             default = stated[1] if stated else _shown(option.default, option.name or "")
-            rows.append((", ".join(f"`{opt}`" for opt in option.opts), default, _DEFAULT_IN_HELP.sub("", text)))
+            meaning = f"{_DEFAULT_IN_HELP.sub('', text)} {option.reasons}"
+            rows.append((", ".join(f"`{opt}`" for opt in option.opts), default, meaning))
     return f"## `{name}`\n\n{_table('option', rows)}"
 
 
 def _record(name: str, subject: str, record: type) -> str:
-    texts = _attributes(record)
-    rows = [(f"`{field}`", _shown(default, field), texts[field]) for field, default in _defaults(record).items()]
+    texts = descriptions(record)
+    rows = [(f"`{field}`", _shown(default, field), " ".join(texts[field])) for field, default in _defaults(record).items()]
     return f"## `{name}`: {subject}\n\n{_table('field', rows)}"
 
 
@@ -69,17 +73,6 @@ def _defaults(record: type) -> dict[str, Any]:
         return {field.name: field.default for field in msgspec.structs.fields(record)}
     instance = record()
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(record)}
-
-
-def _attributes(record: type) -> dict[str, str]:
-    """What the docstrings of a class and those above it say of its attributes."""
-    texts: dict[str, str] = {}
-    for parent in record.__mro__:
-        section = (inspect.cleandoc(parent.__doc__ or "")).partition("Attributes:\n")[2]
-        for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", section, re.MULTILINE):
-            for name in names.split(", "):
-                texts.setdefault(name, " ".join(text.split()))
-    return texts
 
 
 def _shown(value: Any, name: str) -> str:

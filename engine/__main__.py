@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_types import LOG_LEVELS
+from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import SupervisorLink
@@ -22,16 +22,10 @@ __all__ = ["main"]
 
 logger = logging.getLogger("shmring.engine")
 
-_OWN = (
-    click.Option(["--name"], default="shmring", help="The engine's name, which frontends connect to."),
-    click.Option(["--socket-dir"], help="Where the socket lies.  [default: the user's runtime directory]"),
-    click.Option(["--log-level"], default="info", type=LOG_LEVELS, help="What to log, to stderr."),
-    click.Option(["--supervisor-fd"], type=int, hidden=True),
-)
-
 
 @click.command(
-    params=[MODEL_ARGUMENT, *_OWN, *ENGINE_OPTIONS],
+    params=[MODEL_ARGUMENT, CONFIG, *ENGINE_OPTIONS, SUPERVISOR_FD],
+    epilog=ELSEWHERE,
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 def main(supervisor_fd: int | None, **values: Any) -> None:

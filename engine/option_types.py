@@ -10,7 +10,7 @@ import msgspec
 
 from shmring.config import parse_nbytes
 
-__all__ = ["COUNT", "JSON_OBJECT", "LOG_LEVELS", "NBYTES", "SECONDS", "FiniteRange"]
+__all__ = ["COUNT", "JSON_OBJECT", "NBYTES", "SECONDS", "FiniteRange"]
 
 if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
@@ -65,4 +65,3 @@ NBYTES = _Nbytes()
 JSON_OBJECT = _JsonObject()
 COUNT = click.IntRange(min=1)
 SECONDS = FiniteRange(min=0, min_open=True)
-LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])

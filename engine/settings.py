@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from shmring.config import RingConfig, validate_name
+from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
 
-__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "engine_names"]
+__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "LogLevel", "engine_names"]
 
 #: The built-in executors, by name.
 EXECUTORS = {
@@ -26,6 +28,8 @@ DEFAULT_EXECUTOR = "fingerprints"
 #: The most engines of one server: far more than there are accelerators in one machine.
 MAX_ENGINES = 64
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 _LOADS_A_MODEL = "transformers"  # of the built-in ones
 _ITS_PACKAGES = ("transformers", "jinja2", "PIL")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -36,41 +40,60 @@ def engine_names(name: str, data_parallel_size: int) -> list[str]:
     return [name] if data_parallel_size == 1 else [f"{name}-{rank}" for rank in range(data_parallel_size)]
 
 
+# The other fields of a ring's configuration have no option.
+_RING_FLAGS = {
+    "slab_nbytes": Flag(),
+    "backing": Flag(names=("--slab-backing",)),
+    "reply_nbytes": Flag(),
+    "kept_nbytes": Flag(
+        names=("--mm-processor-cache-gb",),
+        kind=float,
+        least=0,
+        parse=lambda gib: int(gib * 2**30),
+        text="GiB of the slab that may hold prepared media, to be used again without decoding; 0: none. None: half of it.",
+    ),
+    "max_clients": Flag(),
+    "max_payload_nbytes": Flag(),
+    "socket_dir": Flag(text="Where the engine's socket lies. None: the user's runtime directory."),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """One engine process.
 
     Attributes:
-        name: what frontends connect to.
+        name: The engine's name, which frontends connect to.
         data_parallel_size: engines on this machine that serve the same, this one included; each takes its part of the cores.
-        executor: what computes: a name in :data:`EXECUTORS`, or ``module:Class``.
-        executor_path: a directory that ``module`` is also looked for in, after everything that is installed.
-        model: a local path or a hub's name, for executors that load a model.
-        executor_options: whatever else the executor takes.
-        mm_processor_kwargs: how media are prepared.
+        model: A model to serve: a local path or a hub's name. The same as the argument MODEL.
+        executor: What computes: fingerprints, synthetic, transformers, or module:Class of your own. None: transformers if a
+            model is named, else fingerprints.
+        executor_path: A directory that the module of module:Class lies in. The working directory is not searched.
+        executor_options: Further options of the executor, as a JSON object.
+        mm_processor_kwargs: How media are prepared, as a JSON object: what the executor makes of it, frontends follow.
         ring: the slab, and what frontends may do.
-        max_num_seqs: requests in a step; None: what the executor takes.
-        max_batch_nbytes: bytes of media from which a step admits no further request.
-        max_waiting: requests that may wait for a step.
-        step_timeout_s: from when on a running step is ill health.
-        profiler_dir: where profiles are written; None: no profiling.
-        log_level: what is logged, to stderr.
+        max_num_seqs: Requests in a step. None: what the executor takes.
+        max_batch_nbytes: Bytes of media from which a step admits no further request.
+        max_waiting: Requests that may wait for a step.
+        step_timeout_s: Seconds from which a running step makes the engine report ill health.
+        profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
+        log_level: What is logged, to stderr.
     """
 
     name: str = "shmring"
-    data_parallel_size: int = 1
-    executor: str = DEFAULT_EXECUTOR
-    executor_path: str | None = None
+    data_parallel_size: Annotated[int, NO_OPTION] = 1
     model: str | None = None
+    executor: Annotated[str, Flag(default="")] = DEFAULT_EXECUTOR
+    executor_path: Annotated[str | None, Flag(path="directory", parse=os.path.realpath)] = None
     executor_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ring: RingConfig = dataclasses.field(default_factory=RingConfig)
+    ring: Annotated[RingConfig, _RING_FLAGS] = dataclasses.field(default_factory=RingConfig)
     max_num_seqs: int | None = None
     max_batch_nbytes: int = SchedulerConfig().max_batch_nbytes
     max_waiting: int = SchedulerConfig().max_waiting
     step_timeout_s: float = 60.0
     profiler_dir: str | None = None
-    log_level: str = "info"
+    log_level: LogLevel = "info"
 
     def check(self) -> None:
         """Looks, without importing anything large, whether the executor and its model are there.

@@ -14,59 +14,26 @@ from typing import Any
 import click
 
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_types import LOG_LEVELS, FiniteRange
+from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
 from shmring.engine.supervision import SupervisorLink
-from shmring.frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
+from shmring.frontend.options import FRONTEND_OPTIONS, PROCESS_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
 
 __all__ = ["main"]
 
 logger = logging.getLogger("shmring.frontend")
 
-_DEFAULT = ProcessSettings()
-
-_OWN = (
-    click.Option(["--name"], default=_DEFAULT.name, help="The engine's name."),
-    DATA_PARALLEL_SIZE,
-    click.Option(["--socket-dir"], help="Where the engine's socket lies.  [default: the user's runtime directory]"),
-    *LISTENING_OPTIONS,
-    click.Option(["--listen-fd"], type=int, help="A listening socket to inherit instead."),
-    click.Option(
-        ["--connect-timeout", "connect_timeout_s"],
-        default=_DEFAULT.connect_timeout_s,
-        type=FiniteRange(min=0),
-        help="Seconds to wait for the engine, which may be loading a model.",
-    ),
-    click.Option(
-        ["--shutdown-timeout", "shutdown_timeout_s"],
-        default=_DEFAULT.shutdown_timeout_s,
-        type=FiniteRange(min=0),
-        help="Seconds that requests may go on when the process is told to end; with 0 they are aborted at once.",
-    ),
-    click.Option(["--log-level"], default=_DEFAULT.log_level, type=LOG_LEVELS, help="What to log, to stderr."),
-    click.Option(["--supervisor-fd"], type=int, hidden=True),
-)
-_OWN_NAMES = (
-    "name",
-    "data_parallel_size",
-    "socket_dir",
-    "listen_fd",
-    "connect_timeout_s",
-    "shutdown_timeout_s",
-    "log_level",
-)
-
 
 @click.command(
-    params=[*_OWN, *FRONTEND_OPTIONS],
+    params=[CONFIG, *PROCESS_OPTIONS, *TLS_OPTIONS, *FRONTEND_OPTIONS, SUPERVISOR_FD],
+    epilog=ELSEWHERE,
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 def main(supervisor_fd: int | None, **values: Any) -> None:
     """Runs one frontend process: it serves HTTP, and decodes media for a running engine."""
     link: SupervisorLink | None = None
     if supervisor_fd is None:
-        own = {name: values[name] for name in _OWN_NAMES}
-        settings = ProcessSettings(http=settings_of(values), **listening_of(values), **own)
+        settings = process_settings_of(values)
     else:
         try:
             link, settings = SupervisorLink.open(supervisor_fd, ProcessSettings)

@@ -135,7 +135,7 @@ class _Routes:
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
-        self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
+        self.documentation = Documentation(settings, self._model)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
         self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)

@@ -1,7 +1,8 @@
 """The OpenAPI document, and a page that shows it.
 
 The document is generated from the types that the server decodes requests into and encodes answers from, so the two can't
-differ. Statuses and headers are written here; tests generate requests from the document and compare every answer with it.
+differ. What a request may be is said by the options (``x-limits``). Statuses and headers are written here; tests generate
+requests from the document and compare every answer with it.
 
 The page works without any other server, because Swagger UI's files come with the package ``offapi``. Most such pages load
 them from a CDN and stay blank in a cluster without internet. The content security policy forbids the page to load from
@@ -26,8 +27,10 @@ from shmring.frontend.health import Health
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from shmring.frontend.openai.models import Model, ModelList, Version
+from shmring.frontend.options import limits_of
 from shmring.frontend.responses import JsonResponse
 from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 
@@ -93,12 +96,12 @@ class Documentation:
     """The document and its page.
 
     Args:
-        keys_needed: whether callers of ``/v1`` need a key.
+        settings: whether callers of ``/v1`` need a key, and what a request may be.
         model: the examples use its name, so that they can be tried as they are.
     """
 
-    def __init__(self, keys_needed: bool, model: ServedModel) -> None:
-        self._keys_needed = keys_needed
+    def __init__(self, settings: FrontendSettings, model: ServedModel) -> None:
+        self._settings = settings
         self._model = model
 
     async def document(self, http_request: Request) -> Response:
@@ -108,7 +111,7 @@ class Documentation:
             name = served.id
         except (shmring.ShmringError, TimeoutError):
             name = "MODEL"
-        return JsonResponse(_encoded(self._keys_needed, name, http_request.scope.get("root_path", "")))
+        return JsonResponse(_encoded(self._settings, name, http_request.scope.get("root_path", "")))
 
     async def page(self, _: Request) -> Response:
         """Answers ``GET /docs``."""
@@ -124,27 +127,28 @@ def _page() -> str:
 
 
 @functools.lru_cache(maxsize=4)  # one, as a rule: another when the next engine serves another model
-def _encoded(keys_needed: bool, model: str, root_path: str) -> bytes:
-    return msgspec.json.encode(openapi_document(keys_needed, model, root_path))
+def _encoded(settings: FrontendSettings, model: str, root_path: str) -> bytes:
+    return msgspec.json.encode(openapi_document(settings, model, root_path))
 
 
-def openapi_document(keys_needed: bool, model: str = "MODEL", root_path: str = "") -> dict[str, Any]:
+def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path: str = "") -> dict[str, Any]:
     """Returns the document.
 
     Args:
-        keys_needed: whether callers of ``/v1`` need a key.
+        settings: whether callers of ``/v1`` need a key, and what a request may be.
         model: for the examples.
         root_path: what a proxy in front strips from paths.
     """
     servers: dict[str, Any] = {"servers": [{"url": root_path}]} if root_path else {}
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     components: dict[str, Any] = {"schemas": schemas}
-    if keys_needed:
+    if settings.api_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    security: dict[str, Any] = {"security": [{"key": []}]} if keys_needed else {}
+    security: dict[str, Any] = {"security": [{"key": []}]} if settings.api_keys else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
+        "x-limits": limits_of(settings),
         **servers,
         "components": components,
         "paths": {

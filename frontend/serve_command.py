@@ -1,8 +1,4 @@
-"""``shmring serve``: its options, and which process each of them is for.
-
-The supervisor's own options are here; those of the engine are in :mod:`shmring.engine.options`, those of frontends in
-:mod:`shmring.frontend.options`. All are checked here, before a process is started.
-"""
+"""``shmring serve``: which process each of its options is for. All are checked here, before a process is started."""
 
 from __future__ import annotations
 
@@ -13,10 +9,10 @@ import click
 
 from shmring.config import validate_name
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_types import COUNT, LOG_LEVELS, SECONDS, FiniteRange
+from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import engine_names
-from shmring.frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, LISTENING_OPTIONS, listening_of, settings_of
+from shmring.frontend.options import FRONTEND_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
 from shmring.frontend.supervisor import serve as run_server
@@ -24,50 +20,19 @@ from shmring.frontend.supervisor import serve as run_server
 __all__ = ["serve"]
 
 _STDIN_FD = 0
-_SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # a busy machine may well leave a process waiting for its turn for tenths of a second
-
-
-def _check_heartbeat_timeout(context: click.Context, parameter: click.Parameter, timeout_s: float) -> float:
-    if 0 < timeout_s < _SHORTEST_HEARTBEAT_TIMEOUT_S:
-        raise click.BadParameter(f"{timeout_s:g} is neither 0 nor at least {_SHORTEST_HEARTBEAT_TIMEOUT_S:g} s")
-    return timeout_s
-
-
 _OWN = (
-    *LISTENING_OPTIONS,
-    click.Option(["--api-server-count", "frontends"], default=2, type=COUNT, help="Frontend processes that share the port."),
-    DATA_PARALLEL_SIZE,
-    click.Option(["--name"], default="shmring", help="The engine's name. Two servers of a user need two."),
-    click.Option(["--socket-dir"], help="Where the engine's socket lies.  [default: the user's runtime directory]"),
-    click.Option(
-        ["--start-timeout", "start_timeout_s"],
-        default=600.0,
-        type=SECONDS,
-        help="Seconds until all processes must be ready. Loading a large model takes minutes.",
-    ),
-    click.Option(
-        ["--shutdown-timeout", "shutdown_timeout_s"],
-        default=2.0,
-        type=FiniteRange(min=0),
-        help="Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once, they are "
-        "aborted. Stopping takes up to 6 s more, and 0.5 s for each GiB of slab. A second signal kills.",
-    ),
-    click.Option(
-        ["--heartbeat-timeout", "heartbeat_timeout_s"],
-        default=30.0,
-        type=FiniteRange(min=0),
-        callback=_check_heartbeat_timeout,
-        help="Seconds without a sign of life of its event loop after which a process is killed and replaced; a single engine "
-        "ends the server. 0: never, for whoever stops processes to debug them.",
-    ),
-    click.Option(
+    CONFIG,
+    *options_of(ProcessSettings(log_level="warning"), without=("listen_fd", "connect_timeout_s")),
+    *TLS_OPTIONS,
+    *options_of(ServeOptions),
+    Option(
         ["--stop-with-stdin"],
         is_flag=True,
         help="Stop when standard input ends. A program that starts the server with a pipe there takes it along, even if it is "
         "killed.",
     ),
-    click.Option(["--log-level"], default="warning", type=LOG_LEVELS, help="What all processes log, to stderr."),
 )
+_ENGINE = tuple(option for option in ENGINE_OPTIONS if option.name not in {own.name for own in _OWN})
 
 
 class _ServeCommand(click.Command):
@@ -75,7 +40,7 @@ class _ServeCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes them."""
-        for title, parameters in (("Server", _OWN), ("Engine", ENGINE_OPTIONS), ("Frontends", FRONTEND_OPTIONS)):
+        for title, parameters in (("Server", _OWN), ("Engine", _ENGINE), ("Frontends", FRONTEND_OPTIONS)):
             with formatter.section(title):
                 formatter.write_dl(
                     [record for parameter in parameters if (record := parameter.get_help_record(ctx)) is not None]
@@ -84,7 +49,8 @@ class _ServeCommand(click.Command):
 
 @click.command(
     cls=_ServeCommand,
-    params=[MODEL_ARGUMENT, *_OWN, *ENGINE_OPTIONS, *FRONTEND_OPTIONS],
+    params=[MODEL_ARGUMENT, *_OWN, *_ENGINE, *FRONTEND_OPTIONS],
+    epilog=ELSEWHERE,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
 )
 def serve(**values: Any) -> None:
@@ -117,16 +83,7 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    frontend = ProcessSettings(
-        name=engine.name,
-        data_parallel_size=values["data_parallel_size"],
-        socket_dir=engine.ring.socket_dir,
-        **listening_of(values),
-        connect_timeout_s=values["start_timeout_s"],
-        shutdown_timeout_s=values["shutdown_timeout_s"],
-        log_level=values["log_level"],
-        http=settings_of(values),
-    )
+    frontend = process_settings_of(values | {"connect_timeout_s": values["start_timeout_s"], "listen_fd": None})
     return ServeOptions(
         engines=engines,
         frontend=frontend,

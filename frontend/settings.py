@@ -1,12 +1,18 @@
-"""The settings of a frontend process: frozen objects, every limit with its reason. They travel to it as JSON."""
+"""The settings of a frontend process: frozen objects, every limit with its reason. They travel to it as JSON.
+
+Command line, help and page are made of them (:mod:`shmring.engine.flags`). Names and meanings of options are vLLM's where it
+has such an option.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
 
+from shmring.engine.flags import NO_OPTION, Flag
+from shmring.engine.settings import MAX_ENGINES, LogLevel
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
@@ -14,6 +20,7 @@ __all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings",
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@]+|null")  # RFC 6454, as browsers send it
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,19 +88,20 @@ class CorsSettings:
     """Which pages of other sites a browser lets call this server (CORS).
 
     Attributes:
-        allowed_origins: of such pages, ``https://chat.example.org``; ``*``: all. None: no such page may call.
-        allow_credentials: whether a browser sends its cookies and certificates along.
-        allowed_methods: that such pages may use; ``*``: all.
-        allowed_headers: that such pages may send; ``*``: all.
+        allowed_origins: Other sites whose pages may call this server (CORS): '["https://chat.example.org"]', or '["*"]' for
+            all.
+        allow_credentials: Browsers may send cookies and certificates along from such pages.
+        allowed_methods: HTTP methods that such pages may use, as a JSON list. ``*`` is all.
+        allowed_headers: Headers that such pages may send, as a JSON list. ``*`` is all.
 
     Raises:
         ValueError: something is no origin, no method or no name of a header.
     """
 
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: Annotated[tuple[str, ...], Flag(parse=_parse_origins, default="[]", metavar="JSON")] = ()
     allow_credentials: bool = False
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], Flag(parse=_parse_methods, default='["*"]', metavar="JSON")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Flag(parse=_parse_headers, default='["*"]', metavar="JSON")] = ("*",)
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -105,6 +113,18 @@ class CorsSettings:
             for text in texts:
                 if not _TOKEN.fullmatch(text):
                     raise ValueError(f"{name}: {text[:64]!r} is none")
+
+
+def _parse_origins(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_origins=parse_list(text)).allowed_origins
+
+
+def _parse_methods(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_methods=parse_list(text)).allowed_methods
+
+
+def _parse_headers(text: str) -> tuple[str, ...]:
+    return CorsSettings(allowed_headers=parse_list(text)).allowed_headers
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -129,42 +149,59 @@ class FrontendSettings:
     """Limits of one frontend process, and what it calls its model.
 
     Attributes:
-        served_model_name: what requests must name as ``model``; None: as the engine's executor calls it.
-        api_keys: what callers of ``/v1`` must have one of; none: anybody may call.
-        max_concurrent_requests: requests in flight, from those that wait for their turn to streams that are being answered.
+        served_model_name: What requests must name as their model. None: the engine's own name of it.
+        api_keys: what callers of ``/v1`` must have one of. None: anybody may call.
+        max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
+
             1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
-        max_concurrent_media: requests with large media files that are decoded at a time. Such a file stays in memory until it
-            is decoded, and its decoder has a copy of it.
-        max_queued_requests: requests that wait for either; further ones are turned away. Each costs a connection, up to
-            320 KB of body that arrived with its header, and its part of ``max_bodies_nbytes``.
-        queue_timeout_s: how long they wait, and how long a request waits for memory to decode its media into. Shorter than the
-            600 s after which the ``openai`` client gives up.
-        body_timeout_s: how long a body may take to arrive. It keeps nobody waiting, but is memory and a connection.
-        slot_timeout_s: how long a request waits for space in the slab.
-        request_timeout_s: from the end of a request's body to the last byte of its answer: media, slot, engine and sending.
-            600 s are what the ``openai`` client waits.
-        max_body_nbytes: of a request. 64 MiB hold six pictures of 12 megapixels as JPEG in base64.
-        max_bodies_nbytes: of all bodies together that have arrived and are not in the slab yet. Further ones wait in their
-            sockets, where flow control bounds them; one at a time may exceed it.
-        max_decoded_nbytes: of media that are decoded and not in the slab yet, of all requests together. A quarter of it is for
-            requests that are decoded quickly; the rest holds five pictures of 12 megapixels, or four clips of 16 frames of
-            1280 x 720. A larger request is decoded alone.
-        max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
-        max_inputs: texts and media of an embedding request, as in OpenAI's API.
-        limit_mm_per_prompt: how many media a request may have.
-        engine_retries: how often a request is sent to another engine because its own died before it had answered, where there
-            are several. A request that kills engines kills one more than this.
-        decoders: processes that decode, each one medium at a time and on one core. With two or more, one is kept for small
-            pictures and recordings.
-        disable_mm_shm: media are decoded into private memory, and copied to the slab when they are sent; to compare with.
+        max_concurrent_media: Requests with large media files that a frontend decodes at a time.
+
+            Such a file stays in memory until it is decoded, and its decoder has a copy of it.
+        max_queued_requests: Requests that may wait for either, in a frontend, before 503.
+
+            Each costs a connection, up to 320 KB of body that arrived with its header, and its part of ``max_bodies_nbytes``.
+        queue_timeout_s: Seconds they wait before 503.
+
+            A request waits as long for memory to decode its media into. Shorter than the 600 s after which the ``openai``
+            client gives up.
+        body_timeout_s: Seconds a body may take to arrive before 408.
+
+            It keeps nobody waiting, but is memory and a connection.
+        slot_timeout_s: Seconds to wait for space in the slab before 503.
+        request_timeout_s: Seconds from the end of a request's body to the last byte of its answer before 504.
+
+            That is media, slot, engine and sending. 600 s are what the ``openai`` client waits.
+        max_body_nbytes: Largest body of a request.
+
+            64 MiB hold six pictures of 12 megapixels as JPEG in base64.
+        max_bodies_nbytes: Bytes of all bodies that a frontend holds; further ones wait in their sockets.
+
+            These are bodies that are not in the slab yet. Flow control bounds what waits; one body at a time may exceed it.
+        max_decoded_nbytes: Bytes of decoded media that a frontend holds outside the slab; further ones wait.
+
+            A quarter of it is for requests that are decoded quickly; the rest holds five pictures of 12 megapixels, or four
+            clips of 16 frames of 1280 x 720. A larger request is decoded alone.
+        max_media_nbytes: Most bytes of a request's media files together, fetched ones included.
+        max_inputs: Most inputs of an embedding request.
+
+            As many as in OpenAI's API.
+        limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
+        engine_retries: How often a request goes to another engine because its own died before it had answered, where there
+            are several.
+
+            A request that kills engines kills one more than this.
+        decoders: Processes in which a frontend decodes media, one medium each at a time.
+
+            Each keeps one core busy. With two or more, one is kept for small pictures and recordings.
+        disable_mm_shm: Decode media into private memory, and copy them to shared memory when they are sent; to compare with.
         media_limits: what media may be.
-        media_io_kwargs: how they are prepared, where that is not the executor's choice.
+        media_io_kwargs: How media are read, as JSON: {"video": {"num_frames": 32}}.
         fetch: where they may come from.
         cors: which pages of other sites may call.
     """
 
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    served_model_name: Annotated[str | None, Flag(names=("--served-model-name", "--model-name"))] = None
+    api_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
     max_concurrent_requests: int = 1024
     max_concurrent_media: int = 8
     max_queued_requests: int = 1024
@@ -177,12 +214,14 @@ class FrontendSettings:
     max_decoded_nbytes: int = 256 << 20
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
-    limit_mm_per_prompt: MediaCounts = dataclasses.field(default_factory=MediaCounts)
-    engine_retries: int = 1
+    limit_mm_per_prompt: Annotated[MediaCounts, Flag(metavar="LIMITS")] = dataclasses.field(default_factory=MediaCounts)
+    engine_retries: Annotated[int, Flag(least=0, most=MAX_ENGINES)] = 1
     decoders: int = 4
     disable_mm_shm: bool = False
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
-    media_io_kwargs: MediaIoKwargs = dataclasses.field(default_factory=MediaIoKwargs)
+    media_io_kwargs: Annotated[MediaIoKwargs, Flag(default="{}", metavar="JSON")] = dataclasses.field(
+        default_factory=MediaIoKwargs
+    )
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
     cors: CorsSettings = dataclasses.field(default_factory=CorsSettings)
 
@@ -192,16 +231,16 @@ class TlsSettings:
     """With what a server speaks TLS; files in PEM.
 
     Attributes:
-        certfile: its certificate, and those between it and the authority's.
-        keyfile: the key of its certificate; None: that is in ``certfile``.
-        ca_certs: the authorities whose certificates callers may have.
-        cert_reqs: whether callers must have one: ``ssl.CERT_NONE`` (0), ``CERT_OPTIONAL`` (1) or ``CERT_REQUIRED`` (2).
+        certfile: The certificate to speak TLS with, in PEM, and those above it.
+        keyfile: Its key, in PEM. None: in the file of the certificate.
+        ca_certs: The authorities whose certificates callers may have, in PEM.
+        cert_reqs: Whether callers must have a certificate: 0 no, 1 if they have one it must be valid, 2 yes.
     """
 
-    certfile: str
-    keyfile: str | None = None
-    ca_certs: str | None = None
-    cert_reqs: int = 0
+    certfile: Annotated[str, Flag(names=("--ssl-certfile",), path="file")]
+    keyfile: Annotated[str | None, Flag(names=("--ssl-keyfile",), path="file")] = None
+    ca_certs: Annotated[str | None, Flag(names=("--ssl-ca-certs",), path="file")] = None
+    cert_reqs: Annotated[int, Flag(names=("--ssl-cert-reqs",), least=0, most=2)] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,34 +248,46 @@ class ProcessSettings:
     """One frontend process.
 
     Attributes:
-        name: of the engine.
-        data_parallel_size: how many engines there are: with several, they are called NAME-0, NAME-1 and so on.
-        socket_dir: where the engine's socket lies; None: the default.
-        host, port: where to listen; port 0 is any free one.
-        uds: the path of a Unix socket to listen at, instead.
+        name: The engine's name. Two servers of a user need two.
+        data_parallel_size: Engines, each with a slab of its own, between which requests are divided; several are called
+            NAME-0, NAME-1, ...
+        socket_dir: Where the engine's socket lies. None: the user's runtime directory.
+        host: Where to listen. 0.0.0.0 is everywhere.
+        port: Where to listen; 0 is any free port.
+        uds: A path: listen at a Unix socket there, and not at a port.
         tls: what it speaks TLS with; None: it does not.
-        root_path: what a proxy in front strips from paths, for links to this server; empty: nothing.
-        timeout_keep_alive_s: how long a connection stays open between two requests. A proxy that keeps connections must give
-            them up sooner, or it sends requests to some that have just been closed.
-        listen_fd: an inherited socket that listens, instead.
-        connect_timeout_s: how long to wait for the engine. It imports torch and fills its slab, about 1 s for each 4 GiB;
-            loading a model takes longer.
-        shutdown_timeout_s: how long requests may go on after the process was told to end.
-        log_level: what is logged, to stderr.
+        root_path: A path that a proxy in front strips, such as /llm: links on /docs have it. Empty: none.
+        timeout_keep_alive_s: Seconds that a connection stays open between two requests. Behind a load balancer, longer than it
+            keeps them.
+
+            A balancer that keeps a connection longer than the server sends requests to some that have just been closed.
+        listen_fd: A listening socket to inherit instead.
+        connect_timeout_s: Seconds to wait for the engine, which may be loading a model.
+
+            It imports torch and fills its slab, about 1 s for each 4 GiB.
+        shutdown_timeout_s: Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once,
+            they are aborted. A server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
+        log_level: What is logged, to stderr.
         http: what it serves, and its limits.
     """
 
     name: str = "shmring"
-    data_parallel_size: int = 1
+    data_parallel_size: Annotated[int, Flag(least=1, most=MAX_ENGINES)] = 1
     socket_dir: str | None = None
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Flag(least=0, most=65535)] = 8000
     uds: str | None = None
-    tls: TlsSettings | None = None
-    root_path: str = ""
+    tls: Annotated[TlsSettings | None, NO_OPTION] = None
+    root_path: Annotated[str, Flag(parse=_parse_root_path)] = ""
     timeout_keep_alive_s: float = 5.0
-    listen_fd: int | None = None
-    connect_timeout_s: float = 30.0
-    shutdown_timeout_s: float = 2.0
-    log_level: str = "info"
-    http: FrontendSettings = dataclasses.field(default_factory=FrontendSettings)
+    listen_fd: Annotated[int | None, Flag(least=0)] = None
+    connect_timeout_s: Annotated[float, Flag(least=0)] = 30.0
+    shutdown_timeout_s: Annotated[float, Flag(least=0)] = 2.0
+    log_level: LogLevel = "info"
+    http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)
+
+
+def _parse_root_path(path: str) -> str:
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise ValueError(f"{path[:64]!r} is no path such as /llm, without a slash at its end")
+    return path

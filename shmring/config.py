@@ -126,11 +126,14 @@ class RingConfig:
 
     Attributes:
         slab_nbytes: size of the whole slab, replies included. It is reserved at the start.
-        backing: where it is reserved. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the
-            machine's and the container's memory, and that nobody can truncate. ``"auto"``: in ``/dev/shm`` where it fits, else
-            in a memfd; the log says which. The part for replies is always a memfd, which only the engine can write.
-        reply_nbytes: the part of it that replies use; ``None``: a sixteenth of the slab. Kept apart so that replies
-            never wait for the memory of requests that wait for replies.
+        backing: where the slab lies; ``"auto"``: in ``/dev/shm`` where it fits, else in a memfd.
+
+            The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the machine's
+            and the container's memory, and that nobody can truncate. The part for replies is always a memfd, which only the
+            engine can write.
+        reply_nbytes: the part of it that is kept for replies; ``None``: a sixteenth of the slab.
+
+            So replies never wait for the memory of requests that wait for replies.
         max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so that
             eight frontends can connect before any of them has to give something back.
         client_quota_nbytes: what one frontend may hold in leases while others are connected; ``None``: three quarters
@@ -139,14 +142,17 @@ class RingConfig:
         kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what
             can be leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds
             what can be pinned: the rest of the slab is always there for requests.
-        max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024. One that has
+        max_clients: connections of frontends at a time.
+
+            Each costs two descriptors; 256 stays below the usual limit of 1,024. One that has
             ended, whose memory is kept until its process ends, does not count; a process that has 16 of those is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         message_ring_nbytes: what may be unread of a client's messages, and as much again of the messages to it; a power of two.
             Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
             payloads travel in slots, and the arguments and results of calls can't be larger.
-        max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do: decoding them takes
-            private memory of who reads them, and holds its loop up.
+        max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do.
+
+            Decoding them takes private memory of who reads them, and holds its loop up.
         max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
         max_values: what the values of one payload may count, either way. A number, a truth value or nil counts 1, text, bytes,
             an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. To read a payload takes 40

@@ -17,6 +17,27 @@ _IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbyte
 
 GUARDS = (
     Guard(
+        "what Kubernetes says of a service called shmring is no port",
+        "engine/option_table.py",
+        'text is not None and text.startswith("tcp://")',
+        "False",
+        "tests/frontend/test_option_places.py::test_what_kubernetes_says_of_a_service_of_this_name_is_no_port",
+    ),
+    Guard(
+        "a supervised process looks at no variables of options",
+        "engine/option_table.py",
+        "if ctx.params.get(SUPERVISOR_FD.name) is not None:",
+        "if False:",
+        "tests/frontend/test_option_places.py::test_a_supervised_process_is_told_by_its_supervisor_alone",
+    ),
+    Guard(
+        "a number in a file of options is what the same text is on a command line",
+        "engine/option_table.py",
+        "return str(node.value)",
+        "return yaml.SafeLoader('').construct_document(node)",
+        "tests/frontend/test_option_places.py::test_what_is_wrong_in_a_file_is_said_with_its_line",
+    ),
+    Guard(
         "a reply of a request that has ended is refused, whatever has run since its caller looked",
         "shmring/core/engine_end.pyx",
         "if claim.ended:  # whatever has run since its caller looked",

@@ -49,7 +49,8 @@ ALLOWED |= {
         *PARTS,
         *(f"shmring.engine.{name}" for name in ("client", "inputs", "protocol")),
         # of processes, not of requests
-        *(f"shmring.engine.{name}" for name in ("settings", "options", "option_types", "supervision", "logs")),
+        *(f"shmring.engine.{name}" for name in ("flags", "option_table", "option_types", "options", "settings")),
+        *(f"shmring.engine.{name}" for name in ("supervision", "logs")),
     ),
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }

@@ -15,6 +15,7 @@ from shmring.engine.metrics import EngineMetrics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.metrics import FrontendMetrics
 from shmring.frontend.multimodal import IntakeStatistics
+from tests.pages import load_maker
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
@@ -72,6 +73,11 @@ def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None
     expected = (*dataclasses.astuple(decoders), 6, 7, 8, 9)
     assert len(expected) == len(names_of(DecoderStatistics)) + len(names_of(IntakeStatistics)) - 1
     assert values.issuperset(expected)
+
+
+def test_the_table_of_metrics_is_what_the_code_says() -> None:
+    make_metrics = load_maker("make_metrics")
+    assert make_metrics.PAGE.read_text() == make_metrics.make_page(), "run: python docs/make_metrics.py"
 
 
 async def test_every_metric_is_in_the_table_with_its_type() -> None:

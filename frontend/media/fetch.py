@@ -20,10 +20,13 @@ import re
 import ssl
 import stat
 import urllib.parse
+from collections.abc import Iterable
 from concurrent.futures import Executor
+from typing import Annotated
 
 import pybase64
 
+from shmring.engine.flags import NO_OPTION, Flag
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import RemoteClient, Resolver, parse_networks
 from shmring.frontend.media.options import MediaKind
@@ -39,24 +42,30 @@ class FetchSettings:
     """From where media may come, besides ``data:`` URLs. By default from nowhere.
 
     Attributes:
-        allowed_media_domains: hosts that are fetched from: ``example.org``, ``*.example.org`` (every name below it, but
-            not itself), both at the ports 80 and 443, or ``example.org:9000``. None: no host is.
-        allowed_media_networks: addresses, in CIDR form, that may be connected to although they are not of the public Internet,
-            for an object store in the cluster. Its name must be among the domains all the same.
-        allowed_local_media_path: a directory; ``file:`` URLs of regular files below it are read. None: no file is.
-        fetch_timeout_s: for all of a fetch from a host, redirects and waiting for its turn included. At 30 s, 64 MiB arrive
-            over 18 Mbit/s.
+        allowed_media_domains: Hosts that media are fetched from: a.org, *.b.org, c.org:9000; several with commas, or in several
+            such options. Empty: none.
+
+            ``*.b.org`` is every name below it, but not itself. Without a port, both 80 and 443 are meant.
+        allowed_media_networks: Private networks that these hosts may be in: 10.1.0.0/16. Empty: none.
+
+            That is for an object store in the cluster. Its name must be among the domains all the same.
+        allowed_local_media_path: A directory whose files may be read by file: URLs. None: none.
+
+            Only regular files are read.
+        fetch_timeout_s: Seconds for fetching one medium.
+
+            Redirects and waiting for its turn are included. At 30 s, 64 MiB arrive over 18 Mbit/s.
         max_redirects: of one fetch. Object stores and mirrors use one or two.
 
     Raises:
         ValueError: one of them is not what it should be; says which.
     """
 
-    allowed_media_domains: tuple[str, ...] = ()
-    allowed_media_networks: tuple[str, ...] = ()
-    allowed_local_media_path: str | None = None
-    fetch_timeout_s: float = 30.0
-    max_redirects: int = 3
+    allowed_media_domains: Annotated[tuple[str, ...], Flag(parse=_parse_domains, metavar="HOSTS")] = ()
+    allowed_media_networks: Annotated[tuple[str, ...], Flag(parse=_parse_networks, metavar="CIDRS")] = ()
+    allowed_local_media_path: Annotated[str | None, Flag(path="directory")] = None
+    fetch_timeout_s: Annotated[float, Flag(names=("--media-fetch-timeout",))] = 30.0
+    max_redirects: Annotated[int, NO_OPTION] = 3
 
     def __post_init__(self) -> None:
         for name, parse in (("allowed_media_domains", AllowedHosts), ("allowed_media_networks", parse_networks)):
@@ -68,6 +77,18 @@ class FetchSettings:
             raise ValueError(f"fetch_timeout_s must be positive, not {self.fetch_timeout_s}")
         if self.max_redirects < 0:
             raise ValueError(f"max_redirects must not be negative, not {self.max_redirects}")
+
+
+def _parse_domains(texts: Iterable[str]) -> tuple[str, ...]:
+    return FetchSettings(allowed_media_domains=_split(texts)).allowed_media_domains
+
+
+def _parse_networks(texts: Iterable[str]) -> tuple[str, ...]:
+    return FetchSettings(allowed_media_networks=_split(texts)).allowed_media_networks
+
+
+def _split(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 class Fetcher:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from shmring.engine.flags import NO_OPTION, Flag
 
 __all__ = ["MediaIoKwargs", "MediaKind", "MediaLimits", "PictureLimits"]
 
@@ -52,20 +54,39 @@ class MediaLimits:
     """What media may be.
 
     Attributes:
-        max_image_nbytes: of a picture's file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
-        max_image_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
-        max_aspect_ratio: of the longer side to the shorter one, of pictures and frames. 200 is what vision models' own
-            preprocessing accepts at most (Qwen2-VL); a panorama has 10.
-        max_image_expansion: of a large picture, decoded bytes for each byte of the file; see :class:`PictureLimits`.
+        max_image_pixels: Most pixels of a picture.
+
+            Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
+        max_aspect_ratio: Longer side by shorter side, of pictures and frames.
+
+            200 is what vision models' own preprocessing accepts at most (Qwen2-VL); a panorama has 10.
+        max_image_expansion: Decoded bytes for each byte of the file, of large pictures.
+
+            See :class:`PictureLimits`.
+        max_image_nbytes: Largest file of a picture.
+
+            64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
         max_image_scans: of a JPEG; see :class:`PictureLimits`.
         max_image_chunks: of a PNG, and segments of a JPEG; see :class:`PictureLimits`.
-        max_audio_nbytes: of a recording's file. 64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
-        max_audio_duration_s: ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
-        max_video_nbytes: of a clip's file. 256 MiB holds 60 s as phones record 4K (35 Mbit/s).
-        max_video_duration_s: all its packets are read, and up to all its frames decoded, to show a few of them.
-        max_frame_pixels: width times height of a frame. 4096 x 2160, the largest that decoders of phones and cameras make; a
-            decoder holds up to 16 such frames of 13 MB for reference.
-        max_num_frames: frames handed to the engine, of one clip. 512 frames of 448 x 448 take 308 MB of the slab.
+        max_audio_nbytes: Largest file of a recording.
+
+            64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
+        max_audio_duration_s: Longest recording, in seconds.
+
+            Ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
+        max_video_nbytes: Largest file of a clip.
+
+            256 MiB holds 60 s as phones record 4K (35 Mbit/s).
+        max_video_duration_s: Longest clip, in seconds.
+
+            All its packets are read, and up to all its frames decoded, to show a few of them.
+        max_frame_pixels: Most pixels of a clip's frame.
+
+            4096 x 2160 is the largest that decoders of phones and cameras make; a decoder holds up to 16 such frames of 13 MB
+            for reference.
+        max_num_frames: Most frames taken of a clip.
+
+            512 frames of 448 x 448 take 308 MB of the slab.
         max_coded_frames: frames in a clip's file: 120 a second for the longest clip. Each costs a few microseconds and 32
             bytes before anything is decoded.
         max_decoded_pixels: width times height times frames that must be decoded for those that are shown. Ten minutes of
@@ -73,32 +94,35 @@ class MediaLimits:
         max_video_expansion: those pixels for each byte of the file, where they are more than two thousand million (one to four
             seconds of one core). Films have 100, a recorded screen on which nothing moves 10 000; a clip made to cost much has
             more than 200 000.
-        max_decode_s: seconds of a processor's core that a medium may take, from its header to its last pixel. A picture of 12
-            megapixels takes 0.2, a minute of 1920 x 1080 with keyframes about 5, the worst that the other limits let through
-            minutes.
-        max_missing_share: how much of a medium may be missing, because it is damaged or truncated, of what its file
-            promises: 0 to 1 (:mod:`shmring.frontend.media.damage`). With a tenth, a medium still is what its sender meant: an
-            upload that ended a moment too soon, a bad block in the middle. Half of a recording is another one, and an
-            answer about it would be wrong without anybody noticing. What is missing below that is told with the answer.
+        max_decode_s: Seconds of a processor's core that a medium may take.
+
+            They count from its header to its last pixel. A picture of 12 megapixels takes 0.2, a minute of 1920 x 1080 with
+            keyframes about 5, the worst that the other limits let through minutes.
+        max_missing_share: Share of a medium that may be missing because its file is damaged or truncated: 0 to 1; callers are
+            told what is.
+
+            It counts what the file promises (:mod:`shmring.frontend.media.damage`). With a tenth, a medium still is what its
+            sender meant: an upload that ended a moment too soon, a bad block in the middle. Half of a recording is another
+            one, and an answer about it would be wrong without anybody noticing.
     """
 
+    max_image_pixels: Annotated[int, Flag(names=("--max-pixels",))] = 64_000_000
+    max_aspect_ratio: Annotated[float, Flag(least=1)] = 200.0
+    max_image_expansion: Annotated[float, Flag(least=1)] = 500.0
     max_image_nbytes: int = 64 << 20
-    max_image_pixels: int = 64_000_000
-    max_aspect_ratio: float = 200.0
-    max_image_expansion: float = 500.0
-    max_image_scans: int = 100
-    max_image_chunks: int = 65_536
+    max_image_scans: Annotated[int, NO_OPTION] = 100
+    max_image_chunks: Annotated[int, NO_OPTION] = 65_536
     max_audio_nbytes: int = 64 << 20
     max_audio_duration_s: float = 600.0
     max_video_nbytes: int = 256 << 20
     max_video_duration_s: float = 600.0
     max_frame_pixels: int = 4096 * 2160
     max_num_frames: int = 512
-    max_coded_frames: int = 72_000
-    max_decoded_pixels: int = 40_000_000_000
-    max_video_expansion: float = 25_000.0
-    max_decode_s: float = 20.0
-    max_missing_share: float = 0.1
+    max_coded_frames: Annotated[int, NO_OPTION] = 72_000
+    max_decoded_pixels: Annotated[int, NO_OPTION] = 40_000_000_000
+    max_video_expansion: Annotated[float, NO_OPTION] = 25_000.0
+    max_decode_s: Annotated[float, Flag(names=("--max-decode-time",))] = 20.0
+    max_missing_share: Annotated[float, Flag(least=0, most=1)] = 0.1
 
     @property
     def picture(self) -> PictureLimits:

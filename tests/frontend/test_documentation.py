@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 import shmring
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import openapi_document
-from shmring.frontend.settings import CorsSettings
+from shmring.frontend.settings import CorsSettings, FrontendSettings
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -26,7 +26,7 @@ def references(node: Any) -> set[str]:
 
 
 def test_everything_that_it_refers_to_is_there() -> None:
-    document = openapi_document(keys_needed=False)
+    document = openapi_document(FrontendSettings())
     referenced = references(document)
     assert {f"#/components/schemas/{name}" for name in document["components"]["schemas"]} >= referenced
     assert "#/components/schemas/ErrorEnvelope" in referenced
@@ -34,20 +34,20 @@ def test_everything_that_it_refers_to_is_there() -> None:
 
 
 def test_keys_are_documented_where_they_are_needed() -> None:
-    paths = openapi_document(keys_needed=True)["paths"]
+    paths = openapi_document(FrontendSettings(api_keys=("a",)))["paths"]
     protected = {path for path, operations in paths.items() for operation in operations.values() if "security" in operation}
     assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}"}
-    assert "security" not in json.dumps(openapi_document(keys_needed=False))
+    assert "security" not in json.dumps(openapi_document(FrontendSettings()))
 
 
 def test_streams_and_all_failures_are_documented() -> None:
-    chat = openapi_document(keys_needed=False)["paths"]["/v1/chat/completions"]["post"]
+    chat = openapi_document(FrontendSettings())["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "500", "503", "504"}
 
 
 def test_pages_of_other_sites_may_read_each_header_that_is_documented() -> None:
-    paths = openapi_document(keys_needed=True)["paths"].values()
+    paths = openapi_document(FrontendSettings(api_keys=("a",)))["paths"].values()
     answers = [answer for path in paths for operation in path.values() for answer in operation["responses"].values()]
     documented = {name for answer in answers for name in answer["headers"]}
     assert "X-Shmring-Media-Shortfall" in documented
@@ -69,8 +69,8 @@ async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenAp
 
 
 def test_a_prefix_that_a_proxy_strips_is_where_the_server_is() -> None:
-    assert openapi_document(keys_needed=False, root_path="/llm")["servers"] == [{"url": "/llm"}]
-    assert "servers" not in openapi_document(keys_needed=False)
+    assert openapi_document(FrontendSettings(), root_path="/llm")["servers"] == [{"url": "/llm"}]
+    assert "servers" not in openapi_document(FrontendSettings())
 
 
 async def test_its_examples_work_as_they_are(open_engine: Any, open_app: OpenApp) -> None:

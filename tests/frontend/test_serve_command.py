@@ -66,7 +66,8 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS}
+    shared = {"--name", "--socket-dir", "--log-level"}
+    assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS} - shared
     [engine] = options_of(*(f"{option}={value}" for option, value in options_given.items())).engines
     assert engine == EngineSettings(
         executor="mine:Executor",
