@@ -427,7 +427,7 @@ class Client(ClientCalls):
     ) -> list[Slot]:
         """Waits in line for several slots at once, in host memory of one engine's slab.
 
-        Who acquires them one by one may wait for itself.
+        A caller that acquires them one by one can wait for ever, for memory that it holds itself.
 
         Args:
             sizes: bytes of tensors of each; at least one.
