@@ -62,7 +62,7 @@ class _RequestOptions(TypedDict, total=False):
 
 
 class Client(ClientCalls):
-    """A frontend's end of one engine, or of several. Made by :func:`shmring.connect`.
+    """A frontend's connection to one engine, or to several. Made by :func:`shmring.connect`.
 
     Several engines are taken to be alike: each may get any request. A client has as much memory and as many requests in flight
     at each of them as it would have at that one alone.

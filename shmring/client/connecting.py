@@ -46,10 +46,10 @@ def connect(
     description: str = "",
     **overrides: Unpack[ClientOptions],
 ) -> Connecting:
-    """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
+    """Connects a frontend to an engine: ``async with shmring.connect("vision") as client``.
 
-    With a list of names, it is the end of several rings, and each request goes to one of them. One engine that answers is
-    enough; the others are attached to when they are there.
+    With a list of names, it connects to several engines, and each request goes to one of them. One engine that answers is
+    enough; the client attaches to the others when they start.
 
     Args:
         name: the engine's name, or a list of names.

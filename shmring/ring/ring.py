@@ -29,7 +29,7 @@ _LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine poll
 
 
 class Ring(EngineCalls, Generic[_Payload]):
-    """The engine's end. Made by :func:`serve`; iterate over it for claims, in order of arrival.
+    """The engine's side. Made by :func:`serve`; iterate over it for claims, in order of arrival.
 
     Attributes:
         name: the engine's name.

@@ -271,7 +271,7 @@ class _Connection:
 
 
 class Worker(Generic[_Payload]):
-    """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
+    """A worker's side. Made by :func:`join`; iterate over it for messages, in the engine's order.
 
     Attributes:
         name: the engine's name.
