@@ -19,7 +19,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results, peer_title
 from bench.results import Findings, format_nbytes
 
-__all__ = ["draw", "draw_lines", "draw_stored", "lay_sizes_across", "panels", "save"]
+__all__ = ["draw", "draw_lines", "draw_overview", "draw_stored", "lay_sizes_across", "panels", "save"]
 
 _PALETTE = (
     "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
@@ -28,6 +28,16 @@ _PALETTE = (
 _MARKERS = "sD^vPX*<>phd8H"
 _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
 _DPI = 110
+#: What the README shows, at which sizes, and what each peer is called there.
+_OVERVIEW = {
+    "shmring": "shmring",
+    "spinning-arena": "vLLM: tensor arena, spins",
+    "pyzmq": "vLLM: zmq (direct_rpc)",
+    "torch-queue": "vLLM: torch queue (torch_shm)",
+    "shared-memory": "SGLang: a segment per tensor",
+    "multiprocessing-queue": "pickle: multiprocessing.Queue",
+}
+_OVERVIEW_SIZES = (1 << 20, 64 << 20)
 
 
 def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
@@ -44,6 +54,18 @@ def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) ->
     for name, make in figures.items():
         paths += save(functools.partial(make, results), stem.with_name(f"{stem.name}-{name}"), kinds)
     return paths
+
+
+def draw_overview(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws the README's plot: bars from zero, of what shmring and the ways of today move at 1 MB and at 64 MB.
+
+    Returns:
+        The files; none if these sizes were not measured.
+
+    Raises:
+        MissingPlotter: matplotlib is not installed.
+    """
+    return save(functools.partial(_overview, results), stem, kinds)
 
 
 def draw_stored(
@@ -164,6 +186,25 @@ def _throughput(results: Results) -> Any:
         gb_per_s = [speed.median * nbytes / 1e9 for speed, nbytes in zip(copies, sizes, strict=True)]
         bandwidth.plot(sizes, gb_per_s, color="black", linewidth=1.2, dashes=dashes, label=label)
     return _named(figure, bandwidth if limits else messages)
+
+
+def _overview(results: Results) -> Any:
+    base = {(result.case.nbytes, result.peer): result for result in _base(results, window=16) if result.peer in _OVERVIEW}
+    if any((nbytes, "shmring") not in base for nbytes in _OVERVIEW_SIZES):
+        return None
+    where = "" if results.machine is None else f" ({results.machine.cpu}, {results.machine.cores} cores)"
+    title = f"GB/s from one process to another, one producer{where}: higher is better"
+    figure, all_axes = panels(len(_OVERVIEW_SIZES), title, size_inches=(9.6, 2.7))
+    for axes, nbytes in zip(all_axes, _OVERVIEW_SIZES, strict=True):
+        names = [name for name in reversed(_OVERVIEW) if (nbytes, name) in base]
+        speeds = [base[nbytes, name].gb_per_s for name in names]
+        axes.barh([_OVERVIEW[name] for name in names], speeds, color=[_OURS.get(name, "#8d99ae") for name in names])
+        for place, speed in enumerate(speeds):
+            axes.text(speed, place, f" {speed:.2g}", va="center", fontsize="small")
+        axes.set(title=f"tensors of {format_nbytes(nbytes)}", xlim=(0, 1.12 * max(speeds)))
+        axes.grid(axis="x", alpha=0.25)
+    all_axes[-1].set_yticklabels([])
+    return figure
 
 
 def _latency(results: Results) -> Any:

@@ -1,4 +1,4 @@
-"""``bench report``: docs/benchmarks.md and its plots, from results that were stored.
+"""``bench report``: docs/benchmarks.md and its plots, and the README's plot, from results that were stored.
 
 Nothing is measured here and no number is written by hand: what the document says is in the JSON files beside it, and running
 this again gives the same text. A transport run (``"mode": "transport"``) gives tables, plots, the targets, and the section
@@ -108,11 +108,16 @@ _Age: TypeAlias = Callable[[str, str | None], int | None]
 
 
 def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -> Path:
-    """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents; returns the document's path.
+    """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
+
+    ``speed.svg`` is the README's plot, of the result that is called ``transport``.
 
     Args:
         results_directory, docs_directory: where results are, and where the document goes.
         age: of a result.
+
+    Returns:
+        The path of ``benchmarks.md``.
 
     Raises:
         ReportError: there is no result, or a file is none.
@@ -125,6 +130,8 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -
         drawn = _draw(results_directory / f"{name}.json", result, docs_directory / "benchmarks" / name)
         plotted = [f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn]
         sections += _transport(name, result, plotted) if isinstance(result, Results) else _other(name, result, plotted)
+    if isinstance(overview := stored.get("transport"), Results):
+        plots.draw_overview(overview, docs_directory / "speed", kinds=("svg",))
     modes = {result.mode for result in stored.values()}
     sections += [text for mode, text in _NOT_MEASURED.items() if mode not in modes]
     sections += ["## Measuring again\n", _again(stored)]

@@ -59,7 +59,7 @@ _TYPES = (
 
 _DESCRIPTION = (
     "OpenAI's API for chats and embeddings, with pictures, recordings and clips. All errors have OpenAI's envelope, those of "
-    "paths (404) and methods (405) that there are not included. A status of 503 comes with Retry-After: the same request may "
+    "wrong paths (404) and wrong methods (405) included. A status of 503 comes with Retry-After: the same request may "
     "succeed a moment later."
 )
 _ERRORS = {

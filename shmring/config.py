@@ -254,15 +254,15 @@ class ClientConfig:
 
     Attributes:
         lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
-        inline_nbytes: payloads whose tensors take no more than this travel in the message, if the engine takes as much; why,
-            says :class:`RingConfig`.
+        inline_nbytes: payloads whose tensors have no more bytes than this travel in the message, if the engine allows as much;
+            :class:`RingConfig` says why.
         copy_offload_nbytes: copies larger than this run on a thread; others in the loop, so much in each turn of it. 16 MiB
             hold it up for one to two milliseconds; handing 8 MiB to a thread and back took as long again as half the copy.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
         connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
             slab takes about a second per 4 GiB.
         socket_dir: as in :class:`RingConfig`.
-        engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
+        engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. It takes no
             memory but page tables (2 MiB per GiB); the slab counts as resident in this process from then on, as in any.
         busy_poll_s: as in :class:`RingConfig`, for this end.
@@ -299,12 +299,12 @@ class WorkerConfig:
         connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer: it may be starting, and
             reserves memory when the first worker joins.
         socket_dir: as in :class:`RingConfig`.
-        engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
+        engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
         busy_poll_s: for how long ``receive`` looks for the next message before it sleeps, which takes tens of microseconds off
             its latency and costs a core meanwhile. (It looks for 0.1 ms anyway, as long as that helps.) Other processes run
-            between two looks. Where they keep the core for more than 100 microseconds, the next 64 waits sleep at once: who
-            sleeps gets the core back sooner. An engine that gathers replies polls with its own (``RingConfig``).
+            between two looks. If they keep the core for more than 100 microseconds, the next 64 waits sleep at once: a sleeping
+            worker gets the core back sooner. An engine that gathers replies polls with its own (``RingConfig``).
     """
 
     connect_timeout_s: float = 5.0

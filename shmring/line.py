@@ -55,7 +55,7 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
         Args:
             place: from :meth:`enter`.
             unused: what becomes of a thing if this task was cancelled just as it came.
-            left: is told of the place if it leaves with nothing: cancelled, or failed by whoever gives.
+            left: is told of the place if its waiter goes with nothing: cancelled, or failed by the giver.
         """
         try:
             thing = await place

@@ -67,7 +67,7 @@ class RingStatistics(_Record):
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
         kept, kept_nbytes: contents that are kept to be sent again, and their part of the slab.
-        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The others' memory is free to whoever asks for it.
+        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The memory of the others is as good as free.
         kept_capacity_nbytes: what may be kept.
         kept_hits, kept_misses: how often a frontend looked for content, and it was there or not.
         kept_evictions: contents that have gone, because their memory was wanted.

@@ -62,7 +62,7 @@ class _RequestOptions(TypedDict, total=False):
 
 
 class Client(ClientCalls):
-    """A frontend's end of one engine, or of several. Made by :func:`shmring.connect`.
+    """A frontend's connection to one engine, or to several. Made by :func:`shmring.connect`.
 
     Several engines are taken to be alike: each may get any request. A client has as much memory and as many requests in flight
     at each of them as it would have at that one alone.
@@ -345,7 +345,7 @@ class Client(ClientCalls):
     async def find(
         self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
     ) -> Kept[Any] | None:
-        """Looks for content that the engine keeps under a key, whoever gave it. It is pinned until what is returned is left.
+        """Looks for content that the engine keeps under a key, from any client. It is pinned until the result is left.
 
         One round trip to each engine that is asked; none if this client has it pinned already. A request with tensors of it
         goes to the engine that keeps it. Don't wait for a slot while holding it, without a timeout: two clients that do could
@@ -427,7 +427,7 @@ class Client(ClientCalls):
     ) -> list[Slot]:
         """Waits in line for several slots at once, in host memory of one engine's slab.
 
-        Who acquires them one by one may wait for itself.
+        A caller that acquires them one by one can wait for ever, for memory that it holds itself.
 
         Args:
             sizes: bytes of tensors of each; at least one.
@@ -479,7 +479,7 @@ class Client(ClientCalls):
         key: str | bytes | None = None,
         engine: str | None = None,
     ) -> Slot:
-        """Returns a slot if one is free in this client's leases; where no key or ``engine`` decides, at whichever engine.
+        """Returns a slot if one is free in this client's leases; at any engine, unless a key or ``engine`` decides.
 
         Args:
             nbytes, drain, device, key, engine: as of :meth:`slot`.
@@ -510,7 +510,7 @@ class Client(ClientCalls):
 
         Raises:
             CapacityError: more than one of the engines can lease out.
-            WouldBlock: no engine is attached now, and the next one is waited for.
+            WouldBlock: no engine is attached now, and the client waits for the next one.
             EngineDeadError, ClosedError: as :meth:`request`.
             ValueError: a size is negative, there is none, or there is no such engine.
         """
@@ -534,8 +534,8 @@ class Client(ClientCalls):
         """Returns the engine that a request would go to now, for callers who need several things at one engine.
 
         Raises:
-            WouldBlock: none is attached now, and one is waited for.
-            EngineDeadError: none is attached, and none is waited for (``reconnect=False``).
+            WouldBlock: no engine is attached now, and the client waits for one.
+            EngineDeadError: no engine is attached, and the client does not wait for one (``reconnect=False``).
         """
         return self._engines.candidates(key, None)[0].engine_name
 

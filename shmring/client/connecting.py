@@ -46,10 +46,10 @@ def connect(
     description: str = "",
     **overrides: Unpack[ClientOptions],
 ) -> Connecting:
-    """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
+    """Connects a frontend to an engine: ``async with shmring.connect("vision") as client``.
 
-    With a list of names, it is the end of several rings, and each request goes to one of them. One engine that answers is
-    enough; the others are attached to when they are there.
+    With a list of names, it connects to several engines, and each request goes to one of them. One engine that answers is
+    enough; the client attaches to the others when they start.
 
     Args:
         name: the engine's name, or a list of names.
@@ -57,14 +57,14 @@ def connect(
         route: for several engines: ``"least_loaded"`` (the default), to the one with the fewest requests in flight; or
             ``"round_robin"``, to each in turn. A request's ``key`` or ``engine`` comes first.
         reconnect: whether to attach to the next engine of that name when this one ends. Pending calls then fail with
-            :class:`EngineDeadError`, and later ones wait for the next engine. By default, so it is with a list of names, where
-            calls wait only while none is attached; and not with one name.
+            :class:`EngineDeadError`, and later ones wait for the next engine. The default is true for a list of names, where
+            calls wait only while no engine is attached, and false for one name.
         description: what the engine's log calls this client.
 
     Raises:
         EngineDeadError: no engine of that name (none of these names) answers within ``connect_timeout_s``.
         RemoteProtocolError: the engine refuses this client (all of them do).
-        PermissionError: whoever listens there is not to be trusted.
+        PermissionError: the process that listens there is not to be trusted.
         SlabError: its slab can't be mapped.
         ValueError, TypeError: a name, size or option is not valid.
     """

@@ -121,11 +121,11 @@ class Kept(Generic[_Payload]):
 
     @property
     def payload(self) -> _Payload:
-        """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
+        """The content, its tensors viewed in place. Write to none of them: every frontend reads the same memory.
 
         Raises:
             ClosedError: this was left, or the client closed.
-            EngineDeadError: the engine has gone, and what it kept with it.
+            EngineDeadError: the engine has gone, and its content with it.
             RemoteError: it is not of ``payload_type``.
         """
         if self._pin is None:
@@ -142,7 +142,7 @@ class Kept(Generic[_Payload]):
         return payload
 
     def close(self) -> None:
-        """Leaves the content: nobody's space waits for it any more, once the last view has died. Twice is once."""
+        """Leaves the content. When its last view has died, its memory may be used for something else. Twice is once."""
         pin, self._pin = self._pin, None
         self._payload.clear()
         if pin is not None:

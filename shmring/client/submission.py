@@ -15,7 +15,7 @@ _Reply = TypeVar("_Reply")
 class Submission(SubmissionEnd):
     """A request that was sent: its replies, and its end. From :meth:`~shmring.Client.submit`.
 
-    Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
+    Its caller must wait until it ends, or abort it; ``request`` and ``stream`` do that by themselves.
     One that is dropped goes on, since it may have been sent for what the engine does. What it holds comes back when it ends,
     with a ``ResourceWarning`` if a reply or an error was not seen. With unread replies in slots it is aborted a moment later.
 

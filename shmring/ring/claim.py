@@ -30,9 +30,9 @@ _Payload = TypeVar("_Payload", default=Any)
 class Claim(ClaimEnd, Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``.
 
-    Leaving the block releases the slots and tells the frontend: done, or failed with the exception, which goes on
-    propagating. Only this claim's own :class:`AbortedError` ends with the block: that the caller gave up is no failure of
-    whoever was answering.
+    Leaving the block releases the slots and tells the frontend that the request is done, or that it failed with the exception,
+    which goes on propagating. Only this claim's own :class:`AbortedError` does not propagate: that the frontend gave up is no
+    failure of the handler.
 
     Attributes:
         client_id: the frontend, as this engine numbers its connections.

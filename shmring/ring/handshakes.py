@@ -87,7 +87,7 @@ class Handshakes:
         self._accepting: asyncio.Task[None] | None = accepting
 
     async def close(self) -> None:
-        """Admits nobody any more, and waits until whoever was about to come has gone."""
+        """Admits nobody any more, and waits until the peers that were about to come have gone."""
         tasks = [task for task in (self._accepting, *self._running) if task is not None]
         for task in tasks:
             task.cancel()

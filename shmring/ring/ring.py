@@ -29,7 +29,7 @@ _LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine poll
 
 
 class Ring(EngineCalls, Generic[_Payload]):
-    """The engine's end. Made by :func:`serve`; iterate over it for claims, in order of arrival.
+    """The engine's side. Made by :func:`serve`; iterate over it for claims, in order of arrival.
 
     Attributes:
         name: the engine's name.
@@ -74,7 +74,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         """Claims the next request if there is one.
 
         Raises:
-            WouldBlock: none is waiting, others wait for it, or so much was claimed that the loop is to have a turn before.
+            WouldBlock: no request waits, others wait for it, or so much was claimed that the loop must have a turn first.
             ClosedError: the ring is closed.
         """
         self._shell.check_claiming()
@@ -144,9 +144,9 @@ class Ring(EngineCalls, Generic[_Payload]):
     def broadcast(
         self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None
     ) -> Awaitable[tuple[int, ...]]:
-        """Sends a payload to workers, in the same order to all. Waits while one of them is too far behind.
+        """Sends a payload to workers, in the same order to all. Waits while a worker is too far behind.
 
-        Tensors that lie in a slot of a claim that is in hand are sent from there; they keep the slot until the last worker has
+        Tensors in a slot of a claim that was not left are sent from there; they keep the slot until the last worker has
         left the message. The others are copied, once for all workers.
 
         Args:
@@ -198,7 +198,7 @@ class Ring(EngineCalls, Generic[_Payload]):
     def drop_worker(self, rank: int, reason: str = "the engine has dropped this worker") -> None:
         """Ends a worker's connection. It gets nothing more, and its rank is free; its ``receive`` raises ``ClosedError``.
 
-        What it still reads comes back when it says so, or when its process is dead.
+        A message that it still reads comes back when it leaves that, or when its process is dead.
 
         Args:
             rank: which one.
@@ -213,7 +213,7 @@ class Ring(EngineCalls, Generic[_Payload]):
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Claims nothing any more, and waits for the requests in hand to end: before :meth:`close`, for a stop in good order.
+        """Claims nothing any more, and waits until all claimed requests have ended. Call it before :meth:`close`.
 
         Whoever claims gets :class:`ClosedError`, and loops over claims end, as with a closed ring. Requests that nobody has
         claimed wait until then; a client of several engines sends them to another one (``retry``).

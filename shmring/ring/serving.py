@@ -128,7 +128,7 @@ def serve(
     calls: Mapping[str, CallHandler] | None = None,
     **overrides: Unpack[RingOptions],
 ) -> Serving[Any]:
-    """Opens the engine's end of a ring: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
+    """Opens a ring, the engine's side: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
 
     Args:
         name: what frontends connect to; one living engine of a user may have it.

@@ -316,7 +316,7 @@ class Workers:
         )
 
     def look(self) -> None:
-        """Something may have come back: looks, and wakes whoever waits for it."""
+        """Messages may have come back: looks, and wakes the senders that wait for that."""
         if self.book.outstanding:
             self.book.sweep()
         self._settle()
@@ -553,7 +553,7 @@ class Workers:
         self.look()
 
     def close(self, reason: str) -> None:
-        """Ends all connections; messages in hands of workers go with this process."""
+        """Ends all connections; messages that workers still read go with this process."""
         self.end.close()
         for worker in list(self._workers.values()):
             worker.link.send(Refused(reason))

@@ -10,7 +10,7 @@ Between calls nobody runs the loop, so what is rare (who joins, who has died, wh
 call lets the loop have a turn if it had none for a moment. Where that is not enough there is a thread that *stands by*: it
 leads when no call was made for a while, and lets go of that when calls come again.
 
-Posting takes the lock if it is free. If not, whoever has it looks into the queue once more after it has given the lock back.
+Posting acquires the lock if it is free. If not, its holder looks into the queue once more after it has released the lock.
 
 Interruptions. A thread that sleeps may be interrupted (by a signal handler that raises): its call is left, and nothing else has
 happened. One that is interrupted in the middle of the loop may have left a book half changed. Then the end counts as closed: it
@@ -311,7 +311,7 @@ class CallersLoop(LoopRunner):
     # -- running the loop --------------------------------------------------------------------------------------------
 
     def _has_answered(self) -> None:
-        """A call was answered, or left: whoever waits looks whether it was theirs."""
+        """A call was answered, or given up: each thread that waits looks whether it was its own."""
         self._loop.stop()
         self._changed.notify_all()
 

@@ -46,7 +46,7 @@ _Result = TypeVar("_Result")
 class Submission(Blocking[submission_in_loop.Submission]):
     """A request that was sent: its replies, and its end. From :meth:`Client.submit`.
 
-    Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
+    Its caller must wait until it ends, or abort it; ``request`` and ``stream`` do that by themselves.
 
     Attributes:
         request_id: its number on this connection.
@@ -257,11 +257,11 @@ class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
 
     @property
     def payload(self) -> _Payload:
-        """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
+        """The content, its tensors viewed in place. Write to none of them: every frontend reads the same memory.
 
         Raises:
             ClosedError: this was left, or the client closed.
-            EngineDeadError: the engine has gone, and what it kept with it.
+            EngineDeadError: the engine has gone, and its content with it.
             RemoteError: it is not of ``payload_type``.
         """
         kept = self._unleft()

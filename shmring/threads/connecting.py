@@ -21,7 +21,7 @@ def connect(
     description: str = "",
     **overrides: Unpack[ClientOptions],
 ) -> Client:
-    """Opens a frontend's end of a ring: ``with shmring.threads.connect("vision") as client``.
+    """Connects a frontend to an engine: ``with shmring.threads.connect("vision") as client``.
 
     Args:
         name: the engine's name, or a list of names: each request then goes to one of them.

@@ -326,7 +326,7 @@ class LoopRunner:
         raise NotImplementedError
 
     def close(self, *arguments: Any) -> None:
-        """Closes the end. Whoever waits for something gets a ClosedError at once.
+        """Closes the ring, client or worker. Each call that waits raises a ClosedError at once.
 
         In a forked child, where there is neither loop nor end, nothing happens; nor in a finaliser while the interpreter ends.
 

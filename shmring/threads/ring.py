@@ -621,7 +621,7 @@ def serve(
     served_by: ServedBy = "thread",
     **overrides: Unpack[RingOptions],
 ) -> Ring[Any]:
-    """Opens the engine's end of a ring: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
+    """Opens a ring, the engine's side: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
 
     Returns when frontends can connect.
 

@@ -388,7 +388,7 @@ class Worker(Generic[_Payload]):
             raise StopIteration from None
 
     def close(self) -> None:
-        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
+        """Closes the connection. Messages that were received stay until they are left. A second call does nothing.
 
         Threads that wait for a message get ``ClosedError``. This never waits; signal handlers and finalisers may call it.
         """

@@ -252,7 +252,7 @@ def _try_lock(path: Path) -> int | None:
 def sweep_names(directory: Path, *, remove: bool = True) -> list[str]:
     """Removes the sockets and locks that killed engines of this user left in a directory.
 
-    Whoever has the lock of a name is its engine, and a dead one has none. What else lies there is left alone.
+    The process that has the lock of a name is its engine; a dead engine has no lock. Other files there stay.
 
     Args:
         directory: of sockets.

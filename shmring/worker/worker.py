@@ -61,8 +61,8 @@ class Message(MessageEnd, Generic[_Payload]):
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
 
-        Who is cancelled meanwhile may reply again, or leave the message without a reply, unless a part of the reply was sent:
-        then it is sent to its end.
+        After a cancellation, the caller may reply again, or leave the message without a reply. But if a part of the reply was
+        sent, the rest is sent as well.
 
         A reply to a message that was broadcast goes nowhere (``wants_reply`` is false): a worker may reply to all of them.
 
@@ -271,7 +271,7 @@ class _Connection:
 
 
 class Worker(Generic[_Payload]):
-    """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
+    """A worker's side. Made by :func:`join`; iterate over it for messages, in the engine's order.
 
     Attributes:
         name: the engine's name.
@@ -323,7 +323,7 @@ class Worker(Generic[_Payload]):
             raise StopAsyncIteration from None
 
     async def close(self) -> None:
-        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
+        """Closes the connection. Messages that were received stay until they are left. A second call does nothing."""
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -406,7 +406,7 @@ def join(
         EngineDeadError: there is no engine of this name within ``connect_timeout_s``.
         RankTakenError: a living worker has this rank.
         RemoteProtocolError: the engine refuses this worker (with its reason).
-        PermissionError: who listens there is not to be trusted.
+        PermissionError: the process that listens there is not to be trusted.
         SlabError: its memory can't be mapped.
         ValueError, TypeError: a name, rank or option is not valid.
     """

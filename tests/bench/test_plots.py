@@ -51,6 +51,16 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path, made_results: Make, 
     assert plots.draw(made_results([]), tmp_path / "y") == []
 
 
+def test_the_readmes_plot_shows_both_sizes_and_each_way(tmp_path: Path, made_results: Make, found: list[Result]) -> None:
+    plots.draw_overview(made_results(found), tmp_path / "x", ["svg"])
+    text = (tmp_path / "x.svg").read_text()
+    for shown in ("tensors of 1 MB", "tensors of 64 MB", "shmring", "vLLM: zmq (direct_rpc)"):
+        assert f">{shown}<" in text
+    assert ">iceoryx2<" not in text
+    small = [result for result in found if result.case.nbytes < 64 << 20]
+    assert plots.draw_overview(made_results(small), tmp_path / "y", ["svg"]) == []
+
+
 def test_the_same_results_give_the_same_file(tmp_path: Path, made_results: Make, made_result: Make) -> None:
     results = made_results([made_result("shmring", Case(4096, window=1), [1.0])])
     for name in ("x", "y"):

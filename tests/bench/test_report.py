@@ -57,6 +57,7 @@ def other(directory: Path, name: str, **content: Any) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the plots out, which take most of the time."""
     monkeypatch.setattr(plots, "draw", lambda results, stem, kinds: [])
+    monkeypatch.setattr(plots, "draw_overview", lambda results, stem, kinds: [])
 
 
 def read(path: Path) -> Results:
