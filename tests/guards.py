@@ -1436,6 +1436,27 @@ GUARDS = (
         "tests/vllm/test_queues.py::test_vllms_cache_keeps_no_more_of_the_slab_than_it_may",
     ),
     Guard(
+        "vLLM's model reads a tensor in a device slab after it was written",
+        "shmring/integrations/vllm/engine.py",
+        "                    claim.use_on_gpu()\n",
+        "                    pass\n",
+        "tests/vllm/test_on_gpu.py::test_the_model_reads_it_after_it_was_written",
+    ),
+    Guard(
+        "a place in a device slab is used again after vLLM's model has read it",
+        "shmring/gpu/device_claims.py",
+        "                self._views.use((client_id, slot.generation), consumer)\n",
+        "                pass\n",
+        "tests/vllm/test_on_gpu.py::test_its_slot_is_used_again_after_the_model_has_read_it",
+    ),
+    Guard(
+        "vLLM's own way carries what finds no place in a device slab",
+        "shmring/integrations/vllm/frontend.py",
+        "return self._own(tensor) if reference is None and self._own is not None else reference",
+        "return reference",
+        "tests/vllm/test_on_gpu.py::test_what_finds_no_place_goes_vllms_own_way",
+    ),
+    Guard(
         "a server of vLLM that was stopped as a whole goes on",
         "shmring/integrations/vllm/peers.py",
         "if now_s - self._looked_s < _FORGOTTEN_S else {}",
