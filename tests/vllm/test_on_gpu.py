@@ -209,7 +209,7 @@ async def test_what_finds_no_place_goes_vllms_own_way(gpu: Gpu, own: Own, connec
     assert torch.equal(came[0], tensors[0])
     assert torch.equal(came[3], host)
     assert exchange.counts() == {"device": 2, "inline space": 1, "inline size": 1, "copied": 1}
-    del held
+    del held, came
 
 
 async def test_where_there_is_no_device_slab_they_go_vllms_own_way_and_the_log_says_so(
@@ -249,7 +249,8 @@ async def test_without_memory_for_it_the_slab_is_there_all_the_same(gpu: Gpu, co
 async def test_a_failure_of_cuda_is_said_once(gpu: Gpu, connected: Connect, caplog: pytest.LogCaptureFixture) -> None:
     exchange = await connected()
     await exchange.exchange(gpu.picture())
-    gpu.fail("cuEventRecord", 1)
+    gpu.writing.held = True
+    gpu.fail("cuEventRecord")
     for _ in range(3):
         await exchange.exchange(gpu.picture())
     assert exchange.counts() == {"device": 1, "inline gpu": 3}

@@ -253,7 +253,7 @@ def _gpu_of(core: Any, settings: Settings, *, copies: bool) -> int | str:
     if findings := broken(find_gpu_hooks, GPU_CHECKS):
         return f"this vLLM is not as it needs it ({'; '.join(findings)})"
     device = getattr(getattr(core.model_executor, "driver_worker", None), "device", None)
-    if getattr(device, "type", None) != "cuda":
+    if device is None or device.type != "cuda":
         return "the model is on no GPU of the engine core's process"
     return int(device.index or 0)
 
