@@ -528,6 +528,13 @@ GUARDS = (
         "tests/memory/test_device_slots.py::test_the_engine_reads_after_the_producer_has_written",
     ),
     Guard(
+        "no event goes with what was written before it is sent, and one with what was not",
+        "shmring/gpu/device_slots.py",
+        "None if self._gpu.is_idle(stream) else self._fences.record(stream)",
+        "self._fences.record(stream)",
+        "tests/memory/test_device_slots.py::test_what_was_written_before_it_is_sent_needs_no_event",
+    ),
+    Guard(
         "device memory that somebody may map is not freed",
         "shmring/gpu/device_claims.py",
         "if self._announced_to",
@@ -1455,6 +1462,27 @@ GUARDS = (
         "lent_nbytes >= self._settings.keep_nbytes",
         "False",
         "tests/vllm/test_queues.py::test_vllms_cache_keeps_no_more_of_the_slab_than_it_may",
+    ),
+    Guard(
+        "vLLM's model reads a tensor in a device slab after it was written",
+        "shmring/integrations/vllm/engine.py",
+        "                    claim.use_on_gpu()\n",
+        "                    pass\n",
+        "tests/vllm/test_on_gpu.py::test_the_model_reads_it_after_it_was_written",
+    ),
+    Guard(
+        "a place in a device slab is used again after vLLM's model has read it",
+        "shmring/gpu/device_claims.py",
+        "                self._views.use((client_id, slot.generation), consumer)\n",
+        "                pass\n",
+        "tests/vllm/test_on_gpu.py::test_its_slot_is_used_again_after_the_model_has_read_it",
+    ),
+    Guard(
+        "vLLM's own way carries what finds no place in a device slab",
+        "shmring/integrations/vllm/frontend.py",
+        "return self._own(tensor) if reference is None and self._own is not None else reference",
+        "return reference",
+        "tests/vllm/test_on_gpu.py::test_what_finds_no_place_goes_vllms_own_way",
     ),
     Guard(
         "a server of vLLM that was stopped as a whole goes on",

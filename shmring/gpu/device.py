@@ -3,7 +3,8 @@
 Theory of operation: like the slab in host memory, it is one allocation with one owner. The engine exports one handle, a
 frontend opens it once, and from then on slots are offsets, with no call of CUDA for each. What the kernel's socket queue does
 for host memory, ordering who writes before who reads, takes events here: the producer records one behind its writes, whose
-handle travels with the descriptor, and the consumer's stream waits for it. Each end keeps the events it made, or opened: making
+handle travels with the descriptor, and the consumer's stream waits for it. (Where the producer's stream is idle by then, none
+is needed: what a GPU has written is there for all.) Each end keeps the events it made, or opened: making
 one, exporting it and opening it take longer than a small copy, recording it again does not.
 
 GPUs are named by their UUID. Index 0 of one process may be index 3 of another (``CUDA_VISIBLE_DEVICES``), and opening a handle
@@ -33,10 +34,13 @@ from shmring.core.messages import DeviceHandle
 from shmring.errors import LocalProtocolError, RemoteProtocolError
 from shmring.gpu.cuda import Cuda, CudaError
 
-__all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
+__all__ = ["OVER", "DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
 
 #: What an allocation is rounded up to: CUDA packs smaller ones into one block, and a handle always means the whole block.
 GRANULE_NBYTES = 2 << 20
+
+#: In the place of an event's handle: the GPU had come to all that was queued when it was sent.
+OVER = b"\0"
 
 
 class DeviceMemory(Protocol):
@@ -244,6 +248,8 @@ class OpenedFences:
         Raises:
             RemoteProtocolError: that is no handle, or one more than the frontend can need.
         """
+        if handle == OVER:
+            return
         event = self._events.get(handle)
         if event is None:
             own = _fences.get(handle)

@@ -117,6 +117,21 @@ class DeviceClaims:
         self._idle.clear()
         return Placement(given)
 
+    def current_stream(self) -> int:
+        """Returns the number of the stream that this thread computes on, on the slab's device."""
+        return self._cuda.current_stream(self._slab.device_index)
+
+    def use(self, client_id: int, submit: Submit, consumer: int) -> None:
+        """The slots of a claim that are here are used on one more stream, which waits for their fence.
+
+        Raises:
+            CudaError: CUDA failed.
+        """
+        self._wait(client_id, submit.content.fence, consumer)
+        for slot in submit.content.slots:
+            if slot.offset >= self._start:
+                self._views.use((client_id, slot.generation), consumer)
+
     def give(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
         """Returns the slots of a claim that are here, to be used on one more stream, which waits for their fence.
 

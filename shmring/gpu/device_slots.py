@@ -33,7 +33,7 @@ from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError
-from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence, Fences
+from shmring.gpu.device import OVER, DeviceMemory, DeviceSlab, Fence, Fences
 from shmring.gpu.device_views import DeviceViews
 from shmring.memory.copier import Copier
 from shmring.memory.slots import Owner, Slots
@@ -52,9 +52,9 @@ _MAPPED_WITH: set[Mapping] = set()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Submission:
-    """A fence, and how many of the slots that went with it are still out."""
+    """A fence, and how many of the slots that went with it are still out. None: all had been written when it was sent."""
 
-    fence: Fence
+    fence: Fence | None
     slots: int = 0
 
 
@@ -257,12 +257,15 @@ class DeviceSlots(Slots):
     def record_fence(self, records: Sequence[ClientSlotRecord], stream: int | None) -> bytes:
         """For the end, which submits slots of which some are here: records an event behind all that is queued on a stream.
 
+        Where the stream is idle already there is nothing to wait for, and no event: waiting for another process's event
+        takes a GPU longer than a small copy does.
+
         Args:
             records: of the slots; those that are here are submitted next.
             stream: None: the current one.
 
         Returns:
-            The handle of the event.
+            The handle of the event; ``OVER``: there is none.
 
         Raises:
             CudaError: CUDA failed. Nothing was changed.
@@ -271,8 +274,9 @@ class DeviceSlots(Slots):
         for record in records:
             if self.has(record):
                 self._views.use((0, id(record)), stream)
-        self._submission = _Submission(self._fences.record(stream))
-        return self._submission.fence.handle
+        fence = None if self._gpu.is_idle(stream) else self._fences.record(stream)
+        self._submission = _Submission(fence)
+        return OVER if fence is None else fence.handle
 
     def submit(self, record: ClientSlotRecord) -> int:
         """For the end: a slot goes with the fence that was recorded last. Returns its generation."""
@@ -287,7 +291,7 @@ class DeviceSlots(Slots):
         if submission is None:
             return False
         submission.slots -= 1
-        if not submission.slots:
+        if not submission.slots and submission.fence is not None:
             self._fences.give_back(submission.fence)
         effects, _ = self.book.released((generation,), self._loop.time())
         self.carry_out(effects)

@@ -1,7 +1,8 @@
 """What went which way, counted: for the log's summary, and for the server's own ``/metrics``.
 
 A tensor that is large enough for the slab goes one of three ways: *copied* to the slab, *kept* there since it was sent
-before (no copy), or *inline*, in the server's message, for a reason that is counted.
+before (no copy), or *inline*, in the server's message, for a reason that is counted. One that is on a GPU goes to the *device*
+slab, or inline.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ __all__ = ["Reason", "Traffic", "engine_gauges", "reason_of"]
 
 #: Why a tensor goes inline. ``connecting``: its engine's ring was not reached yet; ``engine``: there is none, or it
 #: has gone; ``space``: the slab was full for as long as a request may wait; ``size``: it can never fit; ``kind``: shmring
-#: can't carry it; ``twice``: it is in the request twice; ``error``: anything else, which the log has.
-Reason = Literal["connecting", "engine", "space", "size", "kind", "twice", "error"]
+#: can't carry it; ``twice``: it is in the request twice; ``gpu``: it is on a GPU, and there is no device slab for it there;
+#: ``error``: anything else, which the log has.
+Reason = Literal["connecting", "engine", "space", "size", "kind", "twice", "gpu", "error"]
 
 
 def reason_of(error: Exception, logger: logging.Logger) -> Reason:
@@ -47,7 +49,7 @@ class Traffic:
         self.nbytes: collections.Counter[tuple[str, str]] = collections.Counter()
         self._metrics = _tensor_counters() if public else None
 
-    def count(self, way: Literal["copied", "kept", "inline"], nbytes: int, reason: Reason | Literal[""] = "") -> None:
+    def count(self, way: Literal["copied", "kept", "device", "inline"], nbytes: int, reason: Reason | Literal[""] = "") -> None:
         """Counts a tensor."""
         self.tensors[way, reason] += 1
         self.nbytes[way, reason] += nbytes
@@ -71,7 +73,7 @@ def _tensor_counters() -> tuple[Any, Any]:
 
     labels = ("way", "reason")
     return (
-        Counter("shmring_tensors", "Large tensors sent: copied to the slab, kept there, or inline", labels),
+        Counter("shmring_tensors", "Large tensors sent: copied to the slab, kept there, to the device slab, or inline", labels),
         Counter("shmring_tensor_bytes", "Bytes of large tensors sent", labels),
     )
 

@@ -255,6 +255,16 @@ class Shell:
         [device_claims] = self._device_claims
         return device_claims.give(client_id, submit, device, stream)
 
+    def current_stream(self) -> int:
+        """Returns the number of the stream that this thread computes on, on the GPU of the device slab."""
+        [device_claims] = self._device_claims
+        return device_claims.current_stream()
+
+    def use_on_device(self, client_id: int, submit: Submit, stream: int) -> None:
+        """A claim's slots in device memory are used on one more stream, which waits for their fence."""
+        [device_claims] = self._device_claims
+        device_claims.use(client_id, submit, stream)
+
     def release_on_device(self, client_id: int, submit: Submit, copying: bool) -> list[bool]:
         """For the end: releases slots in device memory; returns which of a claim's slots drain."""
         [device_claims] = self._device_claims

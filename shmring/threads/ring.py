@@ -273,6 +273,25 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         return payload
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether some of its tensors lie in the device slab."""
+        return bool(self._in_loop._submit.content.fence)
+
+    def use_on_gpu(self) -> None:
+        """Has this thread's current stream wait for what the frontend has queued: tensors in the device slab may be used on it.
+
+        Until then no stream but that of the loop's thread waits. Their slots are used again after the last view of them has
+        died, and after all that is queued by then on each of these streams. Where tensors lie elsewhere, it does nothing.
+
+        Raises:
+            CudaError: CUDA failed.
+            LocalProtocolError: the claim has released its slots; or this is the middle of the loop.
+            ClosedError: the ring is closed.
+        """
+        if self.on_gpu:
+            self._thread.at_once(_use_on, self._in_loop, self._in_loop._shell.current_stream())
+
+    @property
     def aborted(self) -> bool:
         """Whether the frontend gave the request up, or has gone."""
         return self._in_loop.aborted
@@ -354,6 +373,11 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
             return False
         self.fail(error)
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
+
+
+def _use_on(claim: in_loop.Claim, stream: int) -> None:
+    _ = claim.payload  # raises if its slots were released
+    claim._shell.use_on_device(claim.client_id, claim._submit, stream)
 
 
 def _ask(workers: Workers, payload: object, to: Iterable[int] | None, busy_s: float) -> Gathering | None:

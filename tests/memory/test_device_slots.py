@@ -100,13 +100,16 @@ class Ends:
         self._clients.append(client)
         return client
 
-    async def submit(self, client: Client, payload: object) -> shmring.Submission:
-        """Submits from the producer's stream, and goes on on the consumer's."""
+    async def submit(self, client: Client, payload: object, *, idle: bool = False) -> shmring.Submission:
+        """Submits from the producer's stream, and goes on on the consumer's. ``idle``: what was queued there is over."""
+        was_held, self.producing.held = self.producing.held, not idle
         self.cuda.compute_on(self.producing)
         try:
             return await client.submit(payload)
         finally:
             self.cuda.compute_on(self.consuming)
+            if not was_held:
+                self.cuda.release(self.producing)
 
     def write(self, tensor: torch.Tensor, value: int) -> None:
         """Queues a kernel that writes to a tensor, by address: what is queued keeps nothing alive."""
@@ -213,6 +216,26 @@ async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring:
         await ends.submit(client, tensor)
         with await ring.claim() as claim:
             check_that_reading_waits(ends, claim)
+
+
+async def test_what_was_written_before_it_is_sent_needs_no_event(
+    ends: Ends, ring: Ring, client: Client, eventually: Eventually
+) -> None:
+    async with client.slot(NBYTES, device="cuda") as slot:
+        tensor = slot.tensor((NBYTES,), torch.uint8)
+        ends.cuda.calls.clear()
+        for value in range(1, 4):
+            ends.write(tensor, value)
+            await ends.submit(client, tensor, idle=True)
+            with await ring.claim() as claim:
+                assert claim.payload.unique().tolist() == [value]
+                assert (await claim.to("cuda")).unique().tolist() == [value]
+            del claim
+            await eventually(lambda: gc.collect() >= 0 and client.statistics().slots_cached == 1)
+    events = {name for name in ends.cuda.calls if "Event" in name}
+    assert events == set(), "neither end has made, recorded, opened or awaited one"
+    assert ends.cuda.calls["cuStreamQuery"] <= 3 * 3
+    await eventually(lambda: used(ring) == used(client) == 0)
 
 
 async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring, client: Client) -> None:
@@ -856,9 +879,11 @@ async def test_a_call_that_fails_at_the_producer_leaves_the_books_balanced(
 
 async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(100, device="cuda") as slot:
+        ends.cuda.computing().held = True
         ends.cuda.fail("cuEventRecord")
         with pytest.raises(CudaError):
             client.submit_nowait([slot.tensor((10,), torch.uint8), torch.zeros(4000)])
+        ends.cuda.release()
         assert (client.statistics().in_flight, client.statistics().slots_writing) == (0, 1)
         client.submit_nowait([slot.tensor((10,), torch.uint8), torch.zeros(4000)])
         (await ring.claim()).done()

@@ -21,6 +21,7 @@ from shmring.integrations.promises import broken
 from shmring.integrations.vllm import contract, queue_contract
 print(vllm.__file__)
 print(broken(contract.find_hooks, contract.CHECKS), broken(queue_contract.find_executor, queue_contract.CHECKS))
+print(broken(contract.find_gpu_hooks, contract.GPU_CHECKS))
 """
 
 
@@ -39,9 +40,10 @@ def test_vllm_is_as_the_plug_in_needs_it(version: str) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
     done = run(PROGRAM, **environment)
     assert done.returncode == 0, done.stderr
-    file, broken = done.stdout.splitlines()[-2:]
+    file, broken, broken_on_gpus = done.stdout.splitlines()[-3:]
     assert file.startswith(str(Path(sys.prefix) / ("lib" if version == "installed" else f"sources/{version}")))
     assert broken == "[] []"
+    assert broken_on_gpus == "[]"
 
 
 CHANGES = {

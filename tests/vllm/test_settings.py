@@ -33,6 +33,7 @@ def test_each_is_read() -> None:
             "SHMRING_VLLM_PIN": "off",
             "SHMRING_VLLM_CHECK": "1",
             "SHMRING_VLLM_NAME": "blue",
+            "SHMRING_VLLM_DEVICE_SLAB": "512MiB",
         }
     )
     assert settings == Settings(
@@ -44,6 +45,7 @@ def test_each_is_read() -> None:
         pin="off",
         check=True,
         name="blue",
+        device_slab_nbytes=512 << 20,
     )
     assert settings.ring_name(3) == "blue-3"
 
@@ -66,6 +68,7 @@ def test_half_of_the_slab_may_be_kept() -> None:
         ("SHMRING_VLLM_PIN", "yes"),
         ("SHMRING_VLLM_CHECK", "true"),
         ("SHMRING_VLLM_NAME", "a/b"),
+        ("SHMRING_VLLM_DEVICE_SLAB", "1MiB"),
         ("SHMRING_VLLM_NAME", "x" * 57),
     ],
 )

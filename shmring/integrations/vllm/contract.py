@@ -11,7 +11,7 @@ from typing import Any
 
 from shmring.integrations.promises import parameters_differ, uses_are_missing
 
-__all__ = ["CHECKS", "Hooks", "find_hooks"]
+__all__ = ["CHECKS", "GPU_CHECKS", "Hooks", "find_gpu_hooks", "find_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,3 +151,39 @@ def _handing_over(hooks: Hooks) -> Iterator[str]:
 
 
 CHECKS = (_methods, _attributes, _request_fields, _round_trip, _handing_over)
+
+
+# -- for a device slab; where it is otherwise, only that is left out -------------------------------------------------------
+
+
+def find_gpu_hooks() -> Any:
+    """Imports the module with what vLLM does first with processed media: it puts those of several requests together.
+
+    Raises:
+        ImportError: this vLLM has no such thing.
+    """
+    from vllm.multimodal import utils
+
+    return utils
+
+
+def _putting_together(utils: Any) -> Iterator[str]:
+    """Whoever reads media goes through the function that is wrapped, and nothing reads them before."""
+    yield from parameters_differ([(utils.group_and_batch_mm_items, ["items"])])
+    yield from uses_are_missing([(utils.group_and_batch_mm_kwargs, ("group_and_batch_mm_items",))])
+
+
+def _runners(_: Any) -> Iterator[str]:
+    """Both of vLLM's runners go that way."""
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    yield from uses_are_missing(
+        [
+            (GPUModelRunner._execute_mm_encoder, ("group_and_batch_mm_kwargs",)),
+            (EncoderRunner.execute_mm_encoder, ("group_and_batch_mm_kwargs",)),
+        ]
+    )
+
+
+GPU_CHECKS = (_putting_together, _runners)

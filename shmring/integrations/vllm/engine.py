@@ -18,13 +18,13 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from shmring.errors import ShmringError
-from shmring.integrations.vllm.engine_ring import EngineRing
+from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.payloads import checksum
 from shmring.integrations.vllm.settings import Settings
 
@@ -53,6 +53,8 @@ class Receiver:
         copies: whether tensors are copied out of the slab, since vLLM's own cache would keep them.
         pin: as ``RingConfig.pin``.
         engine_ring: of this process, where workers may have joined it; ``None``: one that nobody else uses.
+        gpu: the one that this process runs the model on, for a device slab; or why there is none.
+        own: vLLM's own provider, for tensors that did not go through shmring; None: it has none.
 
     Raises:
         ShmringError, OSError: there can't be a ring.
@@ -66,26 +68,31 @@ class Receiver:
         copies: bool,
         pin: Literal["auto", "on", "off"],
         engine_ring: EngineRing | None = None,
+        gpu: int | str = NOT_SET,
+        own: Callable[[str, Sequence[int], dict[str, Any]], torch.Tensor] | None = None,
     ) -> None:
         self.copies = copies
         self._settings = settings
+        self._own = own
         self._engine_ring = engine_ring or EngineRing(settings)
         self._kept: dict[_Key, Claim] = {}
         self._lent: dict[int, tuple[int, int]] = {}  # tensors that vLLM has: address and bytes of each, by a number of its own
+        self._on_gpu: dict[int, tuple[range, Claim]] = {}  # the same of those in the device slab: addresses, and the claim
         self._lent_numbers = itertools.count()
         self._losses: list[str] = []  # of the message that is being decoded
         self._taken = self._hits = self._waits = self._lost = 0
         self._wait_s = 0.0
         if not self._engine_ring.is_expected:
             self._engine_ring.expect(engine_index)
-        self._ring: Ring = self._engine_ring.open(pin)
+        self._ring: Ring = self._engine_ring.open(pin, gpu=gpu)
         self._engine_ring.receiver = self
         logger.info(
-            "shmring: engine core %d has a slab of %d MiB (%s); its tensors are %s",
+            "shmring: engine core %d has a slab of %d MiB (%s); its tensors are %s; %s",
             engine_index,
             settings.slab_nbytes >> 20,
             self._ring.name,
             self._what_becomes_of_tensors(),
+            self._what_becomes_of_those_on_gpus(),
         )
 
     def _what_becomes_of_tensors(self) -> str:
@@ -96,10 +103,17 @@ class Receiver:
         most_mib = self._settings.keep_nbytes >> 20
         return f"read in place while vLLM's cache has no more than {most_mib} MiB of them, else copied out"
 
+    def _what_becomes_of_those_on_gpus(self) -> str:
+        if reason := self._engine_ring.no_device_slab:
+            return f"there is no device slab, since {reason}"
+        return f"those on a GPU are read in a device slab of {self._settings.device_slab_nbytes >> 20} MiB"
+
     # -- in the input thread -------------------------------------------------------------------------------------------
 
     def __call__(self, dtype: str, shape: Sequence[int], reference: dict[str, Any]) -> torch.Tensor:
-        """For vLLM's decoder: the tensor that a message refers to. Never raises."""
+        """For vLLM's decoder: the tensor that a message refers to. Never raises, where vLLM's own provider does not."""
+        if self._own is not None and "shmring" not in reference:
+            return self._own(dtype, shape, reference)
         try:
             client_id, request_id, is_kept = reference["shmring"]
             key = client_id, request_id
@@ -123,6 +137,8 @@ class Receiver:
             self._hits += 1
         (tensor,) = claim.payload
         assert isinstance(tensor, torch.Tensor)
+        if claim.on_gpu:
+            return self._lend_on_gpu(tensor, claim)
         if self._is_copied_out():
             tensor = tensor.clone()
         elif self._engine_ring.has_workers:
@@ -153,6 +169,34 @@ class Receiver:
         del self._lent[number]
         if claim is not None:
             claim.done()
+
+    def _lend_on_gpu(self, tensor: torch.Tensor, claim: Claim) -> torch.Tensor:
+        """The same for a tensor in the device slab: streams that use it are told to its claim."""
+        lent = tensor.detach()
+        number, start = next(self._lent_numbers), lent.data_ptr()
+        self._on_gpu[number] = range(start, start + lent.nbytes), claim
+        weakref.finalize(lent, self._given_back_on_gpu, number).atexit = False
+        return lent
+
+    def _given_back_on_gpu(self, number: int) -> None:
+        """vLLM has dropped it, in any thread and at any moment. What it has made of it (a view) may live longer."""
+        _, claim = self._on_gpu.pop(number)
+        claim.done()
+
+    def before_use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """In the thread that runs the model: work that reads these tensors is about to be queued on its current stream.
+
+        Raises:
+            CudaError: CUDA failed.
+            ClosedError: the ring is closed.
+        """
+        if not self._on_gpu:
+            return
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            for addresses, claim in list(self._on_gpu.values()):
+                if address in addresses:
+                    claim.use_on_gpu()
 
     def lies_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes are those of one that vLLM has from here."""
@@ -204,6 +248,8 @@ class Receiver:
         kept = list(self._kept.values())
         return {
             "copies": self.copies,
+            "device_slab_nbytes": ring.device_slab_nbytes,
+            "no_device_slab": self._engine_ring.no_device_slab,
             "slots_in_use": ring.slots_in_use,
             "free_bytes": ring.free_nbytes,
             "quarantined_bytes": ring.quarantined_nbytes,

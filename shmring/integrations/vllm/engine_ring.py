@@ -8,18 +8,23 @@ opens the ring, and whoever leaves last closes it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from shmring.config import RingConfig
+from shmring.errors import SlabError
 from shmring.integrations.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from shmring.integrations.vllm.engine import Receiver
     from shmring.threads import Ring
 
-__all__ = ["EngineRing"]
+__all__ = ["NOT_SET", "EngineRing"]
+
+NOT_SET = "SHMRING_VLLM_DEVICE_SLAB is not set"
 
 _UNTAKEN_S = 60.0  # a tensor whose message has not come by then: its API server failed to send it, and to say so
 _MAX_INFLIGHT = 4096  # what each API server may have here at once, kept tensors included (at most 1,024)
@@ -36,11 +41,13 @@ class EngineRing:
         receiver: the half of the engine core that takes tensors of API servers; ``None``: there is none (yet).
         index: vLLM's number of this engine core; ``None``: this process is none, or it is not known yet.
         has_workers: whether workers are sent what lies here.
+        no_device_slab: why the ring has no device slab; empty: it has one.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.receiver: Receiver | None = None
         self.has_workers = False
+        self.no_device_slab = "workers run the model, and not the engine core" if settings.device_slab_nbytes else NOT_SET
         self._settings = settings
         self.index: int | None = None
         self._ring: Ring | None = None
@@ -57,19 +64,20 @@ class EngineRing:
         """Whether this process is such an engine core, and not one that it has forked."""
         return self.index is not None and self._pid == os.getpid()
 
-    def open(self, pin: Literal["auto", "on", "off"], served_by: Literal["thread", "both"] = "thread") -> Ring:
+    def open(
+        self, pin: Literal["auto", "on", "off"], served_by: Literal["thread", "both"] = "thread", gpu: int | str | None = None
+    ) -> Ring:
         """Opens the ring if it is not open, for one more user.
 
         Args:
             pin, served_by: as ``RingConfig.pin``, and of :func:`shmring.threads.serve`, if it is not open.
+            gpu: on which there is to be a device slab; or why there is to be none. If it is not open.
 
         Raises:
             ShmringError, OSError: there can't be a ring.
         """
         assert self.index is not None
         if self._ring is None:
-            from shmring import threads
-
             config = RingConfig(
                 slab_nbytes=self._settings.slab_nbytes,
                 max_inflight=_MAX_INFLIGHT,
@@ -77,11 +85,33 @@ class EngineRing:
                 broadcast_nbytes=self._settings.broadcast_nbytes,
                 worker_backlog=_WORKER_BACKLOG,
             )
-            name = self._settings.ring_name(self.index)
-            calls = {"report": self._report_in_loop}
-            self._ring = threads.serve(name, config, calls=calls, untaken_s=_UNTAKEN_S, served_by=served_by)
+            self._ring = self._serve(config, served_by, gpu)
         self._users += 1
         return self._ring
+
+    def _serve(self, config: RingConfig, served_by: Literal["thread", "both"], gpu: int | str | None) -> Ring:
+        from shmring import threads
+
+        assert self.index is not None
+        serve = functools.partial(
+            threads.serve,
+            self._settings.ring_name(self.index),
+            calls={"report": self._report_in_loop},
+            untaken_s=_UNTAKEN_S,
+            served_by=served_by,
+        )
+        if isinstance(gpu, str):
+            self.no_device_slab = gpu
+        if isinstance(gpu, int):
+            nbytes = self._settings.device_slab_nbytes
+            try:
+                ring = serve(dataclasses.replace(config, device_slab_nbytes=nbytes, device_slab_device=f"cuda:{gpu}"))
+            except SlabError as error:
+                self.no_device_slab = f"the engine core can have no device slab: {error}"
+            else:
+                self.no_device_slab = ""
+                return ring
+        return serve(config)
 
     def leave(self) -> None:
         """One user needs it no longer."""

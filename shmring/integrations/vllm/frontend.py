@@ -6,7 +6,7 @@ diverted: nothing else is certain to be decoded where tensors can be taken. Thei
 (:class:`~shmring.integrations.vllm.request_tensors.RequestTensors`); then vLLM encodes the request, and its encoder asks the
 frontend for each tensor. A request whose tensors are kept already, or small, takes no ``await`` more than without the plug-in.
 
-Whatever does not work, the tensor goes inline, as without the plug-in.
+Whatever does not work, the tensor goes inline, as without the plug-in: to the consumer that vLLM itself has, where it has one.
 """
 
 from __future__ import annotations
@@ -40,26 +40,36 @@ _Sent = TypeVar("_Sent")
 
 
 class _Frontend:
-    """What both kinds share. It is what vLLM's encoder calls an out-of-band tensor consumer."""
+    """What both kinds share. It is what vLLM's encoder calls an out-of-band tensor consumer.
 
-    def __init__(self, settings: Settings, *, public: bool) -> None:
+    Args:
+        settings: the plug-in's.
+        own: vLLM's own consumer, which gets what does not go through shmring; None: it has none.
+        public: whether vLLM's ``/metrics`` show what went which way.
+    """
+
+    def __init__(self, settings: Settings, own: Any, *, public: bool) -> None:
         self._settings = settings
+        self._own = own
         self._traffic = Traffic(public=public)
         self._in_slab: RequestTensors | None = None  # of the request that is being encoded
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """For vLLM's encoder: what to send instead of a tensor."""
-        return None if self._in_slab is None else self._in_slab.reference_to(tensor)
+        reference: dict[str, Any] | None = None if self._in_slab is None else self._in_slab.reference_to(tensor)
+        return self._own(tensor) if reference is None and self._own is not None else reference
 
     def new_message(self) -> None:
         """For vLLM's encoder: a message begins. Which one, the wrapped method has said."""
+        if self._own is not None:
+            self._own.new_message()
 
     def _prepare(self, request: Any, link: AsyncLink | ThreadLink | None) -> _Prepared | None:
         """Places what needs no waiting; None: nothing of this request is for the slab."""
         if link is None:
             return None
         try:
-            tensors = large_tensors(request, self._settings.min_nbytes)
+            tensors = large_tensors(request, self._settings.min_nbytes, on_gpus=self._settings.device_slab_nbytes > 0)
             if not tensors:
                 return None
             in_slab = RequestTensors(link, self._traffic, checks=self._settings.check)
@@ -84,6 +94,19 @@ class _Frontend:
             in_slab.settle(prepared.tensors)
         return sent
 
+    def _say_what_is_on(self, links: Sequence[AsyncLink | ThreadLink]) -> None:
+        """Says which way tensors go, where an engine core is reached."""
+        connected = [link for link in links if link.is_connected]
+        if connected:
+            kept = sum(link.book.budget_nbytes for link in connected if link.book is not None)
+            logger.info(
+                "shmring: tensors of %d bytes and more go through shared memory (%s); %s; %s",
+                self._settings.min_nbytes,
+                ", ".join(link.name for link in connected),
+                f"up to {kept >> 20} MiB of them stay there" if kept else "none of them stay there",
+                "; ".join(dict.fromkeys(str(link.on_gpu) for link in connected)),
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
@@ -107,12 +130,14 @@ class SyncFrontend(_Frontend):
     Args:
         settings: the plug-in's.
         engines: vLLM's identities of the engine cores.
+        own: vLLM's own consumer of tensors.
     """
 
-    def __init__(self, settings: Settings, engines: Sequence[bytes]) -> None:
-        super().__init__(settings, public=False)
+    def __init__(self, settings: Settings, engines: Sequence[bytes], own: Any = None) -> None:
+        super().__init__(settings, own, public=False)
         config = client_config(settings, 1)
         self._links = {engine: ThreadLink(settings.ring_name(number_of(engine)), config, settings) for engine in engines}
+        self._say_what_is_on(list(self._links.values()))
 
     def divert(self, request: Any, engine: bytes, send: Callable[[], _Sent]) -> _Sent:
         """Sends a request.
@@ -139,6 +164,7 @@ class AsyncFrontend(_Frontend):
         settings: the plug-in's.
         engines: vLLM's identities of the engine cores.
         api_servers: how many share them.
+        own: vLLM's own consumer of tensors.
         tell_drops: awaited with the identity of an engine core, the id of its client and numbers of kept tensors, tells it
             in vLLM's own order of messages to drop them; returns false when vLLM's client has gone.
     """
@@ -151,8 +177,9 @@ class AsyncFrontend(_Frontend):
         tell_drops: Callable[[bytes, int, list[int]], Awaitable[bool]],
         *,
         keeps: bool,
+        own: Any = None,
     ) -> None:
-        super().__init__(settings, public=True)
+        super().__init__(settings, own, public=True)
         config = client_config(settings, api_servers)
         keep_nbytes = settings.keep_nbytes // api_servers if keeps else 0
         self._links = {
@@ -181,7 +208,7 @@ class AsyncFrontend(_Frontend):
     async def _keep_house(self) -> None:
         """Connects; then takes care of what no request takes care of: drops that nothing takes along, and gauges."""
         await asyncio.gather(*(link.connect() for link in self._links.values()))
-        self._say_what_is_on()
+        self._say_what_is_on(list(self._links.values()))
         pauses = 0
         while True:
             for engine, link in self._links.items():
@@ -195,17 +222,6 @@ class AsyncFrontend(_Frontend):
                 await self._update_gauges()
             pauses += 1
             await asyncio.sleep(_DROP_S)
-
-    def _say_what_is_on(self) -> None:
-        connected = [link for link in self._links.values() if link.is_connected]
-        if connected:
-            kept = sum(link.book.budget_nbytes for link in connected if link.book is not None)
-            logger.info(
-                "shmring: tensors of %d bytes and more go through shared memory (%s); %s",
-                self._settings.min_nbytes,
-                ", ".join(link.name for link in connected),
-                f"up to {kept >> 20} MiB of them stay there" if kept else "none of them stay there",
-            )
 
     async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
         assert link.book is not None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shmring.config import ClientConfig
 from shmring.errors import ShmringError
 from shmring.integrations.vllm.kept import Book
+from shmring.integrations.vllm.on_gpu import OnGpu, gpu_of, place_in
 from shmring.integrations.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ class AsyncLink:
     Attributes:
         book: of what it keeps; None: nothing.
         placing: tensors that are being copied to be kept, by id; a second request with such a tensor waits for the first.
+        on_gpu: the way of tensors on a GPU; there when it is connected.
     """
+
+    on_gpu: OnGpu
 
     def __init__(self, name: str, config: ClientConfig, settings: Settings, keep_nbytes: int) -> None:
         self.name = name
@@ -72,6 +76,7 @@ class AsyncLink:
         try:
             self._client = await shmring.connect(self.name, self._config, description="vLLM")
             report = await self.report()
+            self.on_gpu = OnGpu(self.name, report)
         except (ShmringError, OSError, TimeoutError) as error:
             logger.warning("shmring: tensors go inline, since the ring %s is not reached: %s", self.name, error)
             await self.close()
@@ -98,25 +103,34 @@ class AsyncLink:
         return 0 if self._client is None else self._client.client_id
 
     def submit_now(self, tensor: torch.Tensor) -> Submission:
-        """Copies a tensor to the slab, in the loop.
+        """Copies a tensor to the slab, in the loop; or has a GPU copy it to the device slab.
 
         Raises:
             WouldBlock: there is no space now.
-            TypeError, CapacityError, PeerLostError, ClosedError: it can't be sent.
+            TypeError, CapacityError, PeerLostError, ClosedError, NotOnThisGpuError: it can't be sent.
         """
         assert self._client is not None
-        return self._client.submit_nowait([tensor], ask=False)
+        gpu = gpu_of(tensor)
+        if gpu is None:
+            return self._client.submit_nowait([tensor], ask=False)
+        with self.on_gpu.sending(), self._client.slot_nowait(tensor.nbytes, device=gpu, ask=False) as slot:
+            return self._client.submit_nowait([place_in(slot, tensor, gpu)], ask=False)
 
     async def submit(self, tensor: torch.Tensor) -> Submission:
         """The same, on a thread if that takes long, waiting for space as long as a request may.
 
         Raises:
             TimeoutError: there was no space.
-            TypeError, CapacityError, PeerLostError, ClosedError: it can't be sent.
+            TypeError, CapacityError, PeerLostError, ClosedError, NotOnThisGpuError: it can't be sent.
         """
         assert self._client is not None
+        gpu = gpu_of(tensor)
         async with asyncio.timeout(_patience(self._settings.wait_s, tensor.nbytes)):
-            return await self._client.submit([tensor])
+            if gpu is None:
+                return await self._client.submit([tensor])
+            with self.on_gpu.sending():
+                async with self._client.slot(tensor.nbytes, device=gpu) as slot:
+                    return await self._client.submit([place_in(slot, tensor, gpu)])
 
     async def report(self) -> dict[str, Any]:
         """Returns what the engine core's end counts.
@@ -137,8 +151,9 @@ class AsyncLink:
 class ThreadLink:
     """For code without an event loop (vLLM's ``LLM``): the client's loop runs in a thread of its own, and nothing is kept."""
 
-    book = None
+    book: Book | None = None
     is_connecting = False
+    on_gpu: OnGpu  # when it is connected
 
     def __init__(self, name: str, config: ClientConfig, settings: Settings) -> None:
         from shmring import threads
@@ -147,8 +162,14 @@ class ThreadLink:
         self._settings = settings
         self._client: ThreadClient | None = None
         try:
-            self._client = threads.connect(name, config, description="vLLM")
-        except (ShmringError, OSError) as error:
+            client = threads.connect(name, config, description="vLLM")
+            try:
+                self.on_gpu = OnGpu(name, client.call("report", timeout=_ANSWER_S))
+            except BaseException:
+                client.close()
+                raise
+            self._client = client
+        except (ShmringError, OSError, TimeoutError) as error:
             logger.warning("shmring: tensors go inline, since the ring %s is not reached: %s", name, error)
 
     @property
@@ -162,14 +183,18 @@ class ThreadLink:
         return 0 if self._client is None else self._client.client_id
 
     def submit_now(self, tensor: torch.Tensor) -> Any:
-        """Copies a tensor to the slab, waiting for space as long as a request may.
+        """Copies a tensor to the slab, or has a GPU copy it to the device slab, waiting for space as long as a request may.
 
         Raises:
             TimeoutError: there was no space.
-            TypeError, CapacityError, PeerLostError, ClosedError: it can't be sent.
+            TypeError, CapacityError, PeerLostError, ClosedError, NotOnThisGpuError: it can't be sent.
         """
         assert self._client is not None
-        return self._client.submit([tensor], timeout=_patience(self._settings.wait_s, tensor.nbytes))
+        gpu, timeout_s = gpu_of(tensor), _patience(self._settings.wait_s, tensor.nbytes)
+        if gpu is None:
+            return self._client.submit([tensor], timeout=timeout_s)
+        with self.on_gpu.sending(), self._client.slot(tensor.nbytes, device=gpu, timeout=timeout_s) as slot:
+            return self._client.submit([place_in(slot, tensor, gpu)], timeout=timeout_s)
 
     def close(self) -> None:
         """Disconnects."""

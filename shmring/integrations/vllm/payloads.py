@@ -8,34 +8,48 @@ from typing import Any
 
 import torch
 
-__all__ = ["checksum", "large_tensors"]
+from shmring.integrations.vllm.on_gpu import gpu_of
+
+__all__ = ["checksum", "large_tensors", "tensors_in"]
 
 
-def large_tensors(request: Any, least_nbytes: int) -> list[torch.Tensor]:
+_EMBEDS = "prompt_embeds"  # as a modality: an encoder's output, which vLLM keeps where it is
+
+
+def large_tensors(request: Any, least_nbytes: int, *, on_gpus: bool = False) -> list[torch.Tensor]:
     """Returns the tensors of an ``EngineCoreRequest`` that are dense, lie in host memory and take so many bytes or more.
 
     They are the processed media (``mm_features``) and ``prompt_embeds``; everything else in a request is small.
+
+    Args:
+        on_gpus: whether to return processed media on a GPU, too. What is an embedding already, vLLM reads otherwise.
     """
     found: dict[int, torch.Tensor] = {}
     for feature in request.mm_features or ():
         if feature.data is not None:  # else the engine core has it in its cache
+            is_wanted_on_gpus = on_gpus and getattr(feature, "modality", None) != _EMBEDS
             for element in feature.data.values():
-                found.update((id(tensor), tensor) for tensor in _tensors_in(element.data))
-    if request.prompt_embeds is not None:
+                for tensor in tensors_in(element.data):
+                    if _is_on_host(tensor) or (is_wanted_on_gpus and gpu_of(tensor) is not None):
+                        found[id(tensor)] = tensor
+    if request.prompt_embeds is not None and _is_on_host(request.prompt_embeds):
         found[id(request.prompt_embeds)] = request.prompt_embeds
-    dense = [tensor for tensor in found.values() if tensor.is_cpu and tensor.layout is torch.strided]
-    return [tensor for tensor in dense if tensor.nbytes >= least_nbytes]
+    return [tensor for tensor in found.values() if tensor.layout is torch.strided and tensor.nbytes >= least_nbytes]
 
 
-def _tensors_in(data: object) -> Iterator[torch.Tensor]:
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and gpu_of(tensor) is None
+
+
+def tensors_in(data: object) -> Iterator[torch.Tensor]:
     """vLLM's ``NestedTensors``: a tensor, a number, or a sequence of such."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, list | tuple):
         for part in data:
-            yield from _tensors_in(part)
+            yield from tensors_in(part)
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """Returns the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

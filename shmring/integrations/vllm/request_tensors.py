@@ -16,6 +16,7 @@ from shmring.errors import WouldBlock
 from shmring.integrations.traffic import Reason, Traffic, reason_of
 from shmring.integrations.vllm.kept import Entry
 from shmring.integrations.vllm.link import LONGEST_IN_LOOP_NBYTES, AsyncLink, ThreadLink
+from shmring.integrations.vllm.on_gpu import NotOnThisGpuError, gpu_of
 from shmring.integrations.vllm.payloads import checksum
 
 if TYPE_CHECKING:
@@ -28,22 +29,21 @@ __all__ = ["RequestTensors"]
 logger = logging.getLogger("vllm.shmring")
 
 
+_Way = Literal["copied", "kept", "device"]
+
+
 class _Piece:
-    """A tensor that is in the slab: kept there by an entry, or for this message alone."""
+    """A tensor that is in the slab: kept there by an entry, or for this message alone. Or in the device slab, for this one."""
 
-    __slots__ = ("checksum", "entry", "is_copied", "is_used", "nbytes", "submission")
+    __slots__ = ("checksum", "entry", "is_used", "nbytes", "submission", "way")
 
-    def __init__(self, nbytes: int, submission: Any, entry: Entry | None, *, is_copied: bool, checksum: int) -> None:
+    def __init__(self, nbytes: int, submission: Any, entry: Entry | None, way: _Way, *, checksum: int) -> None:
         self.nbytes = nbytes
         self.submission: Submission = submission
         self.entry = entry
-        self.is_copied = is_copied
+        self.way = way
         self.checksum = checksum
         self.is_used = False
-
-    @property
-    def way(self) -> Literal["copied", "kept"]:
-        return "copied" if self.is_copied else "kept"
 
 
 class RequestTensors:
@@ -77,31 +77,33 @@ class RequestTensors:
     async def place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Places tensors, or finds why they go inline. One after the other: they share the memory bandwidth anyway.
 
-        Where one has waited for space in vain, the others of the request do not wait as well.
+        Where one has waited for space in vain, the others of the request do not wait for the same slab as well.
         """
-        is_full = False
+        full: set[bool] = set()  # slabs, by whether they are on a GPU
         for tensor in tensors:
-            if is_full:
+            on_gpu = gpu_of(tensor) is not None
+            if on_gpu in full:
                 self._inline[id(tensor)] = "space"
                 continue
             try:
                 await self._copy(tensor)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tensor goes inline, and the reason is counted
-                self._inline[id(tensor)] = reason_of(error, logger)
-                is_full = isinstance(error, TimeoutError)
+                self._inline[id(tensor)] = _reason_of(error)
+                if isinstance(error, TimeoutError):
+                    full.add(on_gpu)
 
     def _find(self, tensor: torch.Tensor) -> bool:
         book = self._link.book
         entry = book.find(tensor) if book is not None else None
         if entry is None:
             return False
-        self._pieces[id(tensor)] = _Piece(tensor.nbytes, entry.submission, entry, is_copied=False, checksum=entry.checksum)
+        self._pieces[id(tensor)] = _Piece(tensor.nbytes, entry.submission, entry, "kept", checksum=entry.checksum)
         return True
 
     def _copy_now(self, tensor: torch.Tensor) -> bool:
-        """Copies a small tensor in the loop; false if it has to be awaited."""
+        """Copies a small tensor in the loop, or has a GPU copy one that is there; false if it has to be awaited."""
         link = self._link
-        if isinstance(link, AsyncLink):
+        if isinstance(link, AsyncLink) and gpu_of(tensor) is None:
             copied_nbytes = self._copied_in_loop_nbytes + tensor.nbytes
             if copied_nbytes > LONGEST_IN_LOOP_NBYTES or id(tensor) in link.placing:
                 return False
@@ -110,8 +112,8 @@ class RequestTensors:
             self._placed(tensor, link.submit_now(tensor))
         except WouldBlock:
             return False
-        except Exception as error:  # noqa: BLE001 - as below
-            self._inline[id(tensor)] = reason_of(error, logger)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._inline[id(tensor)] = _reason_of(error)
         return True
 
     async def _copy(self, tensor: torch.Tensor) -> None:
@@ -125,7 +127,7 @@ class RequestTensors:
         try:
             self._placed(tensor, await link.submit(tensor))
         except TimeoutError:
-            if link.book is not None:
+            if link.book is not None and gpu_of(tensor) is None:
                 link.book.evict(tensor.nbytes)  # kept tensors have what others leave: the next request finds space
             raise
         finally:
@@ -133,10 +135,10 @@ class RequestTensors:
             ended.set()
 
     def _placed(self, tensor: torch.Tensor, submission: Any) -> None:
-        """It is in the slab: for this message, or for others as well."""
-        book = self._link.book
-        entry = book.add(tensor, submission) if book is not None and book.make_room(tensor.nbytes) else None
-        piece = _Piece(tensor.nbytes, submission, entry, is_copied=True, checksum=0)
+        """It is in the slab: for this message, or for others as well. The device slab keeps none: a copy on a GPU is cheap."""
+        book, on_gpu = self._link.book, gpu_of(tensor) is not None
+        entry = book.add(tensor, submission) if book is not None and not on_gpu and book.make_room(tensor.nbytes) else None
+        piece = _Piece(tensor.nbytes, submission, entry, "device" if on_gpu else "copied", checksum=0)
         self._pieces[id(tensor)] = piece
         if self._checks:
             piece.checksum = checksum(tensor)
@@ -194,3 +196,7 @@ class RequestTensors:
             elif not piece.is_used:
                 piece.submission.abort()
         self._pieces.clear()
+
+
+def _reason_of(error: Exception) -> Reason:
+    return "gpu" if isinstance(error, NotOnThisGpuError) else reason_of(error, logger)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
+from shmring.config import parse_nbytes
 from shmring.integrations.environment import Reader, choice, ring_name, run_variable, seconds
 
 __all__ = ["NAMES", "PREFIX", "Settings"]
@@ -18,12 +19,20 @@ __all__ = ["NAMES", "PREFIX", "Settings"]
 PREFIX = "SHMRING_VLLM"
 NAMES = (  # each behind the prefix and "_"
     "SLAB", "MIN_NBYTES", "WAIT_S", "KEEP", "TAKE_TIMEOUT_S", "PIN", "CHECK", "NAME", "WORKERS", "BROADCAST",
+    "DEVICE_SLAB",
 )  # fmt: skip
 
 _MIN_SLAB_NBYTES = 16 << 20  # a slab of a few pictures; less is a typing error
 _LEAST_MIN_NBYTES = 16 << 10  # below that a tensor travels in shmring's message anyway, and vLLM's carries it as well
 _LONGEST_WAIT_S = 10.0  # a request that waits longer for space had better gone inline
 _LONGEST_TAKE_S = 60.0  # no other request is decoded meanwhile
+
+
+def _device_slab(text: str) -> int:
+    nbytes = parse_nbytes(text)
+    if 0 < nbytes < _MIN_SLAB_NBYTES:
+        raise ValueError
+    return nbytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,8 @@ class Settings:
         workers: ``SHMRING_VLLM_WORKERS``, whether an engine core and its workers talk through shmring.
         broadcast_nbytes: ``SHMRING_VLLM_BROADCAST``, memory of each engine core for what it sends its workers and no API
             server has put into the slab.
+        device_slab_nbytes: ``SHMRING_VLLM_DEVICE_SLAB``, memory of each engine core on its GPU for tensors that API servers
+            have on that GPU; 0: these go vLLM's own way.
     """
 
     slab_nbytes: int = 1 << 30
@@ -54,6 +65,7 @@ class Settings:
     name: str = "vllm"
     workers: bool = True
     broadcast_nbytes: int = 256 << 20
+    device_slab_nbytes: int = 0  # until it has run on a GPU
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -83,6 +95,7 @@ class Settings:
             ),
             workers=read.value("WORKERS", "1", choice("0", "1"), "0 or 1") == "1",
             broadcast_nbytes=read.nbytes("BROADCAST", cls.broadcast_nbytes, _MIN_SLAB_NBYTES, "a size of 16MiB or more"),
+            device_slab_nbytes=read.value("DEVICE_SLAB", cls.device_slab_nbytes, _device_slab, "a size of 16MiB or more, or 0"),
         )
 
     def ring_name(self, engine_index: int) -> str:

@@ -9,6 +9,7 @@
 ``MultiprocExecutor._init_executor``       an executor knows what its engine core's ring is called
 ``MessageQueue`` in its module             queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
+``group_and_batch_mm_items``               the stream that reads tensors in a device slab waits for who writes them
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
 =========================================  =============================================================================
 
@@ -27,8 +28,8 @@ from typing import Any
 
 from shmring.integrations.environment import name_the_run
 from shmring.integrations.promises import broken, stay_off
-from shmring.integrations.vllm.contract import CHECKS, Hooks, find_hooks
-from shmring.integrations.vllm.engine_ring import EngineRing
+from shmring.integrations.vllm.contract import CHECKS, GPU_CHECKS, Hooks, find_gpu_hooks, find_hooks
+from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.settings import PREFIX, Settings
 
 __all__ = ["switch_on"]
@@ -109,17 +110,18 @@ def _attach(client: Any, settings: Settings, *, is_async: bool) -> None:
     """Gives one of vLLM's clients its half."""
     from shmring.integrations.vllm.frontend import SyncFrontend
 
-    if client.encoder.oob_tensor_consumer is not None:
+    own = client.encoder.oob_tensor_consumer  # of torch_shm
+    if own is not None and not settings.device_slab_nbytes:
         logger.warning("shmring stays off: --mm-tensor-ipc torch_shm is on, which takes the same place; leave one of them out")
         return
     engines = list(client.core_engines)
-    frontend = _async_frontend(client, settings, engines) if is_async else SyncFrontend(settings, engines)
+    frontend = _async_frontend(client, settings, engines, own) if is_async else SyncFrontend(settings, engines, own)
     client.encoder.oob_tensor_consumer = frontend
     setattr(client, _MARK, frontend)
     setattr(client, _MARK + "_detach", weakref.finalize(client, frontend.close))
 
 
-def _async_frontend(client: Any, settings: Settings, engines: list[bytes]) -> Any:
+def _async_frontend(client: Any, settings: Settings, engines: list[bytes], own: Any) -> Any:
     from shmring.integrations.vllm.frontend import AsyncFrontend
 
     reference = weakref.ref(client)
@@ -135,7 +137,8 @@ def _async_frontend(client: Any, settings: Settings, engines: list[bytes]) -> An
 
     parallel = client.vllm_config.parallel_config
     api_servers = max(1, getattr(parallel, "_api_process_count", 1))
-    frontend = AsyncFrontend(settings, engines, api_servers, tell_drops, keeps=_has_processor_cache(client.vllm_config))
+    keeps = _has_processor_cache(client.vllm_config)
+    frontend = AsyncFrontend(settings, engines, api_servers, tell_drops, keeps=keeps, own=own)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -160,7 +163,7 @@ def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> No
 
     @functools.wraps(listen)
     def process_input_sockets(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self.tensor_ipc_receiver is None:  # else torch_shm is on
+        if self.tensor_ipc_receiver is None or settings.device_slab_nbytes:  # else torch_shm is on, and the plug-in off
             _serve(self, hooks, settings, engine_ring)
         return listen(self, *arguments, **named)
 
@@ -227,7 +230,11 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
         if engine_ring.index not in (None, core.engine_index):
             engine_ring = EngineRing(settings)  # then tensors are copied for workers
         copies = core.mm_receiver_cache is not None
-        receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring)
+        gpu = _gpu_of(core, settings, copies=copies)
+        own = core.tensor_ipc_receiver
+        receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring, gpu=gpu, own=own)
+        if not engine_ring.no_device_slab:
+            _order_what_gpus_read(receiver)
         if has_gpu:
             _hold_what_copies_read(hooks)
     except Exception:
@@ -235,6 +242,36 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
     else:
         core.tensor_ipc_receiver = receiver
         setattr(core, _MARK, receiver)
+
+
+def _gpu_of(core: Any, settings: Settings, *, copies: bool) -> int | str:
+    """Returns the index of the GPU on which an engine core's own process runs the model, or why there is no device slab."""
+    if not settings.device_slab_nbytes:
+        return NOT_SET
+    if copies:
+        return "vLLM keeps tensors in its cache in the engine core (--mm-processor-cache-gb 0 turns that off)"
+    if findings := broken(find_gpu_hooks, GPU_CHECKS):
+        return f"this vLLM is not as it needs it ({'; '.join(findings)})"
+    device = getattr(getattr(core.model_executor, "driver_worker", None), "device", None)
+    if device is None or device.type != "cuda":
+        return "the model is on no GPU of the engine core's process"
+    return int(device.index or 0)
+
+
+def _order_what_gpus_read(receiver: Any) -> None:
+    """Has the stream that the model is computed on wait for what API servers have queued, before it reads tensors of theirs."""
+    from shmring.integrations.vllm.payloads import tensors_in
+
+    utils = find_gpu_hooks()
+    group = utils.group_and_batch_mm_items
+
+    @functools.wraps(group)
+    def group_and_batch_mm_items(items: Any, **named: Any) -> Any:
+        items = list(items)
+        receiver.before_use(tensor for item in items for element in item.values() for tensor in tensors_in(element.data))
+        return group(items, **named)
+
+    utils.group_and_batch_mm_items = group_and_batch_mm_items
 
 
 # -- between an engine core and its workers ----------------------------------------------------------------------------
