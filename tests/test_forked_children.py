@@ -176,7 +176,7 @@ HARMLESS: dict[type, dict[str, Call]] = {
     shmring.Slot: {**_CLOSED, "__exit__": _left, "__aexit__": _left_in_loop},
     shmring.Kept: {**_CLOSED, "__exit__": _left},
     threads.Ring: {**_CLOSED, "__exit__": _left},
-    threads.Claim: _ENDS,
+    threads.Claim: {**_ENDS, "use_on_gpu": lambda claim: claim.use_on_gpu()},
     threads.Worker: {**_CLOSED, "__exit__": _left},
     threads.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
     threads.Client: {**_CLOSED, "__exit__": _left},
