@@ -130,6 +130,7 @@ async def connected(gpu: Gpu, own: Own, eventually: Eventually) -> AsyncIterator
         client = exchange.frontend._links[ENGINE]._client
         assert client is not None
         await eventually(lambda client=client: client.closed)
+        await eventually(lambda ring=exchange.receiver._ring: ring.statistics().clients == 0)  # it has heard the goodbye
         await asyncio.to_thread(exchange.receiver.close)
 
 
@@ -227,10 +228,12 @@ async def test_where_there_is_no_device_slab_they_go_vllms_own_way_and_the_log_s
     assert gpu.memory.log == []
 
 
-async def test_the_log_says_that_there_is_one(gpu: Gpu, connected: Connect, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_says_that_there_is_one(
+    gpu: Gpu, connected: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     await connected()
-    assert caplog.text.count("tensors on a GPU go through a device slab of 32 MiB") == 1
+    await eventually(lambda: caplog.text.count("tensors on a GPU go through a device slab of 32 MiB") == 1)
     assert caplog.text.count("those on a GPU are read in a device slab of 32 MiB") == 1
     assert [call for call, _ in gpu.memory.log] == ["allocate", "export"]  # an API server maps it when it has something for it
 
