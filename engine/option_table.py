@@ -56,7 +56,7 @@ class Option(click.Option):
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         """Returns what its variable holds. A supervised process has been told everything, and looks at none."""
-        if ctx.params.get(SUPERVISOR_FD.name) is not None:
+        if isinstance(ctx.params.get(SUPERVISOR_FD.name), int):  # click has something else than None for what was not given
             return None
         text = super().resolve_envvar_value(ctx)
         # Kubernetes gives SHMRING_PORT=tcp://10.0.0.1:8000 to every container beside a service that is called shmring.
@@ -153,7 +153,7 @@ def _parsed(parse: Any) -> Any:
     def convert(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
             return None if value is None else parse(value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise click.BadParameter(str(error)) from None
 
     return convert
@@ -226,7 +226,7 @@ def _lines_of(path: str) -> list[tuple[Any, Any]]:
     try:
         with open(path, "rb") as file:
             root = yaml.compose(file, yaml.SafeLoader)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, RecursionError) as error:
         raise click.UsageError(f"--config {path} can't be read: {' '.join(str(error).split())}") from None
     if root is None:
         return []
@@ -244,7 +244,7 @@ def _text(node: Any) -> str:
         loader = yaml.SafeLoader("")
         try:
             return json.dumps(loader.construct_document(node))
-        except (yaml.YAMLError, TypeError, ValueError) as error:
+        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"this is not what JSON has: {' '.join(str(error).split())}") from None
     if node.tag == "tag:yaml.org,2002:null":
         raise ValueError("no value")

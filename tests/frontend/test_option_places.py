@@ -181,6 +181,13 @@ def test_what_kubernetes_says_of_a_service_of_this_name_is_no_port() -> None:
 
 
 @pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+def test_a_process_without_a_supervisor_looks_at_variables(command: click.Command) -> None:
+    result = CliRunner(env={"SHMRING_LOG_LEVEL": "nonsense"}).invoke(command, [])
+    assert result.exit_code == 2
+    assert "Invalid value for the variable SHMRING_LOG_LEVEL" in result.output
+
+
+@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
 def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Command) -> None:
     ours, theirs = socket.socketpair()
     ours.close()
@@ -207,6 +214,8 @@ def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Com
         ("executor-options: {a: 2026-01-01}", "'executor-options' in FILE, line 1: this is not what JSON has"),
         ("executor-options: &a [*a]", "'executor-options' in FILE, line 1: this is not what JSON has"),
         ("[port]: 1", "no option that can stand there"),
+        ("mm-processor-cache-gb: 1e308", "'mm-processor-cache-gb' in FILE, line 1: cannot convert float infinity to integer"),
+        (f"executor-options: {'[' * 2000}", "--config FILE can't be read: maximum recursion depth exceeded"),
         ("- port", "--config FILE: write options there, one in a line, such as max-pixels: 1000"),
         ("port: [", "--config FILE can't be read: while parsing a flow node"),
         ("port: \x00", "--config FILE can't be read:"),
