@@ -194,9 +194,9 @@ def _overview(results: Results) -> Any:
         return None
     where = "" if results.machine is None else f" ({results.machine.cpu}, {results.machine.cores} cores)"
     title = f"GB/s from one process to another, one producer{where}: higher is better"
+    names = [name for name in reversed(_OVERVIEW) if all((nbytes, name) in base for nbytes in _OVERVIEW_SIZES)]
     figure, all_axes = panels(len(_OVERVIEW_SIZES), title, size_inches=(9.6, 2.7))
     for axes, nbytes in zip(all_axes, _OVERVIEW_SIZES, strict=True):
-        names = [name for name in reversed(_OVERVIEW) if (nbytes, name) in base]
         speeds = [base[nbytes, name].gb_per_s for name in names]
         axes.barh([_OVERVIEW[name] for name in names], speeds, color=[_OURS.get(name, "#8d99ae") for name in names])
         for place, speed in enumerate(speeds):

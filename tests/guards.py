@@ -1473,8 +1473,8 @@ GUARDS = (
     Guard(
         "a place in a device slab is used again after vLLM's model has read it",
         "shmring/gpu/device_claims.py",
-        "                self._views.use((client_id, slot.generation), consumer)\n",
-        "                pass\n",
+        "            self._views.use(key, consumer)\n",
+        "            pass\n",
         "tests/vllm/test_on_gpu.py::test_its_slot_is_used_again_after_the_model_has_read_it",
     ),
     Guard(

@@ -19,14 +19,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from shmring.core.compiled import Lending, Placement, Submit
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle
+from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef
 from shmring.core.states import Lease
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
 from shmring.gpu.device import DeviceSlab, OpenedFences
@@ -113,7 +113,7 @@ class DeviceClaims:
         stream = self._cuda.current_stream(self._slab.device_index)
         self._wait(client_id, submit.content.fence, stream)
         given = self._give(client_id, submit, stream)
-        self._in_use.update((client_id, slot.generation) for slot in submit.content.slots if slot.offset >= self._start)
+        self._in_use.update(key for _, _, key in self._here(client_id, submit))
         self._idle.clear()
         return Placement(given)
 
@@ -128,9 +128,8 @@ class DeviceClaims:
             CudaError: CUDA failed.
         """
         self._wait(client_id, submit.content.fence, consumer)
-        for slot in submit.content.slots:
-            if slot.offset >= self._start:
-                self._views.use((client_id, slot.generation), consumer)
+        for _, _, key in self._here(client_id, submit):
+            self._views.use(key, consumer)
 
     def give(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
         """Returns the slots of a claim that are here, to be used on one more stream, which waits for their fence.
@@ -152,14 +151,18 @@ class DeviceClaims:
 
     def _give(self, client_id: int, submit: Submit, stream: int) -> Given:
         given = {}
+        for number, slot, key in self._here(client_id, submit):
+            self._views.use(key, stream)
+            # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
+            start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
+            given[number] = self._views.region(key, self._slab.memory, start, nbytes)
+        return given
+
+    def _here(self, client_id: int, submit: Submit) -> Iterator[tuple[int, SlotRef, Key]]:
+        """The slots of a request that are here: the number of each in the request, the slot, and its key."""
         for number, slot in enumerate(submit.content.slots, 1):
             if slot.offset >= self._start:
-                key = (client_id, slot.generation)
-                self._views.use(key, stream)
-                # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-                start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
-                given[number] = self._views.region(key, self._slab.memory, start, nbytes)
-        return given
+                yield number, slot, (client_id, slot.generation)
 
     def release(self, client_id: int, submit: Submit) -> list[bool]:
         """A claim is released. Returns which of its slots drain: those here that are viewed, or that a GPU is at work on."""
