@@ -56,7 +56,7 @@ class Option(click.Option):
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         """Returns what its variable holds. A supervised process has been told everything, and looks at none."""
-        if isinstance(ctx.params.get(SUPERVISOR_FD.name), int):  # click has something else than None for what was not given
+        if ctx.get_parameter_source(str(SUPERVISOR_FD.name)) is ParameterSource.COMMANDLINE:
             return None
         text = super().resolve_envvar_value(ctx)
         # Kubernetes gives SHMRING_PORT=tcp://10.0.0.1:8000 to every container beside a service that is called shmring.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from shmring.frontend.settings import ProcessSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
 from shmring.frontend.supervisor import serve as run_server
 
-__all__ = ["serve"]
+__all__ = ["serve", "without_options"]
 
 _STDIN_FD = 0
 _OWN = (
@@ -67,6 +68,12 @@ def serve(**values: Any) -> None:
         run_server(options)
     except ServeError as error:
         raise SystemExit(f"shmring: {error}") from None
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment for a server that is told all its options on its command line."""
+    names = {option.envvar for option in serve.params if isinstance(option.envvar, str)}
+    return {name: value for name, value in environment.items() if name not in names}
 
 
 def _options_of(values: dict[str, Any]) -> ServeOptions:

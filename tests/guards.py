@@ -26,7 +26,7 @@ GUARDS = (
     Guard(
         "a supervised process looks at no variables of options",
         "engine/option_table.py",
-        "if isinstance(ctx.params.get(SUPERVISOR_FD.name), int):  # click has something else than None for what was not given",
+        "if ctx.get_parameter_source(str(SUPERVISOR_FD.name)) is ParameterSource.COMMANDLINE:",
         "if False:",
         "tests/frontend/test_option_places.py::test_a_supervised_process_is_told_by_its_supervisor_alone",
     ),

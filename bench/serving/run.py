@@ -38,6 +38,7 @@ from bench.serving.client import Client
 from bench.serving.load import Body, Measurement, play, request_body, warm_up
 from bench.serving.media import media_parts
 from bench.serving.plan import Load, Plan, ServerOptions
+from shmring.frontend.serve_command import without_options
 
 __all__ = ["LOAD", "Results", "Server", "ServerError", "planned", "run", "serving", "steps"]
 
@@ -142,7 +143,7 @@ async def _start(arguments: list[str], directory: str, errors: Path) -> asyncio.
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=file,
-            env=os.environ | {"TMPDIR": directory},  # frontends keep their counters in files
+            env=without_options(os.environ) | {"TMPDIR": directory},  # frontends keep their counters in files
             start_new_session=True,  # Ctrl-C is for us, who then stop it
         )
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from shmring.frontend.import_path import without_working_directory
-from shmring.frontend.serve_command import serve
+from shmring.frontend.serve_command import without_options
 
 __all__ = ["DemoServer", "left_behind", "serving"]
 
@@ -40,7 +40,8 @@ def serving(arguments: list[str]) -> Iterator[DemoServer]:
     """
     # -P: nothing of the working directory is imported.
     command = [sys.executable, "-P", "-m", "shmring.frontend.cli", "serve", "--stop-with-stdin", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+    environment = without_options(without_working_directory(os.environ))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield _wait_until_ready(process)
         finally:
@@ -49,12 +50,6 @@ def serving(arguments: list[str]) -> Iterator[DemoServer]:
                 process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _environment() -> dict[str, str]:
-    """Returns this process's own, without options of a server that is no demo."""
-    names = {option.envvar for option in serve.params if isinstance(option.envvar, str)}
-    return {name: value for name, value in without_working_directory(os.environ).items() if name not in names}
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> DemoServer:

@@ -15,7 +15,8 @@ import pytest
 from shmring.frontend import demo
 from shmring.frontend.demo.client import Answer
 from shmring.frontend.demo.media import Sample
-from shmring.frontend.demo.server import DemoServer, _environment, left_behind, serving
+from shmring.frontend.demo.server import DemoServer, left_behind, serving
+from shmring.frontend.serve_command import without_options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_its_server_knows_nothing_of_another_ones_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SHMRING_DATA_PARALLEL_SIZE": "2", "SHMRING_CONFIG": "/etc/shmring.yaml", "LANG": "C"}.items():
         monkeypatch.setenv(name, value)
-    assert {name for name in _environment() if name in {"SHMRING_DATA_PARALLEL_SIZE", "SHMRING_CONFIG", "LANG"}} == {"LANG"}
+    assert {
+        name for name in without_options(os.environ) if name in {"SHMRING_DATA_PARALLEL_SIZE", "SHMRING_CONFIG", "LANG"}
+    } == {"LANG"}
 
 
 @pytest.mark.slow
