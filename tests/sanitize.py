@@ -134,13 +134,13 @@ def _build(copy: Path, sanitizers: Sanitizers) -> None:
 
 
 def _check(copy: Path) -> None:
-    """Has Cython check for None and for bounds. Without the interpreter's lock it then takes no ``self.count += 1``."""
+    """Has Cython check for None and for bounds. Without the interpreter's lock it then takes no ``record.count += 1``."""
     setup = (copy / "setup.py").read_text()
     unchecked = '"boundscheck": False,'
     assert unchecked in setup
     (copy / "setup.py").write_text(setup.replace(unchecked, '"boundscheck": True,\n    "nonecheck": True,'))
     for source in (copy / "shmring/core").glob("*.pyx"):
-        text = re.sub(r"^( +)(self\.\w+) ([-+])= ([^#\n]+?)(  #.*)?$", r"\1\2 = \2 \3 (\4)\5", source.read_text(), flags=re.M)
+        text = re.sub(r"^( +)(\w+\.\w+) ([-+])= ([^#\n]+?)(  #.*)?$", r"\1\2 = \2 \3 (\4)\5", source.read_text(), flags=re.M)
         source.write_text(text)
 
 
