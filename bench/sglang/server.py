@@ -49,7 +49,13 @@ class Server:
         self.process = process
         self.port = port
         self._directory = directory
-        self._client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START_S)
+        self._client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=START_S,
+            default_headers={"connection": "close"},  # one that is kept would belong to one of several tokenizers
+        )
 
     @property
     def log(self) -> str:

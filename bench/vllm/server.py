@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -212,9 +213,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
+    """Of those below the ones that the kernel gives to connections: a server listens a minute later, and it is still free."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(16384, 32768))) as listening:
+            port: int = listening.getsockname()[1]
+            return port
 
 
 def picture(side: int, seed: int) -> str:

@@ -41,8 +41,8 @@ WAYS: Mapping[str, Way] = {
 }
 
 _OURS = "shmring"
-_SHORT, _PICTURES, _TOKENS, _IDLE_S, _PAUSE_S = 6, 6, 200, 3.0, 0.6
-_QUIET_S = 1.5  # after which vLLM's queues spin no longer
+_SHORT, _PICTURES, _DECODES, _TOKENS, _IDLE_S, _PAUSE_S = 6, 6, 3, 200, 10.0, 0.6
+_QUIET_S = 1.5  # after which vLLM's queues spin no longer: those of the server that was measured before, too
 _PROCESSES = ("APIServer", "EngineCore", "Worker")
 _COLUMNS = ["requests", "way", "all ms", "API ms", "engine ms", "workers ms", "shmring is", "p50 ms", "tokens/s", "digest"]
 
@@ -81,15 +81,14 @@ def warm_up(server: Server) -> None:
 
 def measure(kind: Kind, server: Server) -> WorkersRun:
     """Asks a server, once."""
-    if kind in ("short", "idle"):
-        time.sleep(_QUIET_S)
+    time.sleep(_QUIET_S)
     before = _cpu_s(server)
     began_s = time.perf_counter()
     answers: list[Any] = []
     took_s: list[float] = []
     if kind == "idle":
         time.sleep(_IDLE_S)
-    for number in range({"short": _SHORT, "new picture": _PICTURES, "decode": 1, "idle": 0}[kind]):
+    for number in range({"short": _SHORT, "new picture": _PICTURES, "decode": _DECODES, "idle": 0}[kind]):
         asked_s = time.perf_counter()
         answers.append(_ask(server, kind, number))
         took_s.append(time.perf_counter() - asked_s)
@@ -101,7 +100,7 @@ def measure(kind: Kind, server: Server) -> WorkersRun:
     return WorkersRun(
         cpu_ms,
         p50_ms=statistics.median(took_s) * 1e3 if took_s else 0.0,
-        tokens_per_s=_TOKENS / took_s[0] if kind == "decode" else 0.0,
+        tokens_per_s=_TOKENS / statistics.median(took_s) if kind == "decode" else 0.0,
         digest=hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:12] if answers else "",
     )
 
