@@ -137,7 +137,7 @@ def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     commits = iter(["clean", "clean-dirty", "clean-dirty"])
-    monkeypatch.setattr(machine, "_commit", lambda: next(commits))
+    monkeypatch.setattr(machine, "git", lambda root, *arguments: next(commits))
     kept: list[Results] = list(interleaving.run(plan(4096, 8192), lambda line: None))
     assert [results.machine.commit for results in kept] == ["clean"] * len(kept)
 
