@@ -18,6 +18,7 @@ import http.client
 import itertools
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -123,16 +124,11 @@ def _beside_neutral(server: _Server, seconds: float) -> _Waits:
 def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -> _Waits:
     arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
     arguments += ["hangs-up"] * attack.hangs_up
-    with body.open("rb") as file, subprocess.Popen(arguments, stdin=file, stdout=subprocess.PIPE) as heavy:
-        try:
-            time.sleep(_LEAD_S)
-            waits_s = server.ask(seconds)
-            heavy.terminate()
-            said, _ = heavy.communicate(timeout=_TIMEOUT_S)
-        finally:
-            heavy.kill()
-    answers = json.loads(said)
-    return _Waits(waits_s, answers)
+    with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
+        time.sleep(_LEAD_S)
+        waits_s = server.ask(seconds)
+        heavy.send(signal.SIGTERM)
+        return _Waits(waits_s, json.loads(heavy.rest(_TIMEOUT_S)))
 
 
 def _measured(
