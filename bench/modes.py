@@ -45,7 +45,8 @@ class Mode(NamedTuple):
 
 
 def _shmring_without(*parts: str) -> tuple[str, ...]:
-    return ("shmring", *(f":(exclude)shmring/{part}" for part in parts))
+    """The transport but for some parts, and for what only starts and ends processes."""
+    return ("shmring", *(f":(exclude)shmring/{part}" for part in (*parts, "processes")))
 
 
 _ALL = ("shmring", "engine", "frontend")

@@ -131,7 +131,7 @@ async def test_it_does_not_wait_for_ever(start: Start) -> None:
     process = start("--port=0", "--connect-timeout=0.1")
     errors = await asyncio.to_thread(process.rest, 60)
     assert process.returncode == 1
-    assert errors.startswith(b"shmring frontend: no engine")
+    assert errors.startswith("shmring frontend: no engine")
     assert "Traceback" not in errors
 
 
@@ -150,7 +150,7 @@ async def test_at_its_end_it_answers_requests_that_still_wait(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:
             request = asyncio.create_task(http.post("/v1/embeddings", json=body_of(np.zeros((4, 4, 3), np.uint8))))
             await eventually(lambda: engine.ring.statistics().running == 1, 60)
-            process.send_signal(signal.SIGTERM)
+            process.send(signal.SIGTERM)
             response = await asyncio.wait_for(request, 30)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
     assert await asyncio.wait_for(process.ended(), 30) == 0
