@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from bench.children import BenchError
-from bench.machine import Machine
+from bench.machine import ROOT, Machine
+from bench.modes import Mode
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.config import parse_nbytes
 
@@ -56,8 +57,6 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 #: Of every command.
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
-
-ROOT = Path(__file__).resolve().parents[1]
 
 _WHERE_RESULTS_GO = ("--json", "--plot")
 _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
@@ -109,14 +108,16 @@ def peer_option(names: Collection[str]) -> Callable[[_Function], _Function]:
     return click.option("--peer", "peers", multiple=True, type=kind, help="Beside shmring; repeatable.  [default: all]")
 
 
-def repetitions_option(text: str) -> Callable[[_Function], _Function]:
-    """How often; None if it is not said."""
+def repetitions_option(text: str, mode: Mode | None = None) -> Callable[[_Function], _Function]:
+    """How often; None if it is not said, and then what a mode does."""
+    if mode is not None:
+        text = f"{text}  {mode.defaults('repetitions')}"
     return click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text)
 
 
-def seconds_option(defaults: str) -> Callable[[_Function], _Function]:
-    """How long each repetition is timed; None if it is not said, and then what the defaults say in words."""
-    text = f"Timed in each repetition.  [default: {defaults}]"
+def seconds_option(mode: Mode) -> Callable[[_Function], _Function]:
+    """How long each repetition is timed; None if it is not said, and then what a mode does."""
+    text = f"Timed in each repetition.  {mode.defaults('timed_s')}"
     return click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text)
 
 

@@ -31,11 +31,13 @@ from bench.children import BenchError
 from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
 from bench.gpu import made_up
 from bench.machine import Machine
+from bench.modes import MODES
 from bench.peers.shmring_ring import RING
 from bench.results import Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
 
 __all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
 
+_MODE = MODES["cost"]
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
 _SUBJECT = "both ends"
@@ -188,20 +190,20 @@ def _verdicts(costs: dict[Case, Cost]) -> list[Verdict]:
 @click.command("cost", context_settings=SETTINGS)
 @click.option("--quick", is_flag=True, help="3 repetitions of 0.2 s.")
 @click.option("--gpu-fake", is_flag=True, help="Instead, of claim.to and of device slots, on a GPU that is made up.")
-@repetitions_option("Of each case, interleaved.  [default: 7; 3 if quick]")
-@seconds_option("1; 0.2 if quick")
+@repetitions_option("Of each case, interleaved.", _MODE)
+@seconds_option(_MODE)
 @json_option
 def cost_command(quick: bool, gpu_fake: bool, repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB.
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    repetitions = repetitions or (3 if quick else 7)
+    timing = _MODE.timing(quick, repetitions, seconds)
     if gpu_fake:
-        with shown_progress(repetitions * len(made_up.CASES)) as progress:
-            findings = made_up.measure(repetitions, _FAKE_REQUESTS[quick], progress)
+        with shown_progress(timing.repetitions * len(made_up.CASES)) as progress:
+            findings = made_up.measure(timing.repetitions, _FAKE_REQUESTS[quick], progress)
         finish(findings, json_path)
         return
-    with shown_progress(repetitions * len(CASES)) as progress:
-        findings = measure(CASES, repetitions, seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3, progress)
+    with shown_progress(timing.repetitions * len(CASES)) as progress:
+        findings = measure(CASES, *timing, progress)
     finish(findings, json_path)

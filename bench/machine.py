@@ -25,9 +25,11 @@ import numpy as np
 
 from shmring.memory.copying import last_level_cache_nbytes
 
-__all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
+__all__ = ["ROOT", "CopyLimits", "Machine", "git", "torch_resident_nbytes"]
 
-_GIT_TIMEOUT_S = 5.0
+ROOT = Path(__file__).resolve().parents[1]
+
+_GIT_TIMEOUT_S = 60.0
 _IMPORT_TIMEOUT_S = 120.0  # for torch, on a machine that does much else
 _CACHES_ROTATED = 4  # the region that copies rotate through, in caches: little of it is left there on the next turn
 _ALIGNMENT = 64  # of every payload in a slab; glibc's memcpy is up to 15 times slower at some other distances
@@ -60,7 +62,7 @@ class Machine(msgspec.Struct, frozen=True):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             kernel=platform.release(),
             python=platform.python_version(),
-            commit=_commit(),
+            commit=git(ROOT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
             libc=" ".join(platform.libc_ver()),
             cache_nbytes=last_level_cache_nbytes(),
             **{name: version(name) for name in ("torch", "numpy", "msgspec", "uvloop", "shmring")},
@@ -72,12 +74,11 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()  # ARM has no model names there
 
 
-def _commit() -> str | None:
-    """The checkout's commit, marked if files differ from it; None where there is no checkout or no git."""
-    root = Path(__file__).resolve().parents[1]
+def git(root: Path, *arguments: str) -> str | None:
+    """Returns what git says of a checkout; None if there is none, or no git, or it fails."""
     if not (root / ".git").exists():
-        return None  # installed; a repository further up would be somebody else's
-    command = ["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return None  # installed, or an sdist; a repository further up would be somebody else's
+    command = ["git", "-C", os.fspath(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -24,6 +24,7 @@ from bench.fan_out import report as fan_out
 from bench.gpu import command as gpu
 from bench.isolation import command as isolation
 from bench.messages import Case
+from bench.modes import command_of
 from bench.peers import PEERS
 from bench.records import Result, Results, peer_title, transport_tables
 from bench.results import Coverage, Findings, Table, Verdict, checkout, format_nbytes, format_rate, format_times
@@ -273,7 +274,7 @@ def _judged(stored: _Stored, changes: Mapping[str, int | None]) -> Iterator[_Jud
             told.setdefault(result.mode, []).extend(_Judged(verdict, name, changes[name]) for verdict in result.targets)
     for mode, module in _MODES.items():
         if mode not in told:
-            detail = targets.command_of(mode)
+            detail = command_of(mode)
             yield from (_Judged(msgspec.structs.replace(verdict, detail=detail)) for verdict in module.announced())
     for of_mode in told.values():
         yield from _said_once(of_mode)
@@ -294,7 +295,7 @@ def _said_once(judged: Sequence[_Judged]) -> Iterator[_Judged]:
 
 def _again(stored: _Stored) -> str:
     """How each was measured."""
-    commands = {name: result.command or targets.command_of(result.mode) for name, result in sorted(stored.items())}
+    commands = {name: result.command or command_of(result.mode) for name, result in sorted(stored.items())}
     lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
     return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])
 

@@ -21,7 +21,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results, Side
 from bench.results import Spread, Verdict, format_nbytes, median_ratio
 
-__all__ = ["TARGETS", "Target", "command_of", "evaluate", "judge"]
+__all__ = ["TARGETS", "Target", "evaluate", "judge"]
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -103,13 +103,6 @@ def judge(
     met = _reaches(worst, limit, at_least)
     decision = known.decision if known is not None and not met and _reaches(worst, known.limit, at_least) else None
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
-
-
-def command_of(mode: str) -> str:
-    """Returns the command line that measures what a mode's JSON holds."""
-    if mode == "soak":
-        return "python -m tests.soak"
-    return f"python -m bench {mode.replace('-', ' --')}"
 
 
 # -- what is compared ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import msgspec
 from bench import command_line, interleaving, plots, targets
 from bench.interleaving import Plan, Round
 from bench.messages import DTYPES, Case
+from bench.modes import MODES, Mode
 from bench.peers import BASELINE, PEERS
 from bench.records import Results, transport_tables
 from bench.results import Findings, Key, Verdict
@@ -115,14 +116,12 @@ def again(plan: Plan, results: Results, missed: Sequence[Target]) -> Plan:
         peers = tuple(name for name in part.peers if name == BASELINE or any(decides(case, name) for case in cases))
         if cases:
             rounds.append(dataclasses.replace(part, cases=cases, peers=peers))
-    return Plan(rounds=rounds, **_FULL)
+    return Plan(rounds=rounds, **_MODE.timing()._asdict())
 
 
 # -- commands --------------------------------------------------------------------------------------------------------------
 
-# A quick run has 10 cases in about 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
-_QUICK: dict[str, Any] = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
-_FULL: dict[str, Any] = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+_MODE = MODES["transport"]
 _PLOTS = "Also draw FILE-*.png and FILE-*.svg."
 #: Where one thing of a quick run was chosen, the others are the first of each.
 _QUICK_CHOICE: dict[str, Any] = {
@@ -152,8 +151,8 @@ _QUICK_CHOICE: dict[str, Any] = {
     help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
 )
 @command_line.peer_option(PEERS)
-@command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
-@command_line.seconds_option("0.5")
+@command_line.repetitions_option("Of each case and peer, interleaved.", _MODE)
+@command_line.seconds_option(_MODE)
 @command_line.json_option
 @command_line.plot_option(_PLOTS)
 def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
@@ -176,19 +175,18 @@ def transport_plan(
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
     rounds = sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
-    timing = command_line.chosen(_QUICK if quick else _FULL, repetitions=repetitions, timed_s=seconds)
-    return Plan(rounds=rounds, **timing)
+    return Plan(rounds=rounds, **_MODE.timing(quick, repetitions, seconds)._asdict())
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
     """Returns what the options of ``bench quick`` mean."""
-    timing = command_line.chosen(_QUICK, repetitions=repetitions, timed_s=seconds)
-    return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing)
+    timing = _MODE.timing(True, repetitions, seconds)
+    return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing._asdict())
 
 
 @click.command("quick", context_settings=command_line.SETTINGS)
-@command_line.repetitions_option("Of each case and peer.  [default: 3]")
-@command_line.seconds_option("0.15")
+@command_line.repetitions_option("Of each case and peer.", Mode((), _MODE.quick))
+@command_line.seconds_option(Mode((), _MODE.quick))
 @command_line.json_option
 @command_line.plot_option(_PLOTS)
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 from shmring.engine.supervision import READY, FrontendState
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.keys import KEYS_VARIABLE
+from shmring.processes.process import Process
 
 __all__ = ["Child", "end_children"]
 
@@ -38,7 +40,7 @@ class Child:
         killed_because: why we killed it; empty: we did not.
     """
 
-    def __init__(self, title: str, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, title: str, process: Process, writer: asyncio.StreamWriter) -> None:
         self.title = title
         self.process = process
         self.started_at = asyncio.get_running_loop().time()
@@ -74,12 +76,9 @@ class Child:
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",
-                    *command[:-1],
-                    f"{command[-1]}{theirs.fileno()}",
-                    stdin=asyncio.subprocess.DEVNULL,
+                process = Process.start(
+                    [sys.executable, "-P", *command[:-1], f"{command[-1]}{theirs.fileno()}"],
+                    stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), *pass_fds),
                     env=inherited | (environment or {}),
                     process_group=0,
@@ -100,22 +99,17 @@ class Child:
     @property
     def lives(self) -> bool:
         """Whether it has not ended."""
-        return self.process.returncode is None
-
-    def send(self, number: signal.Signals) -> None:
-        """Sends it a signal, if it still lives."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        return self.process.lives
 
     def kill(self, reason: str) -> None:
         """Kills it, if it still lives; ``reason`` completes a sentence about it."""
         logger.error("%s (pid %d) %s and is killed", self.title, self.pid, reason)
         self.killed_because = reason
-        self.send(signal.SIGKILL)
+        self.process.send(signal.SIGKILL)
 
     async def wait_until_ready(self) -> None:
         """Returns when it serves, or has ended."""
-        waiting = [asyncio.ensure_future(self.ready.wait()), asyncio.ensure_future(self.process.wait())]
+        waiting = [asyncio.ensure_future(self.ready.wait()), asyncio.ensure_future(self.process.ended())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -140,10 +134,11 @@ class Child:
             self.informed_of = states
 
     def close(self) -> None:
-        """Closes the socket; a living process then believes that we have ended."""
+        """Closes the socket; a living process then believes that we have ended. The process is watched no more."""
         if self._listening is not None:
             self._listening.cancel()
         self._writer.close()
+        self.process.close()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
@@ -154,11 +149,7 @@ class Child:
 
     def describe_end(self) -> str:
         """Says how it ended."""
-        code = self.process.returncode
-        assert code is not None
-        if self.killed_because:
-            return f"{self.title} (pid {self.pid}) {self.killed_because} and was killed"
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        how = f"{self.killed_because} and was killed" if self.killed_because else self.process.describe_end()
         return f"{self.title} (pid {self.pid}) {how}"
 
 
@@ -167,17 +158,17 @@ async def end_children(children: Iterable[Child], timeout_s: float, hurry: async
     living = [child for child in children if child.lives]
     if not living:
         return
-    waiting: asyncio.Future[Any] = asyncio.gather(*(child.process.wait() for child in living))
+    waiting: asyncio.Future[Any] = asyncio.gather(*(child.process.ended() for child in living))
     hurrying: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
     for child in living:
-        child.send(signal.SIGTERM)
+        child.process.send(signal.SIGTERM)
     await asyncio.wait([waiting, hurrying], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()
     for child in living:
         if child.lives:
             told = "there is a hurry" if hurry.is_set() else f"it did not end within {timeout_s:g} s after it was told to"
             logger.warning("%s (pid %d) is killed: %s", child.title, child.pid, told)
-            child.send(signal.SIGKILL)
+            child.process.send(signal.SIGKILL)
     await waiting
     for child in living:
         child.close()

@@ -98,5 +98,6 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         start_timeout_s=values["start_timeout_s"],
         heartbeat_timeout_s=values["heartbeat_timeout_s"],
         lifeline_fd=_STDIN_FD if values["stop_with_stdin"] else None,
+        ready_fd=values["ready_fd"],
         notice=notice_of(values, "shmring serve"),
     )

@@ -58,9 +58,10 @@ from shmring.frontend.child import Child, end_children
 from shmring.frontend.listening import listen, place_of, url_of
 from shmring.frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
 from shmring.frontend.settings import ProcessSettings
+from shmring.processes.child import say_ready
 from shmring.transport.endpoint import socket_path
 
-__all__ = ["ServeError", "ServeOptions", "serve"]
+__all__ = ["ServeError", "ServeOptions", "Serving", "serve"]
 
 logger = logging.getLogger("shmring.frontend.supervisor")
 
@@ -92,6 +93,14 @@ class ServeError(Exception):
     """The server can't start, or can't go on; the text is for the user who started it."""
 
 
+class Serving(msgspec.Struct, frozen=True):
+    """What a server says on ``--ready-fd``: where it serves, and the pids of its processes."""
+
+    url: str
+    engines: list[int]
+    frontends: list[int]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """What to run.
@@ -104,6 +113,8 @@ class ServeOptions:
         heartbeat_timeout_s: Seconds without a sign of life of its event loop after which a process is killed and replaced; a
             single engine ends the server. 0: never, for whoever stops processes to debug them.
         lifeline_fd: a pipe, socket or terminal; the server stops when its other end is closed. None: there is none.
+        ready_fd: Write a line of JSON to this descriptor, and close it, when the server is ready: its url, and the pids of its
+            engines and frontends.
         notice: a line for whoever starts it; empty: none.
     """
 
@@ -113,6 +124,7 @@ class ServeOptions:
     start_timeout_s: float = 600.0
     heartbeat_timeout_s: Annotated[float, Flag(least=0, parse=_parse_heartbeat_timeout)] = 30.0
     lifeline_fd: Annotated[int | None, NO_OPTION] = None
+    ready_fd: int | None = None
     notice: Annotated[str, NO_OPTION] = ""
 
     @property
@@ -334,7 +346,18 @@ class _Supervisor:
         engines = f"engine{'s' if len(self._engines) > 1 else ''} pid{'s' if len(self._engines) > 1 else ''}"
         pids = f"{engines} {_pids(self._engines)}, frontends pids {_pids(self._frontends)}"
         click.echo(f"shmring: serving on {self._url} ({pids})")
+        if self._options.ready_fd is not None:
+            self._say_ready(self._options.ready_fd)
         await self._stop.wait()
+
+    def _say_ready(self, fd: int) -> None:
+        engines, frontends = (
+            [child.pid for _, child in sorted(children.items())] for children in (self._engines, self._frontends)
+        )
+        try:
+            say_ready(fd, Serving(self._url, engines, frontends))
+        except OSError as error:
+            raise ServeError(f"can't say on descriptor {fd} (--ready-fd) that the server is ready: {error.strerror}") from None
 
     async def _say_progress(self) -> None:
         loop = asyncio.get_running_loop()
@@ -396,7 +419,7 @@ class _Supervisor:
             child.kill(f"was not ready within {timeout_s:g} s")
         if child.ready.is_set():
             self._engines_ready[rank].set()
-        await child.process.wait()
+        await child.process.ended()
 
     async def _start_engine(self, rank: int) -> Child:
         engines = self._options.engines
@@ -447,7 +470,7 @@ class _Supervisor:
         while True:
             child = await self._start_frontend(index)
             self._inform_frontends()
-            await child.process.wait()
+            await child.process.ended()
             child.close()
             if not self._ready[index].is_set():
                 raise ServeError(self._describe_end(child, " before it was ready"))

@@ -7,6 +7,7 @@ Nothing here sleeps to synchronise: ``eventually`` polls a condition and fails w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import logging
@@ -14,6 +15,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -27,6 +29,9 @@ import uvloop
 
 import shmring
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
+from shmring.processes.process import Process
+
+ROOT = Path(__file__).resolve().parents[1]
 
 BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -253,6 +258,25 @@ def keeps_slabs() -> Iterator[None]:
     yield
     gc.collect()
     _left_mapped = Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_python() -> Iterator[Callable[..., Process]]:
+    """``run_python("-c", program, *arguments, **options)``: a process whose lines can be read; killed in the end.
+
+    Options are those of :class:`subprocess.Popen`.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: object, **options: Any) -> Process:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            options = {"stdout": subprocess.PIPE, "text": True, "env": environment} | options
+            return stack.enter_context(Process.start([sys.executable, *map(str, arguments)], **options))
+
+        yield start
 
 
 # -- waiting ------------------------------------------------------------------------------------------------------------

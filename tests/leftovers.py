@@ -1,7 +1,8 @@
 """Fails if a test run has left anything behind: memory in /dev/shm whose owner is dead, or a process. Run by ``make test``.
 
-What belongs to a run is known by a variable that ``make`` sets, and that all processes of a run inherit. So other runs, and
-whatever else happens in the same directory, are not blamed.
+Which processes belong to a run is known by a variable that ``make`` sets, and that all processes of a run inherit. So other
+runs, and whatever else happens in the same directory, are not blamed. Memory does not say whose it was: that of another run of
+this user would be blamed on this one, if an engine there is killed in the moment in which its memory has a name.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,16 +32,13 @@ def test_what_begins_is_said(line: str, text: str | None) -> None:
     assert news(line) == text
 
 
-def test_a_line_is_said_while_pip_goes_on() -> None:
+def test_a_line_is_said_while_pip_goes_on(run_python: Any) -> None:
     """The stand-in for pip ends only when the line has been read."""
     pip = "import sys; print(\"building 'shmring.core.compiled' extension\", flush=True); sys.stdin.readline()"
     program = f"import sys; from tests.installing import install; sys.exit(install([sys.executable, '-c', {pip!r}]))"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as installing:
-        assert installing.stdout is not None
-        assert installing.stdout.readline() == "    compiling shmring.core.compiled\n"
-        installing.communicate("go on\n")
+    installing = run_python("-c", program, stdin=subprocess.PIPE)
+    assert installing.line() == "    compiling shmring.core.compiled"
+    installing.rest(60)
     assert installing.returncode == 0
 
 

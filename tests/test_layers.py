@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.statistics": (),
     "shmring.cancellation": (),
     "shmring.line": (),
+    "shmring.processes": (),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, *WAITING),
     "shmring.transport": CORE,

@@ -10,8 +10,7 @@ import logging
 import os
 import resource
 import socket
-import sys
-from asyncio.subprocess import PIPE
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -645,29 +644,22 @@ asyncio.run(main())
 
 
 async def test_connections_that_have_gone_count_for_their_process_alone(
-    serve: Any, connect: Any, socket_dir: Path, settled: Any, eventually: Any
+    serve: Any, connect: Any, socket_dir: Path, settled: Any, eventually: Any, run_python: Any
 ) -> None:
     times = 16
     ring = await serve(echo, slab_nbytes="8MiB", max_clients=times + 2)
     clients = [await connect()]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _HANG_UP, socket_dir, str(times), stdin=PIPE, stdout=PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        for answer in ("attached", "16 connections that have ended"):
-            assert answer in (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
-            await eventually(lambda: (ring.statistics().clients, ring.statistics().departed_clients) == (1, times))
-            process.stdin.write(b"\n")
-        assert ring.statistics().refused == 1
-        clients += [await connect(lease_nbytes=4096) for _ in range(times + 1)]
-        assert await clients[-1].request(1, timeout=5) == 1
-        with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
-            await connect()
-    finally:
-        process.stdin.close()
-        await asyncio.wait_for(process.wait(), 20)
+    process = run_python("-c", _HANG_UP, socket_dir, times, stdin=subprocess.PIPE)
+    for answer in ("attached", "16 connections that have ended"):
+        assert answer in await asyncio.to_thread(process.line)
+        await eventually(lambda: (ring.statistics().clients, ring.statistics().departed_clients) == (1, times))
+        process.write("\n")
+    assert ring.statistics().refused == 1
+    clients += [await connect(lease_nbytes=4096) for _ in range(times + 1)]
+    assert await clients[-1].request(1, timeout=5) == 1
+    with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
+        await connect()
+    await asyncio.to_thread(process.rest, 20)
     for client in clients:
         await client.close()
     await settled(ring)

@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
+from shmring.processes.process import Process
 from shmring.threads.loop_calls import LoopCall
 from shmring.threads.loop_thread import LoopThread
 from tests.integration.test_forged import Forger
@@ -126,28 +126,10 @@ def answering(ring: threads.Ring) -> Thread:
 
 
 @pytest.fixture
-def process(socket_dir: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """``process(program)``: a process with ``options`` for either end, which has printed its ``first_line``."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(program: str) -> subprocess.Popen[str]:
-        prelude = f"import time, torch, shmring\nfrom shmring import threads\noptions = {{'socket_dir': {str(socket_dir)!r}}}\n"
-        running = subprocess.Popen(
-            [sys.executable, "-c", prelude + program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        started.append(running)
-        assert running.stdout is not None
-        running.first_line = running.stdout.readline().strip()  # type: ignore[attr-defined]
-        return running
-
-    yield start
-    for running in started:
-        running.kill()
-        running.communicate()
+def process(socket_dir: Path, run_python: Callable[..., Process]) -> Callable[[str], Process]:
+    """``process(program)``: a process with ``options`` for either end."""
+    prelude = f"import time, torch, shmring\nfrom shmring import threads\noptions = {{'socket_dir': {str(socket_dir)!r}}}\n"
+    return lambda program: run_python("-c", prelude + program, cwd=ROOT, stderr=subprocess.STDOUT)
 
 
 # -- requests -----------------------------------------------------------------------------------------------------------
@@ -478,7 +460,7 @@ with threads.connect("test", **options) as client:
 
 def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, process: Any) -> None:
     frontend = process(FRONTEND)
-    client_id, request_id = map(int, frontend.first_line.split())
+    client_id, request_id = map(int, frontend.line().split())
     eventually(lambda: ring.untaken == 1)
     waiting = Thread(ring.take, client_id, request_id + 1)
     eventually(lambda: ring._arrivals._takers)
@@ -492,7 +474,7 @@ def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, proc
 
 def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, process: Any) -> None:
     frontend = process(FRONTEND)
-    claim = ring.take(*map(int, frontend.first_line.split()), 5)
+    claim = ring.take(*map(int, frontend.line().split()), 5)
     aborted = threading.Event()
     claim.on_abort(aborted.set)
     frontend.kill()
@@ -969,6 +951,7 @@ with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
                 time.sleep(60)
 """
     engine = process(program)
+    assert engine.line() == "ready"
     client = connect(reconnect=True)
     assert client.request("answer", timeout=10) == "answered"
     waiting = Thread(client.request, "wait")
@@ -976,7 +959,7 @@ with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
     engine.kill()
     with pytest.raises(shmring.EngineDeadError):
         waiting.ended()
-    process(program)
+    assert process(program).line() == "ready"
     client.wait_connected(30)
     assert client.request("answer", timeout=10) == "answered"
     assert client.statistics().reconnections == 1
@@ -1067,9 +1050,8 @@ print("leaving", flush=True)
 {ending}
 """
     leaving = process(program)
-    assert leaving.first_line == "leaving"
-    _, complaints = leaving.communicate(timeout=30)
-    assert (leaving.returncode, complaints) == (0, "")
+    assert leaving.line() == "leaving"
+    assert (leaving.rest(30), leaving.returncode) == ("", 0)
 
 
 def test_kept_content_is_found_by_any_thread(serve: Any, connect: Any) -> None:

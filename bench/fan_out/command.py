@@ -20,28 +20,18 @@ from bench import command_line
 from bench.children import BenchError
 from bench.command_line import ROOT, finish
 from bench.fan_out.host import Outcome
-from bench.fan_out.plan import (
-    FOREIGN,
-    ICEORYX2,
-    OF_VLLM,
-    PUBLISHED,
-    SIZES,
-    SPINNING_RING,
-    SUBJECTS,
-    WORKERS,
-    Run,
-    measurable,
-    planned,
-)
+from bench.fan_out.plan import ARENA, FOREIGN, SIZES, SPINNING_RING, SUBJECTS, TITLES, WORKERS, Run, measurable, planned
 from bench.fan_out.report import Case, draw, report, title
+from bench.modes import MODES
 from bench.results import Repetitions
+from shmring.processes.process import Process
 
 __all__ = ["Host", "fan_out_command"]
 
+_MODE = MODES["fan-out"]
 _START_LIMIT_S = 180.0
 _GRACE_S = 5.0
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
-_REQUIRED = {PUBLISHED: "zmq", ICEORYX2: "iceoryx2"}
 _QUICK_WORKERS = (1, 4)
 
 
@@ -55,7 +45,7 @@ class Host:
 
     def __init__(self, kind: str, python: str) -> None:
         self._command = [python, "-m", "bench.fan_out.host", kind]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._control: Connection
 
     def start(self) -> None:
@@ -72,7 +62,7 @@ class Host:
             }
             self._control, control = multiprocessing.Pipe()
             command = [*self._command, str(control.fileno())]
-            self._process = subprocess.Popen(
+            self._process = Process.start(
                 command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment,
                 pass_fds=[control.fileno()], start_new_session=True,
             )  # fmt: skip
@@ -112,7 +102,7 @@ class Host:
         process, self._process = self._process, None
         with process:
             self._control.close()  # which ends it, if it waits for a cell
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutError):
                 process.wait(_GRACE_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -132,13 +122,14 @@ def _hosts(environment: Path) -> Iterator[tuple[Host, Host]]:
 
 def _missing(environment: Path) -> dict[str, str]:
     """What can't be measured here, and why."""
-    missing = {
-        subject: f"{module} is not installed"
-        for subject, module in _REQUIRED.items()
-        if importlib.util.find_spec(module) is None
-    }
     lacking = command_line.missing_vllm(environment)
-    return missing | ({SPINNING_RING: "the MessageQueue is there"} if lacking is None else dict.fromkeys(OF_VLLM, lacking))
+    missing = {SPINNING_RING: "the MessageQueue is there"} if lacking is None else {}
+    for name, subject in SUBJECTS.items():
+        if subject.needs == "vllm" and lacking is not None:
+            missing[name] = lacking
+        elif subject.needs not in ("", "vllm") and importlib.util.find_spec(subject.needs) is None:
+            missing[name] = f"{subject.needs} is not installed"
+    return missing
 
 
 @click.command("fan-out", context_settings=command_line.SETTINGS)
@@ -150,8 +141,8 @@ def _missing(environment: Path) -> dict[str, str]:
 @click.option(
     "--subject", "subjects", multiple=True, type=click.Choice(list(SUBJECTS)), help="Repeatable.  [default: all that are there]"
 )
-@command_line.repetitions_option("Of each case, interleaved.  [default: 5; 1 if quick]")
-@command_line.seconds_option("0.5; 0.3 if quick")
+@command_line.repetitions_option("Of each case, interleaved.", _MODE)
+@command_line.seconds_option(_MODE)
 @command_line.environment_option
 @command_line.json_option
 @command_line.plot_option()
@@ -176,15 +167,15 @@ def fan_out_command(
     there = [subject for subject in SUBJECTS if subject not in missing and (not subjects or subject in subjects)]
     counts = workers or (_QUICK_WORKERS if quick else WORKERS)
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in counts]
-    timed_s = seconds or (0.3 if quick else 0.5)
+    timing = _MODE.timing(quick, repetitions, seconds)
     of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
-    runs = Repetitions[Case, Run](of_cases, repetitions or (1 if quick else 5), lambda case: title(*case))
+    runs = Repetitions[Case, Run](of_cases, timing.repetitions, lambda case: title(*case))
     with command_line.measuring(runs.steps) as progress, _hosts(environment) as hosts:
 
         def play(case: Case, subject: str) -> Run:
-            return hosts[subject in (*FOREIGN, *OF_VLLM)].play(planned(subject, *case, timed_s))
+            return hosts[subject in (*FOREIGN, ARENA)].play(planned(subject, *case, timing.timed_s))
 
-        runs.measure(cases, play, progress, SUBJECTS)
+        runs.measure(cases, play, progress, TITLES)
     left_out = [missing[subject] for subject in missing if not subjects and subject != SPINNING_RING]
     findings = report(runs.measured, runs.coverage(), left_out)
     finish(findings, json_path, plot_stem, draw)

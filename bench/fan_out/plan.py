@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 __all__ = [
-    "ARENA", "BACKS", "CALLERS", "CENTRAL", "FOREIGN", "GATHERING", "IN_PLACE", "LARGE", "OF_VLLM", "OURS", "POLLING", "SIZES",
-    "STEP", "SUBJECTS", "WORKERS", "Cell", "Run", "measurable", "planned",
+    "ARENA", "BACKS", "CALLERS", "CENTRAL", "FOREIGN", "IN_PLACE", "LARGE", "OURS", "POLLING", "SIZES", "STEP", "SUBJECTS",
+    "TITLES", "WORKERS", "Cell", "Run", "Subject", "measurable", "planned",
 ]  # fmt: skip
 
 OURS, POLLING, IN_PLACE = "shmring", "shmring-polling", "shmring-in-place"
@@ -14,32 +16,43 @@ CALLERS, BACKS = "shmring-callers", "shmring-rings-back"
 MESSAGE_QUEUE, ARENA, SPINNING_RING = "message-queue", "message-queue-arena", "spinning-ring"
 QUEUES, PUBLISHED, ICEORYX2 = "torch-queues", "pyzmq-pub-sub", "iceoryx2"
 
-#: In words, in the order of tables.
+
+class Subject(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        title: in words.
+        gathers: whether it brings replies back.
+        only_steps: it has no event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
+        needs: a module that must be there.
+        colour: of what is ours, in plots.
+    """
+
+    title: str
+    gathers: bool = False
+    only_steps: bool = False
+    needs: str = ""
+    colour: str = ""
+
+
+#: In the order of tables.
 SUBJECTS = {
-    OURS: "shmring",
-    POLLING: "shmring, busy_poll_s",
-    IN_PLACE: "shmring, in a slot already",
-    CALLERS: "shmring, served by callers",
-    BACKS: "shmring, a ring back from each",
-    MESSAGE_QUEUE: "vLLM MessageQueue",
-    ARENA: "vLLM MessageQueue, its arena",
-    SPINNING_RING: "spinning ring",
-    QUEUES: "torch.multiprocessing queues",
-    PUBLISHED: "pyzmq PUB/SUB",
-    ICEORYX2: "iceoryx2",
+    OURS: Subject("shmring", gathers=True, colour="#c1121f"),
+    POLLING: Subject("shmring, busy_poll_s", gathers=True, colour="#b5179e"),
+    IN_PLACE: Subject("shmring, in a slot already", colour="#f77f00"),
+    CALLERS: Subject("shmring, served by callers", gathers=True, only_steps=True, colour="#3a0ca3"),
+    BACKS: Subject("shmring, a ring back from each", gathers=True, only_steps=True, colour="#4361ee"),
+    MESSAGE_QUEUE: Subject("vLLM MessageQueue", gathers=True, needs="vllm"),
+    ARENA: Subject("vLLM MessageQueue, its arena", needs="vllm"),
+    SPINNING_RING: Subject("spinning ring", gathers=True),
+    QUEUES: Subject("torch.multiprocessing queues"),
+    PUBLISHED: Subject("pyzmq PUB/SUB", needs="zmq"),
+    ICEORYX2: Subject("iceoryx2", needs="iceoryx2"),
 }
+TITLES = {name: subject.title for name, subject in SUBJECTS.items()}
 
 #: Those of which the first that is there is what shmring is compared with: the real one, or what stands for it.
 FOREIGN = (MESSAGE_QUEUE, SPINNING_RING)
-
-#: Those that bring replies back.
-GATHERING = (OURS, POLLING, CALLERS, BACKS, *FOREIGN)
-
-#: Those without an event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
-_WITHOUT_LOOP = (CALLERS, BACKS)
-
-#: Those that are measured where vLLM is.
-OF_VLLM = (MESSAGE_QUEUE, ARENA)
 
 STEP, SMALL, MIDDLE, LARGE = SIZES = (256, 4 << 10, 1 << 20, 64 << 20)
 WORKERS = (1, 2, 4, 8)
@@ -104,8 +117,8 @@ class Run(msgspec.Struct, frozen=True):
 def measurable(subject: str, nbytes: int) -> bool:
     """Whether a subject is measured with tensors of this size: the arena takes what no chunk of the queue holds."""
     if nbytes == STEP:
-        return subject in GATHERING
-    return subject not in _WITHOUT_LOOP and (subject != ARENA or nbytes >= LARGE)
+        return SUBJECTS[subject].gathers
+    return not SUBJECTS[subject].only_steps and (subject != ARENA or nbytes >= LARGE)
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
@@ -117,7 +130,7 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         nbytes,
         seconds,
         steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
-        gathers=nbytes <= SMALL and subject in GATHERING,
+        gathers=nbytes <= SMALL and SUBJECTS[subject].gathers,
         sleeps=nbytes == STEP,
         rests=is_central and subject in (OURS, *FOREIGN),
         stops=is_central and subject == OURS,

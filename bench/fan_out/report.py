@@ -29,6 +29,7 @@ from bench.fan_out.plan import (
     SMALL,
     STEP,
     SUBJECTS,
+    TITLES,
     WORKERS,
     Run,
 )
@@ -45,7 +46,6 @@ Measured = dict[Case, dict[str, list[Run]]]
 
 _Number = Callable[[Run], float | None]
 
-_COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00", CALLERS: "#3a0ca3", BACKS: "#4361ee"}
 _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
@@ -113,7 +113,7 @@ def _row(case: Case, subject: str, runs: Sequence[Run]) -> list[str]:
         )
     )
     return [
-        title(*case), SUBJECTS[subject], format_rate(per_s.median), deviation(per_s),
+        title(*case), TITLES[subject], format_rate(per_s.median), deviation(per_s),
         *("" if number is None else f"{number:,.0f}" for number in numbers),
     ]  # fmt: skip
 
@@ -129,7 +129,7 @@ def _rests(measured: Measured) -> Iterator[str]:
             awake, idle = (_median(runs, number) for number in (lambda run: run.awake_percent, lambda run: run.idle_percent))
             if awake is not None and idle is not None:
                 yield (
-                    f"{SUBJECTS[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
+                    f"{TITLES[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
                     f"{idle:.2f} % idle."
                 )
 
@@ -139,7 +139,7 @@ def _rests(measured: Measured) -> Iterator[str]:
 
 def _verdicts(measured: Measured) -> list[Verdict]:
     foreign = next((name for name in FOREIGN for found in measured.values() if name in found), FOREIGN[0])
-    queue = SUBJECTS[foreign]
+    queue = TITLES[foreign]
 
     def ratio(ours: str, theirs: str, number: _Number, case: Case, of_case: Case | None = None) -> float | None:
         """The median over the repetitions of one's number over the other's, in the same case or in another."""
@@ -155,10 +155,10 @@ def _verdicts(measured: Measured) -> list[Verdict]:
             yield f"{count}", ratio(ours, theirs, number, (count, nbytes), of_case)
 
     def at_central(ours: str, theirs: str, number: _Number) -> list[tuple[str, float | None]]:
-        return [(SUBJECTS[ours], ratio(ours, theirs, number, (CENTRAL, SMALL)))]
+        return [(TITLES[ours], ratio(ours, theirs, number, (CENTRAL, SMALL)))]
 
     def alone(number: _Number) -> list[tuple[str, float | None]]:
-        return [(SUBJECTS[OURS], _median(measured.get((CENTRAL, SMALL), {}).get(OURS, ()), number))]
+        return [(TITLES[OURS], _median(measured.get((CENTRAL, SMALL), {}).get(OURS, ()), number))]
 
     def per_s(run: Run) -> float:
         return run.per_s
@@ -177,7 +177,7 @@ def _verdicts(measured: Measured) -> list[Verdict]:
         judge(f"messages/s of {queue}", "64 MB, 4 workers", 2, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(4,))),
         *(
             judge(
-                f"messages/s of {SUBJECTS[ARENA]}", f"64 MB, {count} worker{'s' * (count > 1)}", limit, "x",
+                f"messages/s of {TITLES[ARENA]}", f"64 MB, {count} worker{'s' * (count > 1)}", limit, "x",
                 of_workers(OURS, ARENA, per_s, LARGE, counts=(count,)),
             )
             for count, limit in ((1, 0.9), (4, 2))
@@ -193,14 +193,14 @@ def _verdicts(measured: Measured) -> list[Verdict]:
         judge("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", steady, at_least=False),
         at_most(f"p50 to the last worker, asleep, of {queue}", 0.8, at_central(OURS, foreign, last_us)),
         at_most(f"p50 to the last worker, polling, of {queue}", 0.7, at_central(POLLING, foreign, last_us)),
-        at_most(f"p50 to the last worker, asleep, of {SUBJECTS[PUBLISHED]}", 0.65, at_central(OURS, PUBLISHED, last_us)),
+        at_most(f"p50 to the last worker, asleep, of {TITLES[PUBLISHED]}", 0.65, at_central(OURS, PUBLISHED, last_us)),
         judge(
             f"gathers/s with busy_poll_s, of {queue}", "4 KB, 1, 2, 4 workers", 3, "x",
             of_workers(POLLING, foreign, lambda run: run.gathers_per_s, SMALL, counts=(1, 2, 4)),
         ),
         *(
             judge(
-                f"{what} of {SUBJECTS[ours]}, of {queue}", "a step, 1, 2, 4 workers", 1, "x",
+                f"{what} of {TITLES[ours]}, of {queue}", "a step, 1, 2, 4 workers", 1, "x",
                 of_workers(ours, foreign, number, STEP, counts=(1, 2, 4)), at_least=False,
             )
             for ours in (CALLERS, BACKS)
@@ -227,12 +227,13 @@ def _figure(stored: Sequence[Stored]) -> Any:
         return None
     figure, axes = plots.panels(len(sizes), "messages to several workers: messages per second")
     subjects = [subject for subject in SUBJECTS if any(entry.subject == subject for entry in stored)]
-    others = [subject for subject in subjects if subject not in _COLOURS]
+    others = [subject for subject in subjects if not SUBJECTS[subject].colour]
 
     def style(subject: str) -> dict[str, Any]:
-        ours = subject in _COLOURS
-        colour = _COLOURS[subject] if ours else _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
-        return {"color": colour, "marker": "o", "linewidth": 2.5 if ours else 1.2, "label": SUBJECTS[subject]}
+        colour = SUBJECTS[subject].colour
+        width = 2.5 if colour else 1.2
+        colour = colour or _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
+        return {"color": colour, "marker": "o", "linewidth": width, "label": TITLES[subject]}
 
     ordered = sorted(stored, key=lambda entry: subjects.index(entry.subject))
     for nbytes, panel in zip(sizes, axes, strict=True):

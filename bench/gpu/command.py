@@ -30,11 +30,13 @@ from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.machine import Machine
+from bench.modes import MODES
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes, median_ratio
 from bench.targets import judge
 
 __all__ = ["Measured", "Plan", "Plotted", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
 
+_MODE = MODES["gpu"]
 _KB, _MB = 1 << 10, 1 << 20
 #: The targets, and where they hold.
 _OF_CEILING, _CEILING_FROM_NBYTES = 0.97, 8 * _MB
@@ -312,8 +314,8 @@ class Plan:
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
     ways: Sequence[str] = tuple(WAYS)
     routes: Sequence[str] = tuple(ROUTES)
-    repetitions: int = 7
-    timed_s: float = 0.1
+    repetitions: int = _MODE.timing().repetitions
+    timed_s: float = _MODE.timing().timed_s
     latencies: int = 50
     stalls: int = 10
     messages: int = 50
@@ -322,7 +324,8 @@ class Plan:
     def quick(cls) -> Plan:
         """The sizes that targets are about, in a minute."""
         sizes = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-        return cls(sizes=sizes, repetitions=3, timed_s=0.05, latencies=20, stalls=5, messages=20)
+        timing = _MODE.timing(quick=True)
+        return cls(sizes=sizes, repetitions=timing.repetitions, timed_s=timing.timed_s, latencies=20, stalls=5, messages=20)
 
     def subjects(self, *kinds: str) -> dict[_Case, Sequence[str]]:
         """Returns who is compared, by what is measured and at which size."""
@@ -407,7 +410,7 @@ class _NoGpu(click.ClickException):
 )
 @click.option("--from", "ways", multiple=True, type=_WAYS, help="To the GPU; repeatable.  [default: all]")
 @click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
-@command_line.repetitions_option("Interleaved.  [default: 7; 3 if quick]")
+@command_line.repetitions_option("Interleaved.", _MODE)
 @command_line.json_option
 @command_line.plot_option()
 def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:

@@ -18,6 +18,7 @@ import http.client
 import itertools
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,12 +36,15 @@ from bench.children import BenchError
 from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.machine import Machine
+from bench.modes import MODES
 from bench.results import Findings, Repetitions, Table, Verdict, format_nbytes
 from bench.serving.plan import Load, ServerOptions
 from bench.serving.run import serving
+from shmring.processes.process import Process
 
 __all__ = ["announced", "isolation_command"]
 
+_MODE = MODES["isolation"]
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
 _BURNERS = 2
 _LEAD_S = 0.5  # until the other side is under way
@@ -105,13 +109,10 @@ class _Server(NamedTuple):
 
 @contextlib.contextmanager
 def _burning() -> Iterator[None]:
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(_BURNERS)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for _ in range(_BURNERS):
+            stack.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
         yield
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
 
 
 def _beside_neutral(server: _Server, seconds: float) -> _Waits:
@@ -123,16 +124,11 @@ def _beside_neutral(server: _Server, seconds: float) -> _Waits:
 def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -> _Waits:
     arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
     arguments += ["hangs-up"] * attack.hangs_up
-    with body.open("rb") as file, subprocess.Popen(arguments, stdin=file, stdout=subprocess.PIPE) as heavy:
-        try:
-            time.sleep(_LEAD_S)
-            waits_s = server.ask(seconds)
-            heavy.terminate()
-            said, _ = heavy.communicate(timeout=_TIMEOUT_S)
-        finally:
-            heavy.kill()
-    answers = json.loads(said)
-    return _Waits(waits_s, answers)
+    with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
+        time.sleep(_LEAD_S)
+        waits_s = server.ask(seconds)
+        heavy.send(signal.SIGTERM)
+        return _Waits(waits_s, json.loads(heavy.rest(_TIMEOUT_S)))
 
 
 def _measured(
@@ -208,8 +204,8 @@ def announced() -> list[Verdict]:
 
 @click.command("isolation", context_settings=SETTINGS)
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(ATTACKS)), help="Repeatable.  [default: all]")
-@repetitions_option("Of each case, interleaved.  [default: 2]")
-@seconds_option("1.5")
+@repetitions_option("Of each case, interleaved.", _MODE)
+@seconds_option(_MODE)
 @json_option
 def isolation_command(cases: tuple[str, ...], repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
     """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes.
@@ -217,15 +213,15 @@ def isolation_command(cases: tuple[str, ...], repetitions: int | None, seconds: 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
     chosen_cases = list(cases or ATTACKS)
-    repetitions = repetitions or 2
+    timing = _MODE.timing(False, repetitions, seconds)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
 
     async def run(progress: Callable[[str], None]) -> Findings:
         async with serving(options, Load(requests=1, endpoint="embeddings")) as running:
             url = urlsplit(running.url)
             server = _Server(str(url.hostname), int(url.port or 80))
-            return await asyncio.to_thread(_measured, server, chosen_cases, repetitions, seconds or 1.5, progress)
+            return await asyncio.to_thread(_measured, server, chosen_cases, timing.repetitions, timing.timed_s, progress)
 
-    with shown_progress(2 * repetitions * len(chosen_cases)) as progress:
+    with shown_progress(2 * timing.repetitions * len(chosen_cases)) as progress:
         findings = asyncio.run(run(progress))
     finish(findings, json_path)

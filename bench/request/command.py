@@ -16,6 +16,7 @@ import click
 from bench import command_line
 from bench.command_line import show
 from bench.interleaving import Plan, Round, carry_out
+from bench.modes import MODES
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Result, Results
 from bench.request.questions import MAX_CLIENTS, Case, checks_us
@@ -189,8 +190,7 @@ _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 _FULL = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
 _QUICK = {"sizes": _SIZES[:3], "in_flight": (16,), "clients": (1,)}
 _SCALING = {"sizes": _SIZES[:1], "in_flight": (32,), "clients": (1,)}  # one of each client, where all of them ask
-_FULL_TIMING = {"repetitions": 7, "timed_s": 1.0, "warm_up_s": 0.25}
-_QUICK_TIMING = {"repetitions": 5, "timed_s": 0.2, "warm_up_s": 0.1}
+_MODE = MODES["request"]
 _LIMIT_S = 120.0  # of a repetition
 
 _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYTES, item="a float32")
@@ -204,8 +204,8 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 @click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
 @_size_option("--reply-size", "reply_nbytes", text="Of a reply's tensor.", default="64")
 @command_line.peer_option(REQUEST_PEERS)
-@command_line.repetitions_option("Interleaved.  [default: 7; 5 if quick]")
-@command_line.seconds_option("1; 0.2 if quick")
+@command_line.repetitions_option("Interleaved.", _MODE)
+@command_line.seconds_option(_MODE)
 @click.option("--quick", is_flag=True, help="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
 @click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
 @command_line.json_option
@@ -246,7 +246,7 @@ def request_plan(
             for nbytes in values["sizes"]
         ],
         limit_s=_LIMIT_S,
-        **command_line.chosen(_QUICK_TIMING if quick else _FULL_TIMING, repetitions=repetitions, timed_s=seconds),
+        **_MODE.timing(quick, repetitions, seconds)._asdict(),
     )
 
 

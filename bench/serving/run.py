@@ -4,9 +4,8 @@ In a comparison two servers run all the time, of which the one that is not asked
 other, again and again (A B A B ...): whatever else the machine does meets both, and the ratio is taken within each repetition.
 Requests, media and arrival times are the same for both, and made before.
 
-A server of the run's own is ``shmring serve`` as a process, with a directory for all that it leaves on the disk. It is told to
-stop in every way out of the block, and what does not stop is killed; if this process is killed, it sees the end of its standard
-input. Its supervisor takes engine and frontends with it, also if it is killed itself.
+A server of the run's own (:mod:`shmring.frontend.serve_process`) has a directory for all that it leaves on the disk. It is
+stopped in every way out of the block.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import platform
-import re
-import signal
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import psutil
 
 from bench.children import BenchError
 from bench.machine import Machine
@@ -38,7 +32,8 @@ from bench.serving.client import Client
 from bench.serving.load import Body, Measurement, play, request_body, warm_up
 from bench.serving.media import media_parts
 from bench.serving.plan import Load, Plan, ServerOptions
-from shmring.frontend.serve_command import without_options
+from shmring.frontend import serve_process
+from shmring.frontend.serve_process import ServerProcess
 
 __all__ = ["LOAD", "Results", "Server", "ServerError", "planned", "run", "serving", "steps"]
 
@@ -47,23 +42,20 @@ __all__ = ["LOAD", "Results", "Server", "ServerError", "planned", "run", "servin
 
 logger = logging.getLogger("bench.serving")
 
-_PROGRAM = ("-P", "-m", "shmring.frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
-_READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engine>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
-_PARTS = ("engine", "frontends")
-_STOP_TIMEOUT_S = 30.0  # `shmring serve` kills sooner what does not end; a busy machine reaps slowly
-_LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
-_LOOK_S = 0.02  # between two looks whether processes have gone
+_PROGRAM = serve_process.PROGRAM
+_STOP_LIMIT_S = 30.0  # `shmring serve` kills sooner what does not end; a busy machine reaps slowly
 
 
 class ServerError(BenchError):
     """The server did not start, or did not last."""
 
 
-class Server(msgspec.Struct):
-    """A server that runs: its URL without ``/v1``, and its processes by part, which are no children of ours."""
+class Server:
+    """A server that runs: its URL without ``/v1``, and what its processes have used."""
 
-    url: str
-    processes: dict[str, list[psutil.Process]]
+    def __init__(self, process: ServerProcess) -> None:
+        self.url = process.url
+        self._process = process
 
     def cpu_s(self) -> dict[str, float]:
         """Returns the CPU seconds, user and system, that its processes have used, by part.
@@ -71,19 +63,10 @@ class Server(msgspec.Struct):
         Raises:
             ServerError: one of them has ended.
         """
-        if not all(map(_lives, self.every())):
+        if not self._process.is_whole:
             raise ServerError("a process of the server ended during the run")
-        return {part: sum(process_cpu_s(one.pid) for one in processes) for part, processes in self.processes.items()}
-
-    def every(self) -> Iterator[psutil.Process]:
-        return itertools.chain(*self.processes.values())
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether a process runs. One that has ended does not, even if nobody has asked how."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+        parts = {"engine": self._process.engines, "frontends": self._process.frontends}
+        return {part: sum(map(process_cpu_s, pids)) for part, pids in parts.items()}
 
 
 @contextlib.asynccontextmanager
@@ -95,20 +78,29 @@ async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
     """
     # Not in the default place for temporary files: that may be too long a path for a socket.
     with tempfile.TemporaryDirectory(prefix=f"shmring-serve-{os.getpid()}-", dir="/tmp") as directory:
-        errors = Path(directory, "stderr")
-        process = await _start(_arguments(options, load, directory), directory, errors)
-        server: Server | None = None
-        try:
-            server = await _until_ready(process, options.start_timeout_s, errors)
-            yield server
-            if process.returncode is not None:
-                raise ServerError("the server ended during the run; it was not told to")
-        finally:
-            await _stop(process, [] if server is None else list(server.every()))
-            if server is not None and (words := _last_words(errors)):
-                logger.warning("the server wrote%s", words)
-        if process.returncode != 0:
-            raise ServerError(f"the server ended with exit code {process.returncode}")
+        process = ServerProcess.start(
+            _arguments(options, load, directory),
+            program=_PROGRAM,
+            environment=os.environ | {"TMPDIR": directory},  # frontends keep their counters in files
+            errors=Path(directory, "stderr"),
+            stop_limit_s=_STOP_LIMIT_S,
+            start_new_session=True,  # Ctrl-C is for us, who then stop it
+        )
+        with process:
+            try:
+                await process.until_ready(options.start_timeout_s)
+            except serve_process.ServerError as error:
+                raise ServerError(str(error)) from None
+            try:
+                yield Server(process)
+                if process.process.returncode is not None:
+                    raise ServerError("the server ended during the run; it was not told to")
+            finally:
+                code = process.stop()
+                if words := process.last_words:
+                    logger.warning("the server wrote:\n%s", words)
+        if code != 0:
+            raise ServerError(f"the server ended with exit code {code}")
 
 
 def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
@@ -132,68 +124,6 @@ def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
     if options.copied:
         arguments.append("--disable-mm-shm")
     return [*arguments, *options.further]
-
-
-async def _start(arguments: list[str], directory: str, errors: Path) -> asyncio.subprocess.Process:
-    with errors.open("wb") as file:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *_PROGRAM,
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=file,
-            env=without_options(os.environ) | {"TMPDIR": directory},  # frontends keep their counters in files
-            start_new_session=True,  # Ctrl-C is for us, who then stop it
-        )
-
-
-async def _until_ready(process: asyncio.subprocess.Process, timeout_s: float, errors: Path) -> Server:
-    assert process.stdout is not None, "it is a pipe"
-    try:
-        async with asyncio.timeout(timeout_s):
-            line = (await process.stdout.readline()).decode(errors="replace")
-    except TimeoutError:
-        raise ServerError(f"the server was not ready within {timeout_s:g} s{_last_words(errors)}") from None
-    ready = _READY.search(line)
-    if ready is None:
-        raise ServerError(f"the server did not start{_last_words(errors)}")
-    try:
-        pids = {part: map(int, ready[part].split()) for part in _PARTS}
-        return Server(ready["url"], {part: list(map(psutil.Process, pids[part])) for part in _PARTS})
-    except psutil.NoSuchProcess:
-        raise ServerError(f"a process of the server ended at once{_last_words(errors)}") from None
-
-
-async def _stop(supervisor: asyncio.subprocess.Process, processes: Sequence[psutil.Process]) -> None:
-    """Ends a server; does not return before its processes are gone, unless it is cancelled: then they are killed."""
-
-    async def gone() -> None:
-        await supervisor.wait()
-        while any(map(_lives, processes)):  # noqa: ASYNC110 # they end by themselves when their supervisor was killed
-            await asyncio.sleep(_LOOK_S)
-
-    def kill() -> None:
-        for process in (supervisor, *processes):
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                process.kill()
-
-    if supervisor.returncode is None:
-        supervisor.send_signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await gone()
-    except TimeoutError:
-        kill()
-        await gone()
-    except asyncio.CancelledError:
-        kill()
-        raise
-
-
-def _last_words(errors: Path) -> str:
-    words = errors.read_text(errors="replace").strip()[-_LAST_WORDS_LENGTH:]
-    return f":\n{words}" if words else ""
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ sent again was not decoded again, the slab is empty at the end, and nothing is l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import openai
 from rich.console import Console
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from shmring.frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
 from shmring.frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
-from shmring.frontend.demo.server import left_behind, serving
+from shmring.frontend.serve_process import ServerProcess
 
 __all__ = ["run_demo"]
 
@@ -55,27 +56,39 @@ def _arguments(*more: str) -> list[str]:
     return ["--port=0", "--api-server-count=2", f"--name=demo-{os.getpid()}", "--slab-nbytes=128MiB", *more]
 
 
-def _announce(console: Console, arguments: list[str]) -> None:
+@contextlib.contextmanager
+def _serving(console: Console, arguments: list[str]) -> Iterator[tuple[ServerProcess, Client]]:
+    """Runs a server, and says so."""
     console.print(f"Starting an engine and two frontends: [bold]shmring serve {shlex.join(arguments)}[/]", highlight=False)
+    with ServerProcess.start(arguments) as server:
+        server.wait_until_ready()  # its own limit, and it says itself what it is waiting for
+        client = Client(server.url)
+        console.print(f"Serving {client.model} on {server.url}\n", highlight=False)
+        yield server, client
+
+
+def _left_behind(server: ServerProcess) -> list[str]:
+    """Returns a line for each process and each segment that a server left behind."""
+    code = server.process.returncode
+    problems = [f"the server ended with exit code {code}"] if code else []
+    problems += [f"process {pid} did not end by itself" for pid in server.killed]
+    mine = f"shmring-{os.getuid()}-demo-{os.getpid()}-"
+    return problems + [f"/dev/shm/{name} is left" for name in os.listdir("/dev/shm") if name.startswith(mine)]
 
 
 # -- embeddings -----------------------------------------------------------------------------------------------------------
 
 
 def _embed_all(console: Console) -> list[str]:
-    arguments = _arguments("--executor=fingerprints")
-    _announce(console, arguments)
     problems: list[str] = []
-    with serving(arguments) as server:
-        client = Client(server.url)
-        console.print(f"Serving {client.model} on {server.url}\n", highlight=False)
+    with _serving(console, _arguments("--executor=fingerprints")) as (server, client):
         for families in (pictures(), recordings(), clips()):
             table, wrong = _find_originals(client, list(families))
             console.print(table)
             problems += wrong
         problems += _ask_again(console, client)
         problems += _account(console, client)
-    return problems + left_behind(server)
+    return problems + _left_behind(server)
 
 
 def _ask_again(console: Console, client: Client) -> list[str]:
@@ -173,10 +186,7 @@ def _account(console: Console, client: Client) -> list[str]:
 
 def _chat(console: Console) -> list[str]:
     arguments = _arguments("--executor=synthetic", f'--executor-options={{"step_s": {_STEP_S}}}')
-    _announce(console, arguments)
-    with serving(arguments) as server:
-        client = Client(server.url)
-        console.print(f"Serving {client.model} on {server.url}\n", highlight=False)
+    with _serving(console, arguments) as (server, client):
         samples = [next(family)[0] for family in (pictures(), recordings(), clips())]
         console.print("A question about a picture, a recording and a clip; its answer streams (made up, no model is loaded):")
         chat = client.chat(
@@ -191,4 +201,4 @@ def _chat(console: Console) -> list[str]:
         if chat.copies or not chat.slab_nbytes:
             problems.append(f"the chat: {chat.copies} copies, {chat.slab_nbytes} bytes through the slab")
         problems += [f"{name} is {value:g} at the end, not 0" for name in IN_USE if (value := client.settled()[name])]
-    return problems + left_behind(server)
+    return problems + _left_behind(server)

@@ -40,6 +40,7 @@ import msgspec
 from shmring.frontend.callers import caller
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
+from shmring.processes.process import Process
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
 
@@ -292,7 +293,7 @@ class _Nursery:
     """The process that forks decoders; started when it is first needed, and again if it has ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._control: socket.socket | None = None
 
     def fork(self, connection: socket.socket) -> None:
@@ -319,10 +320,9 @@ class _Nursery:
             self._control.close()
         if self._process is not None:
             self._process.kill()  # it has closed its socket, and is ending
-            self._process.wait()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = Process.start(
                 # -P: nothing is imported from the working directory.
                 [sys.executable, "-P", "-m", "shmring.frontend.media.decoder_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -342,10 +342,10 @@ def _nursery() -> _Nursery:
 class _Decoder:
     """A decoder process, as its user sees it. Its owner closes or kills it."""
 
-    def __init__(self, connection: socket.socket, pid: int, pidfd: int) -> None:
+    def __init__(self, connection: socket.socket, process: Process) -> None:
         self._connection = connection
-        self._pidfd = pidfd
-        self._clock = (~pid << 3) | 2  # the kernel's name for the processor time of a process: clock_getcpuclockid(3)
+        self._process = process
+        self._clock = (~process.pid << 3) | 2  # the kernel's name for the processor time of a process: clock_getcpuclockid(3)
 
     @classmethod
     async def start(cls) -> _Decoder:
@@ -363,7 +363,7 @@ class _Decoder:
             if ready is None:
                 raise DecoderDiedError("no decoder could be started; if something was written to stderr, it says why")
             assert isinstance(ready, Ready), ready
-            return cls(ours, ready.pid, os.pidfd_open(ready.pid))
+            return cls(ours, Process(ready.pid))
         except (ConnectionError, ProcessLookupError):
             ours.close()
             raise DecoderDiedError("a decoder, or the process that starts them, ended at once") from None
@@ -373,9 +373,7 @@ class _Decoder:
 
     def lives(self) -> bool:
         """Whether the process has not ended."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return not poll.poll(0)
+        return self._process.lives
 
     async def run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, threads: Executor) -> Outcome:
         """Does a job. If it raises, the decoder is good for nothing more and must be killed.
@@ -414,20 +412,17 @@ class _Decoder:
     def close(self) -> None:
         """Lets the process end. It must be idle."""
         self._connection.close()
-        os.close(self._pidfd)
+        self._process.close()
 
     def kill(self, on_dead: Callable[[], None]) -> None:
         """Ends the process, and calls back when it is dead."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        loop = asyncio.get_running_loop()
+        self._process.send(signal.SIGKILL)
 
         def died() -> None:
-            loop.remove_reader(self._pidfd)
             self.close()
             on_dead()
 
-        loop.add_reader(self._pidfd, died)
+        self._process.when_ended(died)
 
     def _cpu_s(self) -> float:
         try:

@@ -21,7 +21,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import logging
@@ -44,10 +43,10 @@ from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
 from shmring.frontend.media.options import MediaKind
+from shmring.processes.child import end_with_parent
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _MAX_STDERR_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
 _MAX_QUOTED = 160  # characters of it that an error quotes
 _NICENESS = 5  # a decoder works for one caller, and the loops that want its core answer everybody
@@ -81,15 +80,9 @@ def main() -> None:
             return
         if os.fork() == 0:
             control.close()
-            _end_with(own_pid)
+            end_with_parent(own_pid)
             _serve(socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
-
-
-def _end_with(parent_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before this process had asked for the signal
-        os._exit(1)
 
 
 def _serve(connection: socket.socket) -> NoReturn:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.ages import CODE_OF, age, age_in_words, head
+from bench.ages import age, age_in_words, head
 from bench.command_line import ROOT
+from bench.modes import MODES
 
 
 class Repository:
@@ -88,7 +89,7 @@ def test_ages_are_words() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", CODE_OF)
+@pytest.mark.parametrize("mode", MODES)
 def test_what_a_mode_measures_is_there(mode: str) -> None:
-    for path in CODE_OF[mode]:
+    for path in MODES[mode].code:
         assert list(ROOT.glob(path.removeprefix(":(exclude)"))), path

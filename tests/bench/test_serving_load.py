@@ -495,7 +495,8 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN if {deaf} else lambda *_: (child.kill(), sys.exit({status})))
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", *sys.argv])
 print("last words", file=sys.stderr, flush=True)
-print(f"shmring: serving on http://127.0.0.1:9 (engine pid {{child.pid}}, frontends pids {{child.pid}})", flush=True)
+word = '{{"url": "http://127.0.0.1:9", "engines": [%d], "frontends": [%d]}}' % (child.pid, child.pid)
+print(word, file=open(int(sys.argv[-1].removeprefix("--ready-fd=")), "w"), flush=True)
 child.wait()
 """
 
@@ -503,7 +504,7 @@ child.wait()
 @pytest.mark.parametrize("deaf", [False, True])
 async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=deaf, status=0)))
-    monkeypatch.setattr(run, "_STOP_TIMEOUT_S", 0.5 if deaf else 15.0)
+    monkeypatch.setattr(run, "_STOP_LIMIT_S", 0.5 if deaf else 15.0)
     servers: list[Server] = []
     began = asyncio.Event()
 
@@ -545,13 +546,14 @@ from bench.serving.plan import Load, ServerOptions
 
 STAND_IN = '''
 import os, sys
-print(f"serving on http://127.0.0.1:9 (engine pid {os.getpid()}, frontends pids {os.getpid()})", flush=True)
+word = '{"url": "http://127.0.0.1:9", "engines": [], "frontends": [%d]}' % os.getpid()
+print(word, file=open(int(sys.argv[-1].removeprefix("--ready-fd=")), "w"), flush=True)
 sys.stdin.read()
 '''
 
 async def main():
     async with run.serving(ServerOptions(), Load(requests=1)) as served:
-        print(next(served.every()).pid, flush=True)
+        print(served._process.process.pid, flush=True)
         await asyncio.Event().wait()
 
 run._PROGRAM = ("-S", "-c", STAND_IN)

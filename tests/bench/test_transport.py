@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from bench.meter import Cost
 from bench.peers import PEERS, Peer
 from bench.records import Results
 from bench.results import format_nbytes
+from shmring.processes.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,7 +137,7 @@ def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     commits = iter(["clean", "clean-dirty", "clean-dirty"])
-    monkeypatch.setattr(machine, "_commit", lambda: next(commits))
+    monkeypatch.setattr(machine, "git", lambda root, *arguments: next(commits))
     kept: list[Results] = list(interleaving.run(plan(4096, 8192), lambda line: None))
     assert [results.machine.commit for results in kept] == ["clean"] * len(kept)
 
@@ -294,22 +294,17 @@ def test_only_the_cases_and_peers_of_missed_targets_are_measured_again() -> None
 
 
 @pytest.mark.slow
-def test_whoever_stops_it_stops_all_of_it() -> None:
-    command = [sys.executable, "-m", "bench", "transport", "--size", "4KiB", "--peer", "shmring", "--seconds", "60"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stderr is not None
-            while "repetition 1" not in (line := running.stderr.readline()):
-                assert line, "it ended by itself"
-            children = psutil.Process(running.pid).children(recursive=True)
-            assert len(children) >= 2
-            os.kill(running.pid, signal.SIGTERM)
-            running.wait(timeout=30)
-            _, alive = psutil.wait_procs(children, timeout=30)
-            assert alive == []
-            assert running.returncode == 128 + signal.SIGTERM
-        finally:
-            running.kill()
+def test_whoever_stops_it_stops_all_of_it(run_python: Callable[..., Process]) -> None:
+    command = ["-m", "bench", "transport", "--size", "4KiB", "--peer", "shmring", "--seconds", "60"]
+    running = run_python(*command, cwd=ROOT, stderr=subprocess.STDOUT)
+    while "repetition 1" not in (line := running.line()):
+        assert line, "it ended by itself"
+    children = psutil.Process(running.pid).children(recursive=True)
+    assert len(children) >= 2
+    running.send(signal.SIGTERM)
+    assert running.wait(30) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
 
 
 def test_sizes_must_be_whole_numbers_of_stamps() -> None:

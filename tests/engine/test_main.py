@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,14 +21,22 @@ from shmring.engine.client import EngineClient
 from shmring.engine.protocol import EncodeRequest, Text
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import Orders
+from shmring.processes.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+Start = Callable[..., Process]
 
 
-def start(socket_dir: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "shmring.engine", "--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}"]
-    return subprocess.Popen([*command, *options], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(socket_dir: Path, run_python: Callable[..., Process]) -> Start:
+    """``start("--option=value", path=...)``: an engine, which says what is wrong; it can import what lies at the path."""
+
+    def run(*options: str, path: Path = ROOT) -> Process:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{path}"}
+        own = ("--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}")
+        return run_python("-m", "shmring.engine", *own, *options, env=environment, stderr=subprocess.STDOUT)
+
+    return run
 
 
 @pytest.fixture
@@ -59,16 +66,12 @@ def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))]
 )
-async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number: signal.Signals) -> None:
-    engine = start(socket_dir)
-    try:
-        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
-            assert (await client.describe()).executor == "fingerprints"
-            engine.send_signal(number)
-            assert await asyncio.to_thread(engine.wait, 20) == 0
-    finally:
-        engine.kill()
-        engine.communicate()
+async def test_it_serves_until_a_signal_ends_it_cleanly(start: Start, socket_dir: Path, number: signal.Signals) -> None:
+    engine = start()
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+        assert (await client.describe()).executor == "fingerprints"
+        engine.send(number)
+        assert await asyncio.wait_for(engine.ended(), 20) == 0
     assert list(socket_dir.iterdir()) == []
 
 
@@ -80,65 +83,47 @@ def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str], ba
 
 
 @pytest.mark.slow
-def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(socket_dir: Path) -> None:
-    async def check() -> None:
-        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
-            second = start(socket_dir)
-            _, errors = await asyncio.to_thread(second.communicate, timeout=60)
-            assert second.returncode == 1
-            assert f"an engine named 'main' is running already (pid {first.pid}" in errors
-            await client.check_health()
-
-    first = start(socket_dir)
-    try:
-        asyncio.run(check())
-    finally:
-        first.kill()
-        first.communicate()
+async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(start: Start, socket_dir: Path) -> None:
+    first = start()
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+        second = start()
+        errors = await asyncio.to_thread(second.rest, 60)
+        assert second.returncode == 1
+        assert f"an engine named 'main' is running already (pid {first.pid}" in errors
+        await client.check_health()
 
 
-async def test_under_a_supervisor_it_has_the_orders_settings_and_ends_with_it(socket_dir: Path) -> None:
+async def test_under_a_supervisor_it_has_the_orders_settings_and_ends_with_it(
+    run_python: Callable[..., Process], socket_dir: Path
+) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            engine = subprocess.Popen(
-                [sys.executable, "-m", "shmring.engine", f"--supervisor-fd={theirs.fileno()}"],
-                env=ENVIRONMENT,
-                pass_fds=(theirs.fileno(),),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        try:
-            ring = shmring.RingConfig(slab_nbytes="16MiB", socket_dir=str(socket_dir))
-            settings = EngineSettings(name="told", executor="synthetic", ring=ring)
-            ours.sendall(msgspec.json.encode(Orders(0.01, settings)) + b"\n")
-            words = b""
-            while b"r" not in words:
-                words += await asyncio.wait_for(asyncio.to_thread(ours.recv, 100), 60)
-            assert words.startswith(b".")  # while it loads its executor, it lives and is not ready
-            async with await EngineClient.connect("told", socket_dir=str(socket_dir)) as client:
-                assert (await client.describe()).executor == "synthetic"
-            ours.close()
-            assert await asyncio.to_thread(engine.wait, 20) == 0
-        finally:
-            engine.kill()
-            engine.communicate()
+            fd = theirs.fileno()
+            engine = run_python("-m", "shmring.engine", f"--supervisor-fd={fd}", pass_fds=(fd,))
+        ring = shmring.RingConfig(slab_nbytes="16MiB", socket_dir=str(socket_dir))
+        settings = EngineSettings(name="told", executor="synthetic", ring=ring)
+        ours.sendall(msgspec.json.encode(Orders(0.01, settings)) + b"\n")
+        words = b""
+        while b"r" not in words:
+            words += await asyncio.wait_for(asyncio.to_thread(ours.recv, 100), 60)
+        assert words.startswith(b".")  # while it loads its executor, it lives and is not ready
+        async with await EngineClient.connect("told", socket_dir=str(socket_dir)) as client:
+            assert (await client.describe()).executor == "synthetic"
+        ours.close()
+        assert await asyncio.wait_for(engine.ended(), 20) == 0
 
 
 @pytest.mark.slow
-async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(socket_dir: Path, tmp_path: Path) -> None:
+async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(start: Start, socket_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from shmring.engine.executors.synthetic import SyntheticExecutor as Mine\n")
     (tmp_path / "engine.py").write_text("raise SystemExit('not what is meant')\n")
-    engine = start(socket_dir, "--executor", "mine:Mine", "--executor-path", str(tmp_path))
-    try:
-        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
-            assert (await client.describe()).executor == "synthetic"
-    finally:
-        engine.kill()
-        engine.communicate()
+    start("--executor", "mine:Mine", "--executor-path", str(tmp_path))
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+        assert (await client.describe()).executor == "synthetic"
 
 
-async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir: Path, tmp_path: Path) -> None:
+async def test_an_executor_that_dies_ends_the_process_with_its_reason(start: Start, socket_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mortal.py").write_text(
         "from shmring.engine.executors.synthetic import SyntheticExecutor\n"
         "from shmring.engine.executors import ExecutorDeadError\n\n"
@@ -146,19 +131,14 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir
         "    def execute(self, batch):\n"
         "        raise ExecutorDeadError('the device fell off the bus')\n"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "shmring.engine", "--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}"]
-    engine = subprocess.Popen([*command, "--executor", "mortal:Mortal"], env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
-            with pytest.raises(shmring.ShmringError, match="fell off the bus"):
-                [_] = [output async for output in client.encode(EncodeRequest([Text("hello")]), timeout=20)]
-            assert await asyncio.to_thread(engine.wait, 20) == 1
-            with pytest.raises(shmring.EngineDeadError, match="the engine has died: the device fell off the bus"):
-                await client.check_health()
-    finally:
-        engine.kill()
-        _, errors = engine.communicate()
+    engine = start("--executor", "mortal:Mortal", path=tmp_path)
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+        with pytest.raises(shmring.ShmringError, match="fell off the bus"):
+            [_] = [output async for output in client.encode(EncodeRequest([Text("hello")]), timeout=20)]
+        errors = await asyncio.to_thread(engine.rest, 20)
+        assert engine.returncode == 1
+        with pytest.raises(shmring.EngineDeadError, match="the engine has died: the device fell off the bus"):
+            await client.check_health()
     assert "shmring engine: the device fell off the bus" in errors
 
 
@@ -183,20 +163,14 @@ def test_what_can_not_be_is_one_clear_line(fail: Callable[..., str], options: li
 
 
 @pytest.mark.slow
-async def test_it_can_be_ended_while_it_loads_its_executor(socket_dir: Path, tmp_path: Path) -> None:
+async def test_it_can_be_ended_while_it_loads_its_executor(start: Start, tmp_path: Path) -> None:
     started = tmp_path / "started"
     (tmp_path / "slow.py").write_text(
         f"import pathlib, time\n\ndef load(options):\n    pathlib.Path({str(started)!r}).touch()\n    time.sleep(600)\n"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "shmring.engine", "--socket-dir", str(socket_dir), "--executor", "slow:load"]
-    engine = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    try:
-        async with asyncio.timeout(30):
-            while not started.exists():
-                await asyncio.sleep(0.01)
-        engine.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(engine.wait, 20) == 0
-    finally:
-        engine.kill()
-        engine.wait()
+    engine = start("--executor", "slow:load", path=tmp_path)
+    async with asyncio.timeout(30):
+        while not started.exists():
+            await asyncio.sleep(0.01)
+    engine.send(signal.SIGTERM)
+    assert await asyncio.wait_for(engine.ended(), 20) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -16,9 +15,10 @@ import msgspec
 import torch
 import uvloop
 
+from shmring.processes.child import end_with_parent
+
 __all__ = ["Channel", "LagMeter", "Program", "run_child"]
 
-_PR_SET_PDEATHSIG = 1
 _TICK_S = 0.005  # as fine as the stalls that are looked for
 
 Program = Callable[[Any, "Channel"], Awaitable[None]]
@@ -81,7 +81,7 @@ def run_child(program: Program, assignment: Any, pipe: Connection, question_type
     """The whole life of a child: ``await program(assignment, Channel(pipe, questions))``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends us
     # With the process that forked us, and it ends with the driver; a stopped process would not notice otherwise.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported is no garbage, and a walk through it would be taken for a stall

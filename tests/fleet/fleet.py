@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from shmring.processes.process import Process
 from tests.fleet.child import Program, run_child
 from tests.fleet.footprint import descriptors
 
@@ -86,12 +86,9 @@ class Child:
         self._fleet = fleet
         self._process = process
         self._pipe = pipe
-        self._pidfd = os.pidfd_open(self.pid)
+        self._watched = Process(self.pid)
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._dead = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pipe.fileno(), self._readable)
-        loop.add_reader(self._pidfd, self._died)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._readable)
 
     def _readable(self) -> None:
         try:
@@ -100,14 +97,10 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self._answers.put_nowait(None)
 
-    def _died(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self._dead.set()
-
     @property
     def lives(self) -> bool:
-        """Whether its death has not been noticed."""
-        return not self._dead.is_set()
+        """Whether it has not ended."""
+        return self._watched.lives
 
     async def hear(self, limit_s: float = _ANSWER_LIMIT_S) -> Any:
         """Waits for its next answer.
@@ -121,7 +114,7 @@ class Child:
         except TimeoutError:
             raise ChildError(f"{self.title} (pid {self.pid}) has not answered within {limit_s:g} s") from None
         if answer is None:
-            await self._dead.wait()
+            await self._watched.ended()
             raise ChildError(f"{self.title} (pid {self.pid}) has died by itself; its last words are above")
         return answer
 
@@ -138,7 +131,7 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
         if self.lives:
-            signal.pidfd_send_signal(self._pidfd, number)
+            self._watched.send(number)
 
     def descriptors(self) -> int:
         """Returns how many descriptors it has open."""
@@ -156,7 +149,7 @@ class Child:
         """Waits for its death, and forgets it."""
         try:
             async with asyncio.timeout(_ANSWER_LIMIT_S):
-                await self._dead.wait()
+                await self._watched.ended()
         except TimeoutError:
             raise ChildError(f"{self.title} (pid {self.pid}) does not end") from None
         if self not in self._fleet.living:
@@ -164,5 +157,5 @@ class Child:
         self._fleet.living.remove(self)
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
         self._pipe.close()
-        os.close(self._pidfd)
+        self._watched.close()
         await asyncio.to_thread(self._process.join)

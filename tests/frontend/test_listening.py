@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import stat
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -74,21 +73,18 @@ def test_several_connections_are_accepted_in_one_turn_of_a_loop() -> None:
     uvloop.run(run())
 
 
-def test_what_a_killed_server_left_blocks_nobody(tmp_path: Path) -> None:
+def test_what_a_killed_server_left_blocks_nobody(tmp_path: Path, run_python: Any) -> None:
     path = tmp_path / "s"
     program = (
         "import time; from frontend.listening import listen; from frontend.settings import ProcessSettings\n"
         f"listening = listen(ProcessSettings(uds={str(path)!r})); print('listens', flush=True); time.sleep(600)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "listens\n"
-        with pytest.raises(ServeError, match=rf"can't listen on {path}: Address already in use"):
-            supervisor._listen(at(path))
-        assert is_answered(path), "it was left alone"
-        server.send_signal(signal.SIGKILL)
-        server.wait()
+    server = run_python("-c", program)
+    assert server.line() == "listens"
+    with pytest.raises(ServeError, match=rf"can't listen on {path}: Address already in use"):
+        supervisor._listen(at(path))
+    assert is_answered(path), "it was left alone"
+    server.kill()
     assert path.exists()
     with listen(at(path)):
         assert is_answered(path)

@@ -142,6 +142,7 @@ def test_the_supervisor_s_own(options_of: Any) -> None:
     assert (options.heartbeat_timeout_s, options.heartbeat_s) == (0, 0)
     assert options.lifeline_fd is None
     assert options_of("--stop-with-stdin").lifeline_fd == 0
+    assert (options.ready_fd, options_of("--ready-fd=7").ready_fd) == (None, 7)
 
 
 def test_where_it_listens_and_how(options_of: Any, certificate: tuple[Path, Path], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shmring.frontend import supervisor
 from shmring.frontend.child import Child, end_children
 from shmring.frontend.memory_checks import Check
 from shmring.frontend.settings import FrontendSettings, ProcessSettings
-from shmring.frontend.supervisor import ServeError, ServeOptions, serve
+from shmring.frontend.supervisor import ServeError, ServeOptions, Serving, serve
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -182,9 +182,8 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Child]]]:
 
     yield run
     for child in children:
-        if child.process.returncode is None:
-            child.process.kill()
-        await child.process.wait()
+        child.process.send(signal.SIGKILL)
+        await child.process.ended()
         child.close()
 
 
@@ -214,7 +213,7 @@ async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> 
 
 async def test_children_that_have_ended_need_nothing(start: Any) -> None:
     child = await start("print('ready', flush=True); raise SystemExit(3)")
-    await child.process.wait()
+    await child.process.ended()
     await end_children([child], 0, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) ended with exit code 3"
 
@@ -350,7 +349,8 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
 async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server, running = supervise(frontends=2)
+    reading, writing = os.pipe()
+    server, running = supervise(frontends=2, ready_fd=writing)
     output = ""
 
     def announced() -> bool:
@@ -363,10 +363,23 @@ async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     engine, *frontends = server.pids()
     pids = f"(engine pid {engine}, frontends pids {frontends[0]} {frontends[1]})"
     assert output == f"shmring: serving on http://127.0.0.1:{address[1]} {pids}\n"
+    with os.fdopen(reading) as word:  # which ends: nobody has the descriptor any more
+        assert msgspec.json.decode(word.read(), type=Serving) == Serving(f"http://127.0.0.1:{address[1]}", [engine], frontends)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 30)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
+
+
+async def test_a_descriptor_that_can_not_be_written_to_is_one_clear_message(supervise: Any) -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    _, running = supervise(ready_fd=reading)
+    with pytest.raises(
+        ServeError, match=rf"can't say on descriptor {reading} \(--ready-fd\) that the server is ready: Bad file"
+    ):
+        await asyncio.wait_for(running, 30)
+    os.close(reading)
 
 
 async def test_it_stops_when_the_program_that_started_it_ends(supervise: Any, eventually: Any) -> None:
@@ -545,7 +558,7 @@ async def test_children_import_nothing_from_the_working_directory(tmp_path: Path
     for path in ("", ":/does/not/exist", "/does/not/exist:", "/does/not/exist::/nor/this"):
         monkeypatch.setenv("PYTHONPATH", path)
         child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
-        assert await child.process.wait() == 0, path
+        assert await child.process.ended() == 0, path
         child.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from shmring.processes.process import Process
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,18 +25,14 @@ class Nursery:
     """``programs/nursery.py``: forks programs from a process that has everything imported."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = Process.start(
             [sys.executable, str(PROGRAMS / "nursery.py")],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._read() == "ready"
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        assert self._process.line() == "ready"
 
     def start(self, output: Path, program: str, *arguments: str, **environment: str) -> Forked:
         order = {
@@ -44,17 +41,12 @@ class Nursery:
             "environment": environment,
             "output": str(output),
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return Forked(int(self._read()), output)
+        self._process.write(json.dumps(order) + "\n")
+        return Forked(int(self._process.line()), output)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(LIMIT_S)
-        self._process.stdout.close()
+        self._process.rest(LIMIT_S)
+        self._process.close()
 
 
 class Forked:
@@ -63,12 +55,12 @@ class Forked:
     def __init__(self, pid: int, output: Path) -> None:
         self.pid = pid
         self.output = output
-        self.pidfd = os.pidfd_open(pid)
+        self.process = Process(pid)
         self._lines_read = 0
 
     @property
     def is_dead(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        return not self.process.lives
 
     async def said(self, limit_s: float = LIMIT_S) -> list[str]:
         """The next line that it prints."""
@@ -90,14 +82,13 @@ class Forked:
             await asyncio.sleep(0.002)
 
     async def died(self) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not self.is_dead:
-            assert time.monotonic() < deadline, f"process {self.pid} lives: {self.output.read_text()}"
-            await asyncio.sleep(0.002)
+        try:
+            await asyncio.wait_for(self.process.ended(), LIMIT_S)
+        except TimeoutError:
+            raise AssertionError(f"process {self.pid} lives: {self.output.read_text()}") from None
 
     def signal(self, number: signal.Signals) -> None:
-        if not self.is_dead:
-            signal.pidfd_send_signal(self.pidfd, number)
+        self.process.send(number)
 
 
 @pytest.fixture(scope="session")
@@ -122,4 +113,4 @@ async def launch(nursery: Nursery, socket_dir: Path) -> AsyncIterator[Callable[.
     for process in processes:
         process.signal(signal.SIGKILL)
         await process.died()
-        os.close(process.pidfd)
+        process.process.close()

@@ -10,14 +10,12 @@ import json
 import os
 import random
 import re
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmring.frontend.serve_process import ServerProcess
 from tests.segments import own_name, segments_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,17 +41,10 @@ MODEL = "shmring-fingerprints"
 # Processes that import torch, again and again.
 pytestmark = pytest.mark.slow
 
-READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engines>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
 
-
-@dataclass
-class Server:
+class Server(ServerProcess):
     """A running ``shmring serve``."""
 
-    process: subprocess.Popen[str]
-    url: str
-    engines: list[int]
-    frontends: list[int]
     metrics_dir: Path
 
     @property
@@ -94,36 +86,14 @@ def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
 @contextlib.contextmanager
 def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
     """Runs a server on a free port; kills what is left of it in the end."""
-    program = [sys.executable, "-m", "shmring.frontend.cli", "serve"]
-    command = [*program, "--port=0", f"--name={NAME}", f"--socket-dir={socket_dir}", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    pids: list[int] = []
-    try:
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            assert selector.select(90), "the server did not say that it is ready"
-        line = process.stdout.readline()
-        match = READY.search(line)
-        assert match is not None, line or process.communicate()[1]
-        engines, frontends = ([int(pid) for pid in match[kind].split()] for kind in ("engines", "frontends"))
-        pids = [*engines, *frontends]
-        [metrics_dir] = socket_dir.glob("shmring-metrics-*")
-        yield Server(process, match["url"], engines, frontends, metrics_dir)
-    finally:
-        if process.poll() is None:
-            pids += children_of(process.pid)
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-        for pid in pids:
-            if (
-                lives(pid) and str(socket_dir) in Path(f"/proc/{pid}/environ").read_text()
-            ):  # TMPDIR; and is not somebody else by now
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()  # whoever survived would keep its pipes open
+    with Server.start(
+        ["--port=0", f"--name={NAME}", f"--socket-dir={socket_dir}", *options],
+        environment={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)},
+        errors=socket_dir / "errors",
+    ) as server:
+        server.wait_until_ready(90)
+        [server.metrics_dir] = socket_dir.glob("shmring-metrics-*")
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +104,7 @@ def server() -> Iterator[Server]:
         serving(Path(place), "--slab-nbytes=64MiB") as running,
     ):
         yield running
-        running.process.terminate()
-        assert running.process.wait(10) == 0  # five seconds, and unloading torch on a busy machine
+        assert running.stop() == 0  # within ten seconds: five, and unloading torch on a busy machine
         assert not [pid for pid in (running.engine, *running.frontends) if lives(pid)]
         assert not running.metrics_dir.exists()
 
@@ -627,8 +596,8 @@ def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Pa
         response = asyncio.run(ask())
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
         assert int(response.headers["retry-after"]) >= 1
-        _, errors = server.process.communicate(timeout=20)
-        assert server.process.returncode == 1
+        assert server.process.wait(20) == 1
+        errors = (socket_dir / "errors").read_text()
         assert f"shmring: the engine (pid {server.engine}) was killed by signal 9 (Killed)" in errors
         assert "Traceback" not in errors
         assert not lives(server.frontends[0])
@@ -638,7 +607,6 @@ def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Pa
 def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
     with serving(socket_dir, "--slab-nbytes=16MiB") as server:
         server.process.kill()
-        server.process.wait()
         until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)), timeout=10)
         until(lambda: not server.metrics_dir.exists(), timeout=5)
         assert segments_of(NAME) == []

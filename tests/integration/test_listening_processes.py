@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import ssl
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from shmring.frontend.serve_process import ServerProcess
 from tests.segments import own_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,21 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # starts servers
 
 
-@contextlib.contextmanager
-def serving(path: Path, certificate: tuple[Path, Path]) -> Iterator[subprocess.Popen[str]]:
+def started(path: Path, certificate: tuple[Path, Path]) -> ServerProcess:
     certfile, keyfile = certificate
-    command = [sys.executable, "-P", "-m", "shmring.frontend.cli", "serve", f"--uds={path}", "--executor=synthetic"]
-    command += [f"--ssl-certfile={certfile}", f"--ssl-keyfile={keyfile}", f"--name={own_name('listening')}"]
+    arguments = [f"--uds={path}", "--executor=synthetic", f"--ssl-certfile={certfile}", f"--ssl-keyfile={keyfile}"]
+    arguments += [f"--name={own_name('listening')}", "--slab-nbytes=16MiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [*command, "--slab-nbytes=16MiB"], stdout=subprocess.PIPE, text=True, env=environment, cwd=path.parent
-    ) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline().startswith(f"shmring: serving on unix:{path} (")
-            yield server
-        finally:
-            server.kill()
+    return ServerProcess.start(arguments, environment=environment, cwd=path.parent)
 
 
 def pid_that_answers(path: Path, certificate: tuple[Path, Path]) -> int:
@@ -47,20 +35,22 @@ def pid_that_answers(path: Path, certificate: tuple[Path, Path]) -> int:
 
 def test_frontends_share_a_unix_socket_that_blocks_no_next_start(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     path = tmp_path / "s"
-    with serving(path, certificate) as server:
+    with started(path, certificate) as server:
+        server.wait_until_ready()
+        assert server.url == f"unix:{path}"
         deadline = time.monotonic() + 60
         pids = {pid_that_answers(path, certificate)}
         while len(pids) < 2:  # the kernel wakes one of them
             assert time.monotonic() < deadline
             pids.add(pid_that_answers(path, certificate))
-        server.send_signal(signal.SIGKILL)
-        server.wait()
+        server.process.kill()
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert path.exists()
-    with serving(path, certificate) as server:
+    with started(path, certificate) as server:
+        server.wait_until_ready()
         assert pid_that_answers(path, certificate) not in pids
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        server.process.send(signal.SIGTERM)
+        assert server.process.wait(60) == 0
     assert list(tmp_path.iterdir()) == []

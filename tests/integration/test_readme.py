@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from shmring.frontend.serve_process import ServerProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -52,28 +54,15 @@ def test_the_servers_examples_run(tmp_path: Path) -> None:
 
 def run_against(executor: str, code: str, tmp_path: Path) -> str:
     """Runs an example against a server with this executor; returns what it printed."""
-    command = ["serve", "--port", "0", "--executor", executor, "--name", f"readme-{os.getpid()}", "--slab-nbytes", "64MiB"]
+    arguments = ["--port=0", f"--executor={executor}", f"--name=readme-{os.getpid()}", "--slab-nbytes=64MiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "shmring.frontend.cli", *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    try:
-        assert server.stdout is not None
-        match = re.search(r"http://\S+", server.stdout.readline())
-        assert match is not None
-        code = code.replace("http://127.0.0.1:8000", match[0])
+    with ServerProcess.start(arguments, environment=environment, cwd=tmp_path, stop_limit_s=20) as server:
+        server.wait_until_ready()
+        code = code.replace("http://127.0.0.1:8000", server.url)
         example = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )
         assert example.returncode == 0, example.stderr
-        return example.stdout
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            assert server.wait(20) == 0
-        finally:
-            server.kill()
+        server.process.send(signal.SIGINT)
+        assert server.process.wait(20) == 0
+    return example.stdout

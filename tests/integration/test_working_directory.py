@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shmring.frontend.demo.server import serving
+from shmring.frontend.serve_process import ServerError, ServerProcess
+from shmring.frontend.supervisor import Serving
+from shmring.processes.process import Process
 
 # Names of ours, of what we import, and of what the interpreter and torch import.
 TRAPS = (
@@ -83,23 +84,16 @@ def test_a_server_and_its_processes_import_nothing_from_there(sprung: Path, path
         for name in BEFORE_US:
             (sprung.parent / "trapped" / f"{name}.py").unlink()
     more = {} if path is None else {"PYTHONPATH": path}
-    command = [COMMAND, "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1"]
-    server = subprocess.Popen(
-        command, cwd=sprung.parent / "trapped", env=environment(sprung, **more), stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout is not None
-        serving_on = re.search(r"serving on (http://\S+)", server.stdout.readline())
-        assert serving_on is not None
+    command = [str(COMMAND), "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1"]
+    directory = sprung.parent / "trapped"
+    with Process.start(command, ready_flag="--ready-fd=", cwd=directory, env=environment(sprung, **more)) as server:
+        serving = server.wait_until_ready(Serving)
         picture = base64.b64encode((SAMPLES / "chelsea.jpg").read_bytes()).decode()
         part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}}
         question = {"model": "shmring-fingerprints", "messages": [{"role": "user", "content": [part]}]}
-        answer = httpx.post(f"{serving_on[1]}/v1/embeddings", json=question, timeout=60)  # a decoder is started for it
+        answer = httpx.post(f"{serving.url}/v1/embeddings", json=question, timeout=60)  # a decoder is started for it
         assert answer.status_code == 200, answer.text
-    finally:
-        server.terminate()
-        server.communicate(timeout=20)
-    assert server.returncode == 0
+        assert server.stop(20) == 0
     assert not sprung.exists(), sprung.read_text()
 
 
@@ -118,8 +112,8 @@ def test_nor_does_the_server_of_the_demonstration(sprung: Path, monkeypatch: pyt
     monkeypatch.chdir(sprung.parent / "trapped")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("SPRUNG", str(sprung))
-    with pytest.raises(RuntimeError, match="did not start"), serving(["--port=none"]):
-        pass
+    with ServerProcess.start(["--port=none"]) as server, pytest.raises(ServerError, match="did not start"):
+        server.wait_until_ready()
     assert not sprung.exists(), sprung.read_text()
 
 

@@ -6,7 +6,6 @@ share: see :func:`in_child`. An action that does not come to its end is ended by
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
@@ -18,13 +17,13 @@ from typing import TypeVar
 
 import msgspec
 
+from shmring.processes.child import end_with_parent
 from tests.simulation.scenario import Action, Scenario
 
 __all__ = ["Crash", "begin", "in_child", "note"]
 
 _NOTES_NBYTES = 16 << 20  # an action takes some 30 bytes, and a walk and its settling some 13,000 actions
 _HEAD_NBYTES = 8
-_PR_SET_PDEATHSIG = 1
 _ENDLESS_S = 10.0  # of CPU, for an action and what is checked behind it: thousands of times what the longest one takes
 
 _Result = TypeVar("_Result")
@@ -144,7 +143,7 @@ def _end_as_child(run: Callable[[], object], writing: int, notes: _Notes) -> Non
     global _notes
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
+        end_with_parent()
         _notes = notes
         encoded = msgspec.msgpack.encode(run())
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

@@ -10,8 +10,6 @@ import resource
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 
 from shmring.core.messages import PROTOCOL_VERSION, Abort, Hello, Refused, Welcome
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from shmring.processes.process import Process
 from shmring.transport.endpoint import (
     AttachedEngine,
     Listener,
@@ -234,33 +233,22 @@ PROGRAM = """
 
 
 @pytest.fixture
-def run_program(path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a process that has the name, and then does as told; it has said something when this returns."""
-    started: list[subprocess.Popen[str]] = []
+def run_program(path: Path, run_python: Callable[..., Process]) -> Callable[[str], tuple[Process, str]]:
+    """Starts a process that has the name, and then does as told; returns it, and what it has said first."""
 
-    def start(rest: str) -> subprocess.Popen[str]:
-        script = textwrap.dedent(PROGRAM) + textwrap.dedent(rest)
-        process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None
-        process.first_line = process.stdout.readline()  # type: ignore[attr-defined]
-        return process
+    def start(rest: str) -> tuple[Process, str]:
+        process = run_python("-c", textwrap.dedent(PROGRAM) + textwrap.dedent(rest), path)
+        return process, process.line()
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    return start
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_killed_engine_leaves_its_files_and_the_next_takes_them_over(path: Path, run_program: Any) -> None:
-    process = run_program("print('ready', flush=True); time.sleep(600)")
+    process, _ = run_program("print('ready', flush=True); time.sleep(600)")
     with pytest.raises(LocalProtocolError, match=f"pid {process.pid}"):
         Listener.create(path, others_may_connect=False)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     assert path.exists()
     assert path.with_suffix(".lock").exists()
     with pytest.raises(EngineDeadError):
@@ -274,7 +262,7 @@ async def test_a_killed_engine_leaves_its_files_and_the_next_takes_them_over(pat
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_forked_child_does_not_keep_the_name(path: Path, run_program: Any) -> None:
     """The child outlives its parent, which is killed; the next engine must get the name, and the child not its calls."""
-    process = run_program(
+    process, said = run_program(
         """
         if os.fork() == 0:
             print(os.getpid(), flush=True)  # it is the child that says so: by then it has closed what is not its own
@@ -283,10 +271,9 @@ async def test_a_forked_child_does_not_keep_the_name(path: Path, run_program: An
         time.sleep(600)
         """
     )
-    child = int(process.first_line)
+    child = int(said)
     try:
         process.kill()
-        process.wait()
         os.kill(child, 0)
         with pytest.raises(EngineDeadError):
             await attach_engine(path, HELLO, ME)
@@ -591,11 +578,10 @@ async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) ->
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_the_files_of_engines_that_were_killed_go_when_another_starts(path: Path, run_program: Any) -> None:
-    process = run_program("print('ready', flush=True); time.sleep(600)")
+    process, _ = run_program("print('ready', flush=True); time.sleep(600)")
     with_it = Listener.create(path.with_name("other.sock"), others_may_connect=False)
     assert path.exists(), "a living engine's files are not touched"
     process.kill()
-    process.wait()
     assert sweep_names(path.parent, remove=False) == ["unit"]
     assert path.exists()
     again = Listener.create(path.with_name("third.sock"), others_may_connect=False)

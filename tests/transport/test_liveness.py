@@ -6,14 +6,13 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from shmring.errors import PeerLostError
+from shmring.processes.process import Process
 from shmring.transport import liveness
 from shmring.transport.liveness import ProcessWatch, open_peer_pidfd
 
@@ -21,12 +20,9 @@ pytestmark = pytest.mark.both_loops
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
+def child(run_python: Callable[..., Process]) -> Process:
     """A process that lives until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
+    return run_python("-c", "import time; time.sleep(600)")
 
 
 async def test_a_watch_that_cannot_be_set_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +49,13 @@ class Deaths:
         self.count += 1
 
 
-async def test_a_death_is_told_once_and_the_descriptor_closed(
-    child: subprocess.Popen[bytes], eventually: Any, turns: Any
-) -> None:
+async def test_a_death_is_told_once_and_the_descriptor_closed(child: Process, eventually: Any, turns: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     await asyncio.sleep(0)
     assert deaths.count == 0
-    child.kill()
+    child.send(signal.SIGKILL)
     await eventually(lambda: deaths.count)
     child.wait()
     await turns()
@@ -70,45 +64,45 @@ async def test_a_death_is_told_once_and_the_descriptor_closed(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes], eventually: Any, turns: Any) -> None:
+async def test_a_stopped_process_is_not_dead(child: Process, eventually: Any, turns: Any) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
-    child.send_signal(signal.SIGSTOP)
+    child.send(signal.SIGSTOP)
     await turns()
     assert deaths.count == 0
     assert not watch.has_died()
-    child.send_signal(signal.SIGCONT)
-    child.kill()
+    child.send(signal.SIGCONT)
+    child.send(signal.SIGKILL)
     await eventually(lambda: deaths.count)
     assert watch.has_died()
     watch.close()
 
 
-async def test_who_asks_is_told_of_a_death_before_the_loop_has_heard_of_it(child: subprocess.Popen[bytes]) -> None:
+async def test_who_asks_is_told_of_a_death_before_the_loop_has_heard_of_it(child: Process) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
-    child.kill()
+    child.send(signal.SIGKILL)
     child.wait()
     assert (watch.has_died(), deaths.count) == (True, 0)
     watch.close()
 
 
-async def test_a_closed_watch_is_silent(child: subprocess.Popen[bytes], turns: Any) -> None:
+async def test_a_closed_watch_is_silent(child: Process, turns: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     watch.close()
     watch.close()
-    child.kill()
+    child.send(signal.SIGKILL)
     child.wait()
     await turns()
     assert deaths.count == 0
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_process_that_was_dead_already_is_told_too(child: subprocess.Popen[bytes], eventually: Any) -> None:
+async def test_a_process_that_was_dead_already_is_told_too(child: Process, eventually: Any) -> None:
     pidfd = os.pidfd_open(child.pid)
-    child.kill()
+    child.send(signal.SIGKILL)
     child.wait()
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), pidfd, deaths)
@@ -148,11 +142,9 @@ async def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monke
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_without_the_kernels_help_a_dead_pid_is_an_error(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
-    child.kill()
+    child.send(signal.SIGKILL)
     child.wait()
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(PeerLostError, match="is gone"):

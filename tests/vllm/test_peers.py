@@ -5,33 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from shmring.integrations.vllm.peers import PeerError, Peers, state_of
+from shmring.processes.process import Process
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.communicate()
+def child(run_python: Callable[..., Process]) -> Process:
+    return run_python("-c", "input()", stdin=subprocess.PIPE)
 
 
 @pytest.fixture
-def peers(child: subprocess.Popen[bytes]) -> Peers:
+def peers(child: Process) -> Peers:
     peers = Peers()
     peers.add("worker 0", os.getpid())
     peers.add("worker 1", child.pid)
     return peers
 
 
-def stop(child: subprocess.Popen[bytes], until: Callable[..., Any]) -> None:
-    child.send_signal(signal.SIGSTOP)
+def stop(child: Process, until: Callable[..., Any]) -> None:
+    child.send(signal.SIGSTOP)
     until(lambda: state_of(child.pid) == "T")
 
 
@@ -40,29 +37,25 @@ def test_whoever_runs_is_waited_for(peers: Peers) -> None:
         peers.look(now_s)
 
 
-def test_whoever_stays_stopped_is_not(peers: Peers, child: subprocess.Popen[bytes], until: Callable[..., Any]) -> None:
+def test_whoever_stays_stopped_is_not(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
     stop(child, until)
     peers.look(0)
     with pytest.raises(PeerError, match=rf"worker 1 \(pid {child.pid}\) was stopped"):
         peers.look(1)
 
 
-def test_a_server_that_was_stopped_as_a_whole_goes_on(
-    peers: Peers, child: subprocess.Popen[bytes], until: Callable[..., Any]
-) -> None:
+def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
     """Its engine core wakes a moment before its workers: after a long time, in which it did not look."""
     stop(child, until)
     peers.look(0)
     peers.look(1000)
-    child.send_signal(signal.SIGCONT)
+    child.send(signal.SIGCONT)
     until(lambda: state_of(child.pid) != "T")
     peers.look(1001)
 
 
-def test_whoever_has_died_is_found_before_it_is_reaped(
-    peers: Peers, child: subprocess.Popen[bytes], until: Callable[..., Any]
-) -> None:
-    child.kill()
+def test_whoever_has_died_is_found_before_it_is_reaped(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
+    child.send(signal.SIGKILL)
     until(lambda: state_of(child.pid) == "Z")
     with pytest.raises(PeerError, match=r"worker 1 .* has died"):
         peers.look(0)

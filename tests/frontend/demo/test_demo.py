@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from shmring.frontend import demo
 from shmring.frontend.demo.client import Answer
 from shmring.frontend.demo.media import Sample
-from shmring.frontend.demo.server import DemoServer, left_behind, serving
 from shmring.frontend.serve_command import without_options
+from shmring.frontend.serve_process import ServerError, ServerProcess
+from shmring.processes.process import Process
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,9 +66,9 @@ def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_a
 
 def test_a_server_that_is_not_ready_in_time_says_so_itself(capfd: pytest.CaptureFixture[str]) -> None:
     """The limit is that of ``serve``, and so are the words: a demonstration has no shorter one."""
-    started = serving(["--port=0", "--slab-nbytes=1MiB", "--start-timeout=0.001", f"--name=demo-{os.getpid()}"])
-    with pytest.raises(RuntimeError, match="did not start; its own message"), started:
-        pass
+    started = ServerProcess.start(["--port=0", "--slab-nbytes=1MiB", "--start-timeout=0.001", f"--name=demo-{os.getpid()}"])
+    with started as server, pytest.raises(ServerError, match="did not start; its own message"):
+        server.wait_until_ready()
     assert "not ready within 0.001 s (--start-timeout): the engine" in capfd.readouterr().err
 
 
@@ -105,12 +107,18 @@ def test_problems_are_listed(copy: Answer, problem: str | None) -> None:
 
 
 def test_what_is_left_behind_is_found() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""], text=True)
-    process.wait()
+    process = Process.start([sys.executable, "-c", "import signal; signal.pause()"])
+    server = ServerProcess(process, None, 60.0)
+    assert server.stop() == -signal.SIGTERM
+    server.killed.append(process.pid)
     segment = Path(f"/dev/shm/shmring-{os.getuid()}-demo-{os.getpid()}-0")
     segment.touch()
     try:
-        problems = left_behind(DemoServer(process, "", [process.pid, os.getpid()]))
+        problems = demo._left_behind(server)
     finally:
         segment.unlink()
-    assert problems == [f"process {os.getpid()} survives", f"{segment} is left"]
+    assert problems == [
+        "the server ended with exit code -15",
+        f"process {process.pid} did not end by itself",
+        f"{segment} is left",
+    ]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +19,7 @@ from shmring.frontend.media import decoder_pool
 from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, _Places
 from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.processes.process import Process
 
 SPEC = InputSpec(picture=PictureSpec(max_pixels=10_000), video=VideoSpec(num_frames=2, max_pixels=10_000))
 LIMITS = MediaLimits(max_image_scans=1_000_000, max_video_expansion=1e9)
@@ -99,17 +97,13 @@ async def test_a_budget_ends_what_no_packet_ends(
 
 
 async def test_the_budget_is_processor_time_even_if_others_use_the_cores(
-    pool: DecoderPool, long_clip: Callable[..., bytes]
+    pool: DecoderPool, long_clip: Callable[..., bytes], run_python: Callable[..., Process]
 ) -> None:
     data = long_clip(40, SMALL_FRAMES)
     _, cpu_s = await decode(pool, "video", data)
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    try:
-        assert (await decode(pool, "video", data, budget_s=4 * cpu_s + 0.2))[0].length == 2
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
+    for _ in range(4):
+        run_python("-c", "while True: pass")
+    assert (await decode(pool, "video", data, budget_s=4 * cpu_s + 0.2))[0].length == 2
 
 
 async def test_a_small_file_with_much_work_is_decoded_among_the_large_ones(
@@ -231,14 +225,14 @@ async def test_what_forks_decoders_is_started_again(pool: DecoderPool, many_scan
 
 
 _FRONTEND = """
-import asyncio, base64, sys
+import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
 from shmring.engine.inputs import InputSpec, PictureSpec
 from shmring.frontend.media.decoder_pool import DecoderPool
 from shmring.frontend.media.jobs import Decode, Probe
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 async def main():
-    data = base64.b64decode(sys.stdin.readline())
+    data = open(sys.argv[1], "rb").read()
     pool = DecoderPool(2, ThreadPoolExecutor(1))
     job = Probe("image", InputSpec(picture=PictureSpec(max_pixels=10_000)), MediaLimits(max_image_scans=10**6), MediaIoKwargs())
     header = (await pool.run(job, data, 0, 600.0)).reply.header
@@ -248,24 +242,20 @@ asyncio.run(main())
 """
 
 
-def test_decoders_end_with_a_frontend_that_is_killed(many_scans: Callable[..., bytes]) -> None:
-    frontend = subprocess.Popen([sys.executable, "-c", _FRONTEND], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert frontend.stdin is not None
-    assert frontend.stdout is not None
-    frontend.stdin.write(base64.b64encode(many_scans(20_000)) + b"\n")
-    frontend.stdin.flush()
-    assert frontend.stdout.readline() == b"decoding\n"
+def test_decoders_end_with_a_frontend_that_is_killed(
+    many_scans: Callable[..., bytes], run_python: Callable[..., Process], tmp_path: Path
+) -> None:
+    (tmp_path / "picture").write_bytes(many_scans(20_000))
+    frontend = run_python("-c", _FRONTEND, tmp_path / "picture")
+    assert frontend.line() == "decoding"
     [forker] = children_of(frontend.pid)
     processes = [forker, *children_of(forker)]
     assert len(processes) >= 2
+    watched = list(map(Process, processes))
     frontend.kill()
-    frontend.wait()
-    deadline = time.monotonic() + 10
-    while any(map(lives, processes)):
-        assert time.monotonic() < deadline, "decoders outlive their frontend"
-        time.sleep(0.01)
-    frontend.stdin.close()
-    frontend.stdout.close()
+    for process in watched:
+        process.wait(10)  # or decoders outlive their frontend
+        process.close()
 
 
 async def test_decoders_let_the_loops_go_first(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:

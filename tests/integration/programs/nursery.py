@@ -7,12 +7,10 @@ nursery lives; with its stdin closed it ends, and all that it started is killed 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import runpy
-import signal
 import sys
 import traceback
 from typing import Any
@@ -21,15 +19,15 @@ import torch
 import uvloop
 
 import shmring
+from shmring.processes.child import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 # Naming both ends imports what is behind them: without that each child would, which takes longer than all else it does.
 IMPORTED = (shmring.Ring, shmring.Client, uvloop)
 
 
 def become(order: dict[str, Any]) -> int:
     """The child's life; returns its exit status."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,0 +1,82 @@
+"""What each benchmark is, in one table: the code that it is about, and how long a case runs.
+
+The code is product code only: a benchmark that changes measures the same thing, or is measured anew by whoever changes it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MODES", "Mode", "Timing", "code_of", "command_of"]
+
+
+class Timing(NamedTuple):
+    """How often a case is measured, and how long each time: what is timed, and before that what is not."""
+
+    repetitions: int
+    timed_s: float = 0.0
+    warm_up_s: float = 0.0
+
+
+class Mode(NamedTuple):
+    """A benchmark.
+
+    Attributes:
+        code: the paths that it measures, as git takes them.
+        full, quick: how long it runs; None: there is no such choice.
+        command: how it is started, where that does not follow from its name.
+    """
+
+    code: tuple[str, ...]
+    full: Timing | None = None
+    quick: Timing | None = None
+    command: str = ""
+
+    def timing(self, quick: bool = False, repetitions: int | None = None, seconds: float | None = None) -> Timing:
+        """Returns how long it runs where somebody has said something else, or has not."""
+        timing = self.quick if quick else self.full
+        assert timing is not None, "there is this choice"
+        return timing._replace(repetitions=repetitions or timing.repetitions, timed_s=seconds or timing.timed_s)
+
+    def defaults(self, field: str) -> str:
+        """Returns a field of the timings in words, for a help text."""
+        full, quick = (None if timing is None else getattr(timing, field) for timing in (self.full, self.quick))
+        return f"[default: {full:g}]" if quick in (None, full) else f"[default: {full:g}; {quick:g} if quick]"
+
+
+def _shmring_without(*parts: str) -> tuple[str, ...]:
+    """The transport but for some parts, and for what only starts and ends processes."""
+    return ("shmring", *(f":(exclude)shmring/{part}" for part in (*parts, "processes")))
+
+
+_ALL = ("shmring", "engine", "frontend")
+#: Of both ends in host memory, and what is between them.
+_ENDS = _shmring_without("gpu", "integrations", "threads", "worker")
+_PLACING = ("blocks", "sorted_keys", "lending", "client_book", "engine_book")
+
+#: By name; of a mode that is not here, the code is all.
+MODES: dict[str, Mode] = {
+    "allocator": Mode((*(f"shmring/core/{name}.*" for name in _PLACING), "shmring/memory/_copying.c")),
+    "cost": Mode(_ENDS, Timing(7, 1.0, 0.3), Timing(3, 0.2, 0.1)),
+    "fan-out": Mode(_shmring_without("gpu", "integrations"), Timing(5, 0.5), Timing(1, 0.3)),
+    "gpu": Mode(_shmring_without("integrations", "threads", "worker"), Timing(7, 0.1), Timing(3, 0.05)),
+    "isolation": Mode(_ALL, Timing(2, 1.5)),
+    "request": Mode(_ENDS, Timing(7, 1.0, 0.25), Timing(5, 0.2, 0.1)),
+    "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
+    "serve": Mode(_ALL),
+    "sglang": Mode(_shmring_without("gpu")),
+    "soak": Mode(_ENDS, command="python -m tests.soak"),
+    # A quick run has 10 cases in about 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
+    "transport": Mode(_ENDS, Timing(5, 0.5, 0.15), Timing(3, 0.15, 0.05)),
+    "vllm": Mode(_shmring_without("gpu", "worker")),
+}
+
+
+def command_of(mode: str) -> str:
+    """Returns the command line that measures what a mode's JSON holds."""
+    return (MODES[mode].command if mode in MODES else "") or f"python -m bench {mode}"
+
+
+def code_of(mode: str) -> tuple[str, ...]:
+    """Returns the paths that a mode measures."""
+    return MODES[mode].code if mode in MODES else _ALL

@@ -1,0 +1,38 @@
+"""What a process does for whoever started it: it says that it is ready, and ends with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+import msgspec
+
+__all__ = ["end_with_parent", "say_ready"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def say_ready(fd: int, word: object) -> None:
+    """Writes what this process says of itself, as a line of JSON, and closes the descriptor.
+
+    Args:
+        fd: what :meth:`shmring.processes.process.Process.start` has added to the command line.
+        word: a struct; as JSON it has at most 4 KiB, so that it arrives whole.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    os.write(fd, msgspec.json.encode(word) + b"\n")
+    os.close(fd)
+
+
+def end_with_parent(parent_pid: int | None = None) -> None:
+    """Has the kernel kill this process when the thread that forked it ends.
+
+    Args:
+        parent_pid: as the parent knew it before it forked. If it has ended by now, so does this process. None: nobody knows.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)

@@ -1,0 +1,226 @@
+"""A process, as whoever started it or watches it sees it: that it is ready, its signals and its end.
+
+The kernel says by a pidfd when a process has ended. Signals go through it as well: a pid may be another's by the time that it
+is used. A program that is started here says on a pipe that it is ready, in one line of JSON
+(:func:`shmring.processes.child.say_ready`). Its end closes the pipe, so one that dies at its start keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+__all__ = ["Process", "ProcessError"]
+
+_WORD_NBYTES = 4096  # a pipe takes so much in one piece, or nothing
+
+_Word = TypeVar("_Word")
+
+
+class ProcessError(Exception):
+    """A process ended before it was ready, or was not ready in time."""
+
+
+class Process:
+    """A child of this process (:meth:`start`), or any other. Use it with ``with``: then a child has ended afterwards.
+
+    Args:
+        pid: of a process that lives.
+        popen: of a child.
+        word_fd: where a child says that it is ready.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+
+    def __init__(self, pid: int, popen: subprocess.Popen[Any] | None = None, word_fd: int = -1) -> None:
+        self.pid = pid
+        self._popen = popen
+        self._word_fd = word_fd
+        self._pidfd = os.pidfd_open(pid)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_end: list[Callable[[], object]] = []
+
+    @classmethod
+    def start(cls, command: Sequence[str], *, ready_flag: str = "", pass_fds: Sequence[int] = (), **options: Any) -> Self:
+        """Starts a program.
+
+        Args:
+            command: the program and its arguments.
+            ready_flag: what stands before the number of the descriptor on which it is to say that it is ready, such as
+                ``--ready-fd=``. Both become the last argument. Empty: it says nothing there.
+            pass_fds: descriptors that it inherits.
+            options: of :class:`subprocess.Popen`.
+        """
+        if not ready_flag:
+            popen = subprocess.Popen(command, pass_fds=pass_fds, **options)
+            return cls(popen.pid, popen)
+        word_fd, theirs = os.pipe()
+        try:
+            popen = subprocess.Popen([*command, f"{ready_flag}{theirs}"], pass_fds=(*pass_fds, theirs), **options)
+        except BaseException:
+            os.close(word_fd)
+            raise
+        finally:
+            os.close(theirs)
+        return cls(popen.pid, popen, word_fd)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended, as far as it is watched."""
+        return self._pidfd >= 0 and not _is_readable(self._pidfd, 0)
+
+    @property
+    def returncode(self) -> int | None:
+        """How a child ended: its exit code, or the number of a signal, negative. None: it lives, or is no child."""
+        return None if self._popen is None else self._popen.poll()
+
+    def wait_until_ready(self, kind: type[_Word], limit_s: float | None = None) -> _Word:
+        """Blocks until it is ready; returns what it says of itself.
+
+        Raises:
+            ProcessError: it has ended, or was not ready in time.
+        """
+        if not _is_readable(self._word_fd, limit_s):
+            raise ProcessError(f"was not ready within {limit_s:g} s")
+        word = os.read(self._word_fd, _WORD_NBYTES)
+        if not word:
+            raise ProcessError("did not start")
+        return msgspec.json.decode(word, type=kind)
+
+    async def until_ready(self, kind: type[_Word], limit_s: float) -> _Word:
+        """Does the same, without blocking the loop.
+
+        Raises:
+            ProcessError: as above.
+        """
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._word_fd, readable.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await readable.wait()
+        finally:
+            loop.remove_reader(self._word_fd)
+        return self.wait_until_ready(kind, 0 if readable.is_set() else limit_s)
+
+    def line(self) -> str:
+        """Returns the next line that a child writes to its pipe, without its end; empty when there will be none."""
+        assert self._popen is not None
+        assert self._popen.stdout is not None, "a child with a pipe"
+        line: str = self._popen.stdout.readline()
+        return line.rstrip("\n")
+
+    def write(self, text: str) -> None:
+        """Writes to a child's standard input."""
+        assert self._popen is not None
+        assert self._popen.stdin is not None, "a child with a pipe"
+        self._popen.stdin.write(text)
+        self._popen.stdin.flush()
+
+    def rest(self, limit_s: float) -> str:
+        """Closes a child's standard input; returns what it writes to its pipe until its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it takes longer.
+        """
+        assert self._popen is not None, "a child"
+        rest, _ = self._popen.communicate(timeout=limit_s)
+        return rest or ""
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it still lives."""
+        if self.lives:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Has the running loop call back, once, when it has ended."""
+        self._on_end.append(call)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._pidfd, self._ended)
+
+    async def ended(self) -> int | None:
+        """Returns its :attr:`returncode` when it has ended."""
+        if self.lives:
+            over = asyncio.Event()
+            self.when_ended(over.set)
+            await over.wait()
+        return self.returncode
+
+    def wait(self, limit_s: float | None = None) -> int | None:
+        """Blocks until it has ended; returns its :attr:`returncode`.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        if self.lives and not _is_readable(self._pidfd, limit_s):
+            raise TimeoutError(f"process {self.pid} did not end within {limit_s:g} s")
+        return None if self._popen is None else self._popen.wait()
+
+    def stop(self, limit_s: float) -> int | None:
+        """Tells it to end (SIGTERM), and kills it if it takes longer; returns its :attr:`returncode`."""
+        self.send(signal.SIGTERM)
+        try:
+            return self.wait(limit_s)
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            return self.wait()
+
+    def describe_end(self) -> str:
+        """Says how a child has ended, in words that follow its name."""
+        code = self.returncode
+        assert code is not None, "it has ended, and is a child"
+        return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
+
+    def close(self) -> None:
+        """Stops watching it, and closes a child's pipes. Twice is once."""
+        self._stop_watching()
+        for fd in (self._pidfd, self._word_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._pidfd = self._word_fd = -1
+        for pipe in () if self._popen is None else (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # it has not read all that was written
+                    pipe.close()
+
+    def kill(self) -> None:
+        """Kills it, waits for its end and closes it. Twice is once."""
+        if self._pidfd >= 0:
+            self.send(signal.SIGKILL)
+            self.wait()
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def _ended(self) -> None:
+        self._stop_watching()
+        for call in self._on_end:
+            call()
+        self._on_end.clear()
+
+    def _stop_watching(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._pidfd)
+        self._loop = None
+
+
+def _is_readable(fd: int, limit_s: float | None) -> bool:
+    """Waits until there is something to read on a descriptor, or its end; of a pidfd, until the process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if limit_s is None else max(0.0, limit_s) * 1e3))

@@ -1,0 +1,157 @@
+"""Real processes: what they say of themselves, how they are told to end, and who learns of their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shmring.processes.process import Process, ProcessError
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0
+SLEEPING = "import time; time.sleep(600)"
+SAYS = (
+    "import os, sys, msgspec\nfrom shmring.processes.child import say_ready\nfrom tests.processes.test_process import Word\n"
+    "say_ready(int(sys.argv[1].partition('=')[2]), Word(os.getpid(), 'here I am'))\n"
+)
+
+
+class Word(msgspec.Struct, frozen=True):
+    pid: int
+    text: str
+
+
+def started(program: str, **options: Any) -> Process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return Process.start([sys.executable, "-c", program], env=environment, **options)
+
+
+def says(program: str) -> Process:
+    return started(program, ready_flag="--ready-fd=")
+
+
+def test_a_child_says_what_it_is_when_it_is_ready() -> None:
+    with says(SAYS + SLEEPING) as child:
+        assert child.wait_until_ready(Word, LIMIT_S) == Word(child.pid, "here I am")
+        assert child.lives
+        assert child.returncode is None
+    assert (child.lives, child.returncode) == (False, -signal.SIGKILL)
+
+
+@pytest.mark.both_loops
+async def test_a_loop_goes_on_until_a_child_is_ready() -> None:
+    with says(SAYS + SLEEPING) as child:
+        assert await child.until_ready(Word, LIMIT_S) == Word(child.pid, "here I am")
+
+
+@pytest.mark.both_loops
+async def test_a_child_that_ends_before_it_is_ready_keeps_nobody_waiting() -> None:
+    for program in ("", "raise SystemExit(3)", "import os; os.abort()"):
+        with says(program) as child, pytest.raises(ProcessError, match="did not start"):
+            child.wait_until_ready(Word)
+        with says(program) as child, pytest.raises(ProcessError, match="did not start"):
+            await child.until_ready(Word, LIMIT_S)
+
+
+@pytest.mark.both_loops
+async def test_a_child_that_is_not_ready_in_time_is_an_error() -> None:
+    with says(SLEEPING) as child:
+        with pytest.raises(ProcessError, match=r"was not ready within 0\.01 s"):
+            child.wait_until_ready(Word, 0.01)
+        with pytest.raises(ProcessError, match=r"was not ready within 0\.01 s"):
+            await child.until_ready(Word, 0.01)
+
+
+def test_a_program_that_is_not_there_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        Process.start(["/no/such/program"], ready_flag="--ready-fd=")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        ("raise SystemExit(7)", 7, "ended with exit code 7"),
+        (f"print(flush=True); {SLEEPING}", -15, "was killed by signal 15 (Terminated)"),
+        (
+            f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEPING}",
+            -9,
+            "was killed by signal 9 (Killed)",
+        ),
+    ],
+)
+def test_a_child_is_told_to_end_and_else_killed(program: str, code: int, words: str) -> None:
+    with started(program, stdout=subprocess.PIPE, text=True) as child:
+        child.line()  # it does what it will with signals
+        assert child.stop(0.2 if code == -9 else LIMIT_S) == code
+        assert child.describe_end() == words
+        child.send(signal.SIGKILL)  # which does nothing
+        assert child.stop(0) == code
+    assert child.returncode == code
+
+
+def test_who_waits_too_long_is_told() -> None:
+    with started(SLEEPING) as child, pytest.raises(TimeoutError, match=rf"process {child.pid} did not end within 0\.01 s"):
+        child.wait(0.01)
+
+
+@pytest.mark.both_loops
+async def test_all_who_wait_learn_of_an_end() -> None:
+    called: list[int] = []
+    with started(SLEEPING) as child:
+        child.when_ended(lambda: called.append(child.pid))
+        waiting = [asyncio.create_task(child.ended()) for _ in range(3)]
+        given_up = asyncio.create_task(child.ended())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        child.send(signal.SIGTERM)
+        assert await asyncio.gather(*waiting) == [-15] * 3
+        assert await child.ended() == -15
+    assert called == [child.pid]
+
+
+@pytest.mark.both_loops
+async def test_a_process_that_is_no_child_is_watched_too(eventually: Callable[..., Any]) -> None:
+    program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEPING!r}]).pid, flush=True); input()"
+    with started(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        grandchild = Process(int(parent.line()))
+        assert grandchild.lives
+        grandchild.send(signal.SIGKILL)
+        assert await grandchild.ended() is None  # its parent alone knows how
+        assert not grandchild.lives
+        grandchild.close()
+        grandchild.close()
+
+
+def test_a_process_that_was_never_there_is_an_error() -> None:
+    with pytest.raises(ProcessLookupError):
+        Process(2**22 + 1)  # more than any pid can be
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_child_ends_with_its_parent(knows: bool) -> None:
+    program = (
+        "import os, time\nfrom shmring.processes.child import end_with_parent\nparent = os.getpid()\n"
+        f"if not os.fork():\n    end_with_parent({'parent' if knows else ''}); print(os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    with started(program, stdout=subprocess.PIPE, text=True) as parent:
+        child = Process(int(parent.line()))
+        parent.send(signal.SIGKILL)
+        child.wait(LIMIT_S)
+        child.close()
+
+
+def test_a_child_whose_parent_has_ended_ends_at_once() -> None:
+    program = "from shmring.processes.child import end_with_parent; end_with_parent(1 << 30); print('lives')"
+    with started(program, stdout=subprocess.PIPE) as child:
+        assert child.wait(LIMIT_S) == 1
