@@ -9,6 +9,7 @@ import pytest
 
 from bench.ages import CODE_OF, age, age_in_words, head
 from bench.command_line import ROOT
+from tests.tables import for_each
 
 
 class Repository:
@@ -88,7 +89,7 @@ def test_ages_are_words() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", CODE_OF)
+@for_each("mode", CODE_OF)
 def test_what_a_mode_measures_is_there(mode: str) -> None:
     for path in CODE_OF[mode]:
         assert list(ROOT.glob(path.removeprefix(":(exclude)"))), path

@@ -27,6 +27,7 @@ from bench.allocation.measures import (
 from bench.allocation.traces import LIFETIMES, SIZES, trace
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
+from tests.tables import for_each
 
 MIB = 1 << 20
 SLAB_NBYTES = 1 << 30
@@ -98,8 +99,8 @@ def test_the_limit_loses_nothing_but_what_does_not_fit() -> None:
 # -- traces --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("lifetime", LIFETIMES)
+@for_each("sizes", SIZES)
+@for_each("lifetime", LIFETIMES)
 def test_a_trace_fills_the_slab_and_every_slot_goes_at_most_once(sizes: str, lifetime: str) -> None:
     arrivals = list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))
     assert arrivals == list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))

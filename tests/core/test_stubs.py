@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from core_interface import STUB, Line, attributes, declarations, function, lines_of, stub
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = sorted((ROOT / "shmring").rglob("*.pyi"))
@@ -91,7 +92,7 @@ async def wait(self) -> Slot:
 """
 
 
-@pytest.mark.parametrize(("declared", "shown"), re.findall(r"^(\S.*)\n    (.*)$", FUNCTIONS, re.MULTILINE))
+@for_each(("declared", "shown"), re.findall(r"^(\S.*)\n    (.*)$", FUNCTIONS, re.MULTILINE))
 def test_a_function_is_shown_as_python_sees_it(declared: str, shown: str) -> None:
     assert function(line(declared)) == shown
 

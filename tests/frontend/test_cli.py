@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import shmring
 from shmring.frontend.cli import main
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert metadata.version("shmring") == shmring.__version__
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         ["--help"],

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shmring.frontend.entry_point import EXTRAS
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,7 +37,7 @@ def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "arguments", "extra"),
     [
         ("click", ["--help"], "serve"),

@@ -14,6 +14,7 @@ from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.options import FRONTEND_OPTIONS, settings_of
 from shmring.frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings
+from tests.tables import for_each
 
 
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
@@ -113,7 +114,7 @@ def test_an_empty_variable_is_no_open_server(text: str) -> None:
     assert "SHMRING_API_KEY is set and holds no key; unset it to serve without keys" in output
 
 
-@pytest.mark.parametrize(
+@for_each(
     "argument",
     [
         "--max-body-nbytes=many",

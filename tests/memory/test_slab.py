@@ -27,6 +27,7 @@ from shmring.memory import huge_pages
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
 from tests.segments import own_name, segments_of
+from tests.tables import for_each
 
 PREFIX = f"{NAME_PREFIX}-{os.getuid()}-"
 NAME = own_name("unit")
@@ -420,8 +421,8 @@ def test_a_part_for_replies_that_others_could_write_is_refused(divided: Slab) ->
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
-@pytest.mark.parametrize("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
+@for_each("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
+@for_each("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
 def test_parts_that_are_not_of_the_announced_sizes_are_refused(divided: Slab, leased_nbytes: int, reply_nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match="announced"):

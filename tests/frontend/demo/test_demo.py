@@ -17,6 +17,7 @@ from shmring.frontend.demo.client import Answer
 from shmring.frontend.demo.media import Sample
 from shmring.frontend.demo.server import DemoServer, left_behind, serving
 from shmring.frontend.serve_command import without_options
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,7 +81,7 @@ def test_the_nearest_is_the_most_similar() -> None:
     assert demo._nearest(originals["b"], originals, but="b") == ("c", 0.8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("copy", "problem"),
     [
         (answer(1, 0), None),
