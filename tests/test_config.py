@@ -84,7 +84,7 @@ def test_a_name_that_could_not_be_part_of_a_path_is_refused(name: str) -> None:
         validate_name(name)
 
 
-@pytest.mark.parametrize("kind", [RingConfig, ClientConfig])
+@for_each("kind", [RingConfig, ClientConfig])
 def test_sizes_are_stored_in_bytes(kind: Any) -> None:
     config = kind()
     for field in dataclasses.fields(config):
@@ -100,7 +100,7 @@ def test_sizes_given_as_text_are_stored_in_bytes() -> None:
     assert ClientConfig(lease_nbytes="1MiB", inline_nbytes="2k").lease_nbytes == 1 << 20
 
 
-@pytest.mark.parametrize("config", [RingConfig(), ClientConfig()])
+@for_each("config", [RingConfig(), ClientConfig()])
 def test_a_config_is_frozen(config: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.debug = True

@@ -81,7 +81,7 @@ def test_places_are_disjoint_and_everything_comes_back() -> None:
     assert [capacity(policy, blocks) for blocks in (1, 100, LARGEST)] == before
 
 
-@pytest.mark.parametrize("frontends", [1, 3])
+@for_each("frontends", [1, 3])
 def test_leases_hold_disjoint_slots_and_come_back(frontends: int) -> None:
     policy = Leased(RANGE, frontends)
     churn(policy, 1, RANGE)
@@ -174,7 +174,7 @@ def test_who_reuses_touches_less_than_who_goes_round() -> None:
     assert all(numbers["gb_per_s"] > 0 for numbers in found.values())
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan.quick()], ids=["full", "quick"])
+@for_each("plan", [Plan(), Plan.quick()], ids=["full", "quick"])
 def test_what_a_run_copies_fits(plan: Plan) -> None:
     assert {in_flight for in_flight, _ in plan.copied()} == set(plan.in_flight)
     assert all(in_flight * nbytes * 4 <= plan.copy_slab_nbytes for in_flight, nbytes in plan.copied())

@@ -49,7 +49,7 @@ def test_what_is_not_refused_is_a_request(name: str) -> None:
     assert isinstance(EMBEDDING_PARSER.parse(ATTACKS[name].body()), EmbeddingRequest)
 
 
-@pytest.mark.parametrize("hangs_up", [False, True])
+@for_each("hangs_up", [False, True])
 async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool) -> None:
     got: list[bytes] = []
 

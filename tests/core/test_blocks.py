@@ -88,7 +88,7 @@ def test_free_space_in_pieces_does_not_fit_a_whole() -> None:
     assert allocator.free_units == 8
 
 
-@pytest.mark.parametrize("length", [0, -1])
+@for_each("length", [0, -1])
 def test_an_empty_run_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"not {length}"):
         RunAllocator(0, 4).allocate(length)
@@ -204,7 +204,7 @@ TestAllocatorMachine.settings = settings(stateful_step_count=40)
 # -- many runs: the orders lie in many chunks, which split and join ------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@for_each("seed", range(2))
 def test_ten_thousand_live_runs_lie_where_the_models_lie(seed: int) -> None:
     """Grows to ten thousand live runs, comes and goes there, and empties again; every start is the model's."""
     chance = random.Random(seed)

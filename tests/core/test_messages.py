@@ -472,7 +472,7 @@ def test_a_missing_field_is_refused(message: Any) -> None:
         refused(plain(message)[:length])
 
 
-@pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
+@for_each("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
 def test_an_extra_or_missing_field_of_a_part_is_refused(forge: Any) -> None:
     welcome = next(plain(message) for message in ENGINE_MESSAGES if isinstance(message, Welcome))
     *fields, lease, device, kept_nbytes = welcome
@@ -855,7 +855,7 @@ def test_a_list_of_ids_from_a_frontend_is_bounded(tag: int) -> None:
         decode_frontend_message(msgspec.msgpack.encode([tag, list(range(MAX_LISTED + 1))]))
 
 
-@pytest.mark.parametrize("fields", [[106], [107]])
+@for_each("fields", [[106], [107]])
 def test_a_list_of_ids_from_an_engine_is_bounded(fields: list[int]) -> None:
     assert decode_engine_message(msgspec.msgpack.encode([*fields, list(range(MAX_LISTED))]))
     with pytest.raises(RemoteProtocolError, match="length <= 1024"):

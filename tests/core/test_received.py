@@ -295,7 +295,7 @@ def naming_one_tensor(count: int, dtype: str) -> tuple[Content, bytes]:
 
 
 # Of torch, which has a number for it, and of numpy, which spells it.
-@pytest.mark.parametrize("dtype", ["float32", "<f4"])
+@for_each("dtype", ["float32", "<f4"])
 def test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made(dtype: str) -> None:
     content, payload = naming_one_tensor(25 * MAX_TENSORS, dtype)
     tracemalloc.start()

@@ -20,7 +20,7 @@ def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     return [sampler.choose(logits) for _ in range(count)]
 
 
-@pytest.mark.parametrize("temperature", [0, 1e-6])
+@for_each("temperature", [0, 1e-6])
 def test_without_temperature_the_likeliest_token_is_chosen(temperature: float) -> None:
     assert draw(5, temperature=temperature, seed=1) == [0] * 5
 
@@ -56,7 +56,7 @@ def test_top_k_and_min_p_leave_the_likeliest() -> None:
     assert set(draw(500, min_p=0.5, seed=1)) == {0, 4}  # exp(1.5 - 2) = 0.61 of the likeliest, exp(1 - 2) = 0.37
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@for_each("temperature", [0, 1.0])
 def test_a_bias_excludes_or_forces_a_token(temperature: float) -> None:
     assert set(draw(50, temperature=temperature, logit_bias={3: 100.0}, seed=1)) == {3}
     assert 0 not in draw(200, temperature=temperature, logit_bias={0: -100.0}, seed=1)

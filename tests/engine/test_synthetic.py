@@ -75,7 +75,7 @@ def test_an_answer_ends_at_a_stop_text(stop: list[str], text: str | None, reason
     assert replies[-1].finish_reason == reason
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
+@for_each("max_tokens", [0, -1])
 def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
     synthetic = executor()
     [output] = synthetic.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])

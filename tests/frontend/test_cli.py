@@ -9,7 +9,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 import shmring
@@ -19,7 +18,7 @@ from tests.tables import for_each
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("argument", ["version", "--version"])
+@for_each("argument", ["version", "--version"])
 def test_it_says_its_version(argument: str) -> None:
     result = CliRunner().invoke(main, [argument])
     assert (result.exit_code, result.output) == (0, f"shmring {shmring.__version__}\n")

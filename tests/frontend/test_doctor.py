@@ -201,7 +201,7 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
 
 
-@pytest.mark.parametrize("can_be_had", [False, True])
+@for_each("can_be_had", [False, True])
 def test_huge_pages_are_never_a_problem(can_be_had: bool) -> None:
     check = doctor.check_huge_pages(can_be_had)
     assert check.status == "ok"

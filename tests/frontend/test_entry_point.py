@@ -11,8 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from shmring.frontend.entry_point import EXTRAS
 from tests.tables import for_each
 
@@ -71,7 +69,7 @@ def test_a_module_of_no_extra_that_is_missing_is_our_own_failure() -> None:
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@for_each("extra", EXTRAS)
 def test_all_that_an_extra_installs_is_known(extra: str) -> None:
     distributions = {
         name.lower().replace("_", "-")

@@ -181,14 +181,14 @@ def test_what_kubernetes_says_of_a_service_of_this_name_is_no_port() -> None:
     assert accepted(SHMRING_PORT="tcp://10.0.0.1:8000").frontend.port == 8000
 
 
-@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+@for_each("command", [engine, frontend], ids=["engine", "frontend"])
 def test_a_process_without_a_supervisor_looks_at_variables(command: click.Command) -> None:
     result = CliRunner(env={"SHMRING_LOG_LEVEL": "nonsense"}).invoke(command, [])
     assert result.exit_code == 2
     assert "Invalid value for the variable SHMRING_LOG_LEVEL" in result.output
 
 
-@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+@for_each("command", [engine, frontend], ids=["engine", "frontend"])
 def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Command) -> None:
     ours, theirs = socket.socketpair()
     ours.close()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import msgspec
-import pytest
 from click.testing import CliRunner
 
 from shmring.frontend.media.fetch import FetchSettings
@@ -108,7 +107,7 @@ def test_keys_are_taken_from_the_environment() -> None:
     assert understood([], {"SHMRING_API_KEY": "one two"}).api_keys == ("one", "two")
 
 
-@pytest.mark.parametrize("text", ["", "  "])
+@for_each("text", ["", "  "])
 def test_an_empty_variable_is_no_open_server(text: str) -> None:
     output = refused(environment={"SHMRING_API_KEY": text})
     assert "SHMRING_API_KEY is set and holds no key; unset it to serve without keys" in output

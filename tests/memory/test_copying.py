@@ -48,9 +48,7 @@ def check(copy: Copy, nbytes: int) -> None:
             assert (target == 0xAA).all(), (to, start)
 
 
-SIZES = pytest.mark.parametrize(
-    "nbytes", [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, 2047, 2048, 2049, 2112, 4096, 100_001]
-)
+SIZES = for_each("nbytes", [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, 2047, 2048, 2049, 2112, 4096, 100_001])
 
 
 @streams

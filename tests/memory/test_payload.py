@@ -359,7 +359,7 @@ def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise(ends: E
 # -- what travels -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(777, 778)])
+@for_each("rows", [slice(0, 1), slice(777, 778)])
 def test_only_the_viewed_region_travels(rows: slice) -> None:
     base = torch.zeros(100 << 10, 1024, dtype=torch.uint8)
     packed = pack({"view": base[rows], "array": base.numpy()[rows]})

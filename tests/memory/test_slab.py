@@ -236,7 +236,7 @@ def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
         posix_ipc.unlink_shared_memory(path)
 
 
-@pytest.mark.parametrize("reply_nbytes", [0, 1 << 60])
+@for_each("reply_nbytes", [0, 1 << 60])
 def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply_nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match=r"reserving \d+ bytes in a memfd failed .*: \d+ bytes of \d+ are free") as caught:
@@ -261,7 +261,7 @@ def mapped_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("backing", ["memfd", "/dev/shm"])
+@for_each("backing", ["memfd", "/dev/shm"])
 def test_a_limit_of_the_shell_is_named_and_not_the_size_of_the_slab(backing: Any) -> None:
     before = descriptors()
     for kind, limit, words in (

@@ -142,7 +142,7 @@ def test_where_torch_says_nothing_in_c_python_looks(monkeypatch: pytest.MonkeyPa
             pack(make())
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(50), torch.ones(50, 50).T], ids=["contiguous", "strided"])
+@for_each("tensor", [torch.ones(50), torch.ones(50, 50).T], ids=["contiguous", "strided"])
 def test_a_tensor_that_is_freed_after_it_was_packed_is_not_copied(tensor: torch.Tensor) -> None:
     packed = make_packer(8, 1 << 20).pack(tensor, 0, 1 << 16)
     target = torch.zeros(tensor.nbytes, dtype=torch.uint8)

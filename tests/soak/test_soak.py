@@ -41,7 +41,7 @@ def test_an_hour_is_divided_and_a_short_run_has_enough_cycles() -> None:
     assert short.interval_s < short.phase_s
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@for_each("place", [0, -1])
 def test_a_tensor_of_another_request_is_found(place: int) -> None:
     tensor = stamp(torch.zeros(1001, dtype=torch.uint8), 7)
     check_stamp(tensor, 7)

@@ -128,7 +128,7 @@ def test_a_bad_request_fails_alone(bad: EncodeRequest | GenerateRequest, problem
     assert torch.equal(embeddings_of(before), embeddings_of(after))
 
 
-@pytest.mark.parametrize("ill", [False, True], ids=["good", "bad"])
+@for_each("ill", [False, True], ids=["good", "bad"])
 def test_nothing_keeps_the_inputs(ill: bool) -> None:
     request = EncodeRequest([picture(), sound(), clip(), Text("" if ill else "a text")])
     watched = [

@@ -229,7 +229,7 @@ def test_views_that_are_not_contiguous_are_described_as_they_look() -> None:
         assert torch.equal(fingerprint_picture(view), fingerprint_picture(view.contiguous()))
 
 
-@pytest.mark.parametrize("side", [96, 200], ids=["of-thumbnail-size", "larger"])
+@for_each("side", [96, 200], ids=["of-thumbnail-size", "larger"])
 def test_picture_is_only_read_and_shares_nothing_with_its_fingerprint(side: int) -> None:
     pixels = noise(side, side, 3)
     untouched = pixels.clone()

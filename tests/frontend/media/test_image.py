@@ -122,13 +122,13 @@ def test_a_palette_with_a_transparent_colour_lies_over_white() -> None:
     np.testing.assert_array_equal(decoded(encoded(picture, "PNG", transparency=1)), [[[9, 8, 7], [255] * 3]])
 
 
-@pytest.mark.parametrize("name", ["PNG", "TIFF"])
+@for_each("name", ["PNG", "TIFF"])
 def test_sixteen_bit_grey_keeps_its_high_byte(name: str) -> None:
     data = encoded(Image.fromarray(np.array([[0, 0x80FF, 0xFFFF]], np.uint16)), name)
     np.testing.assert_array_equal(decoded(data), [[[0] * 3, [0x80] * 3, [0xFF] * 3]])
 
 
-@pytest.mark.parametrize("mode", ["F", "I"])
+@for_each("mode", ["F", "I"])
 def test_thirty_two_bit_grey_is_refused(mode: str) -> None:
     with pytest.raises(MediaError, match="no agreed range"):
         decoded(encoded(Image.new(mode, (3, 2), 5), "TIFF"))
@@ -564,7 +564,7 @@ def test_a_profile_of_other_colours_is_taken_for_srgb() -> None:
 # -- HEIC and AVIF --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["HEIF", "AVIF"])
+@for_each("name", ["HEIF", "AVIF"])
 def test_the_pictures_inside_are_measured_and_not_their_container(name: str) -> None:
     data = bytearray(encoded(Image.new("RGB", (640, 480), "teal"), name))
     place = data.index(b"ispe") + 8

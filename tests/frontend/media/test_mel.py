@@ -84,7 +84,7 @@ def test_no_band_is_empty_and_none_is_beyond_half_the_rate(rate: int, bands: int
     assert np.isfinite(spectrogram(noise(rate), rate, bands)).all()
 
 
-@pytest.mark.parametrize("bands", [0, 513])
+@for_each("bands", [0, 513])
 def test_an_absurd_number_of_bands_is_refused(bands: int) -> None:
     with pytest.raises(ValueError, match="1 to 512 mel bands"):
         mel_filters(RATE, bands)

@@ -426,7 +426,7 @@ def animated(pictures: list[Image.Image], durations: list[int], name: str) -> by
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["WEBP", "GIF"])
+@for_each("name", ["WEBP", "GIF"])
 def test_what_moves_is_shown_at_the_times_of_browsers(name: str) -> None:
     colours = ["red", "lime", "blue", "white", "black"]
     data = animated([Image.new("RGB", (20, 10), colour) for colour in colours], [100, 10, 0, 20, 300], name)
