@@ -373,6 +373,13 @@ def test_after_shutdown_nothing_is_sent(start: Callable[..., Engine]) -> None:
     engine.steps.shutdown()
 
 
+def runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def engine_that_is_killed(pids: Any) -> None:
     ring = EngineRing(SETTINGS)
     ring.expect(0)
@@ -391,7 +398,7 @@ def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing(until: Ca
     before = {path for path in os.listdir("/dev/shm") if "test-0" in path}
     engine.kill()
     engine.join()
-    until(lambda: not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"], 60)
+    until(lambda: not any(runs(pid) for pid in pids), 60)
     assert not before, "the slab has no name even while it is used"
 
 
