@@ -11,6 +11,7 @@ import pytest
 import shmring
 import shmring.threads
 from tests.pages import load_maker
+from tests.tables import for_each
 
 TWINS = {
     shmring.Client: shmring.threads.Client,
@@ -37,7 +38,7 @@ def arguments_of(call: Any) -> list[tuple[str, Any, Any]]:
     return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
-@pytest.mark.parametrize("own", TWINS, ids=lambda kind: kind.__name__)
+@for_each("own", TWINS, ids=lambda kind: kind.__name__)
 def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_api: ModuleType) -> None:
     """``tests/test_api_page.py`` sees to it that the tables have every public name that is not internal."""
     twin = TWINS[own]
@@ -57,7 +58,7 @@ def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_api: M
     assert bounded == WITH_A_TIMEOUT.get(own, set())
 
 
-@pytest.mark.parametrize("own", TWINS, ids=lambda kind: kind.__name__)
+@for_each("own", TWINS, ids=lambda kind: kind.__name__)
 def test_a_twin_has_the_name_and_the_text_of_what_it_is_made_of(own: type) -> None:
     for name, twin in vars(TWINS[own]).items():
         if inspect.isfunction(twin) and hasattr(twin, "__wrapped__"):

@@ -20,9 +20,10 @@ from shmring.config import (
     parse_nbytes,
     validate_name,
 )
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("size", "nbytes"),
     [
         (0, 0),
@@ -54,7 +55,7 @@ def test_a_large_size_as_text_loses_no_digit(nbytes: int) -> None:
     assert parse_nbytes(str(nbytes)) == parse_nbytes(f"{nbytes}B") == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "GiB", "-1", "1 2", "1,5GiB", "4 XiB", "1e9", "0x10", "1..5M", "nan", "inf", "4GiBs"])
+@for_each("size", ["", "GiB", "-1", "1 2", "1,5GiB", "4 XiB", "1e9", "0x10", "1..5M", "nan", "inf", "4GiBs"])
 def test_text_that_is_no_size_is_refused_by_name(size: str) -> None:
     with pytest.raises(ValueError, match="is not a size") as caught:
         parse_nbytes(size)
@@ -66,24 +67,24 @@ def test_a_negative_size_is_refused() -> None:
         parse_nbytes(-1)
 
 
-@pytest.mark.parametrize("size", [True, 1.5, None, b"1", [1]])
+@for_each("size", [True, 1.5, None, b"1", [1]])
 def test_a_size_of_another_type_is_refused(size: Any) -> None:
     with pytest.raises(TypeError, match=type(size).__name__):
         parse_nbytes(size)
 
 
-@pytest.mark.parametrize("name", ["vision", "a", "7b", "qwen2.5-vl_7B", "x" * 64])
+@for_each("name", ["vision", "a", "7b", "qwen2.5-vl_7B", "x" * 64])
 def test_a_name_can_be_part_of_a_path(name: str) -> None:
     assert validate_name(name) == name
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "_x", "a/b", "a\0b", "a b", "a\n", "é", "x" * 65])
+@for_each("name", ["", ".", "..", ".hidden", "-x", "_x", "a/b", "a\0b", "a b", "a\n", "é", "x" * 65])
 def test_a_name_that_could_not_be_part_of_a_path_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="can't name an engine"):
         validate_name(name)
 
 
-@pytest.mark.parametrize("kind", [RingConfig, ClientConfig])
+@for_each("kind", [RingConfig, ClientConfig])
 def test_sizes_are_stored_in_bytes(kind: Any) -> None:
     config = kind()
     for field in dataclasses.fields(config):
@@ -99,13 +100,13 @@ def test_sizes_given_as_text_are_stored_in_bytes() -> None:
     assert ClientConfig(lease_nbytes="1MiB", inline_nbytes="2k").lease_nbytes == 1 << 20
 
 
-@pytest.mark.parametrize("config", [RingConfig(), ClientConfig()])
+@for_each("config", [RingConfig(), ClientConfig()])
 def test_a_config_is_frozen(config: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.debug = True
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "option", "value"),
     [
         (RingConfig, "max_clients", 0),
@@ -130,7 +131,7 @@ def test_a_limit_that_can_not_work_is_refused(kind: Any, option: str, value: Any
         kind(**{option: value})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "option", "value"),
     [
         (RingConfig, "max_clients", 1),
@@ -158,9 +159,7 @@ def test_configured_overrides_a_given_config_and_validates_again() -> None:
     assert base.slab_nbytes == 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("config", "options"), [(RingConfig, RingOptions), (ClientConfig, ClientOptions), (WorkerConfig, WorkerOptions)]
-)
+@for_each(("config", "options"), [(RingConfig, RingOptions), (ClientConfig, ClientOptions), (WorkerConfig, WorkerOptions)])
 def test_type_checkers_know_the_options_that_there_are(config: type, options: type) -> None:
     assert get_type_hints(options) == get_type_hints(config)
 

@@ -13,6 +13,7 @@ import torch
 
 import shmring
 from shmring.client.deadlines import Deadlines
+from tests.tables import for_each
 
 
 def nothing() -> str:
@@ -38,7 +39,7 @@ async def test_each_is_over_in_its_own_time() -> None:
     assert not deadlines._heap
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0])
+@for_each("timeout", [0, -1.0])
 async def test_time_that_is_over_already_ends_the_first_wait(timeout: float) -> None:
     with pytest.raises(TimeoutError), Deadlines().within(timeout, nothing):
         await asyncio.Event().wait()

@@ -11,6 +11,7 @@ import pytest
 
 from shmring import errors
 from shmring.gpu.cuda import CudaError
+from tests.tables import for_each
 
 # As in the design: each error and its base.
 TREE = {
@@ -34,7 +35,7 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize(("name", "base"), TREE.items())
+@for_each(("name", "base"), TREE.items())
 def test_an_error_derives_from_its_cause(name: str, base: str) -> None:
     assert [parent.__name__ for parent in getattr(errors, name).__bases__] == [base]
 
@@ -122,8 +123,8 @@ def test_there_is_one_of_each() -> None:
 WAYS = {f"pickle protocol {number}": functools.partial(pickle.dumps, protocol=number) for number in range(6)}
 
 
-@pytest.mark.parametrize("way", [*WAYS, "copy", "deepcopy"])
-@pytest.mark.parametrize("error", EACH, ids=lambda error: type(error).__name__)
+@for_each("way", [*WAYS, "copy", "deepcopy"])
+@for_each("error", EACH, ids=lambda error: type(error).__name__)
 def test_an_error_crosses_a_process_with_all_that_it_says(error: Exception, way: str) -> None:
     error = copy.copy(error)
     error.add_note("seen in the third step")
@@ -134,7 +135,7 @@ def test_an_error_crosses_a_process_with_all_that_it_says(error: Exception, way:
     assert again.__notes__ == ["seen in the third step"]
 
 
-@pytest.mark.parametrize("error", EACH, ids=lambda error: type(error).__name__)
+@for_each("error", EACH, ids=lambda error: type(error).__name__)
 def test_a_fresh_error_is_the_same_without_the_frames_it_was_raised_in(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         raise error

@@ -30,6 +30,7 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.tables import for_each
 
 pytestmark = pytest.mark.timeout(600)  # some 200 forks, in the first test that needs what came of them
 
@@ -205,7 +206,7 @@ def title(kind: type) -> str:
     return f"threads.{kind.__name__}" if kind.__module__.startswith("shmring.threads") else kind.__name__
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=title)
+@for_each("kind", REFUSED, ids=title)
 def test_every_public_call_is_in_one_of_the_lists(kind: type) -> None:
     """Properties that are not listed are read below, too; a call that is new has to be put into one of the lists."""
     listed = [*map(bare, REFUSED[kind]), *map(bare, HARMLESS[kind])]
@@ -402,7 +403,7 @@ def is_refused(outcome: str) -> bool:
     return outcome.startswith("ClosedError: ") and "forked" in outcome
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=title)
+@for_each("kind", REFUSED, ids=title)
 def test_a_forked_child_is_refused(kind: type, outcomes: dict[tuple[type, str], str]) -> None:
     made = {name: outcome for (of, name), outcome in outcomes.items() if of is kind}
     to_refuse = {name for name in made if name not in HARMLESS[kind] and bare(name) in map(bare, REFUSED[kind])}
@@ -410,7 +411,7 @@ def test_a_forked_child_is_refused(kind: type, outcomes: dict[tuple[type, str], 
     assert {name: made[name] for name in to_refuse if not is_refused(made[name])} == {}
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=title)
+@for_each("kind", REFUSED, ids=title)
 def test_what_a_forked_child_may_call_returns(kind: type, outcomes: dict[tuple[type, str], str]) -> None:
     made = {name: outcome for (of, name), outcome in outcomes.items() if of is kind}
     harmless = {name for name in made if name in HARMLESS[kind] or bare(name) not in map(bare, REFUSED[kind])}

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.faulty import Fault, check_place
 from tests.guards import GUARDS
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+@for_each("guard", GUARDS, ids=lambda guard: guard.name)
 def test_a_guard_and_its_test_are_in_the_code(guard: Fault) -> None:
     check_place(guard)
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.installing import install, news
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "text"),
     [
         ("  Downloading torch-2.13.0-cp311-manylinux.whl (190.2 MB)\n", "fetching torch-2.13.0-cp311-manylinux.whl (190.2 MB)"),

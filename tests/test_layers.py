@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import for_each
+
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("shmring", "bench")
 LINKED = ("engine", "frontend")  # which are packages of shmring
@@ -170,7 +172,7 @@ cdef extern from "i.h":
     assert sorted(compiled_imports(source)) == ["b", "c", "e.f", "shmring.config", "shmring.core", "shmring.core.states"]
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *STUBS], ids=source_name)
+@for_each("path", [*SOURCES, *STUBS], ids=source_name)
 def test_nothing_imports_upward(path: Path) -> None:
     part = part_of(module_name(path))
     allowed = {part, *ALLOWED[part]}
@@ -185,7 +187,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     require_no_circle(SOURCES, types_too=False)
 
 
-@pytest.mark.parametrize("package", WITHOUT_OWNERS)
+@for_each("package", WITHOUT_OWNERS)
 def test_no_part_knows_who_has_it(package: str) -> None:
     """There, not even a type is of a module that needs this one: a part is handed what it uses, and not its owner."""
     require_no_circle([path for path in SOURCES if path.is_relative_to(ROOT / package)], types_too=True)
@@ -203,7 +205,7 @@ def require_no_circle(paths: list[Path], *, types_too: bool) -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("path", CORE_SOURCES, ids=source_name)
+@for_each("path", CORE_SOURCES, ids=source_name)
 def test_the_core_knows_no_io(path: Path) -> None:
     types_too = path != COMPILED_CORE  # which says what tensors and futures it hands through
     assert not {name.split(".")[0] for name in imports(path, types_too=types_too)} & FORBIDDEN_IN_CORE
@@ -250,7 +252,7 @@ def used_in(path: Path) -> set[str]:
     return set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code)) - bound - defined_in(path)
 
 
-@pytest.mark.parametrize("place", range(len(CORE_PARTS)), ids=lambda place: CORE_PARTS[place].stem)
+@for_each("place", range(len(CORE_PARTS)), ids=lambda place: CORE_PARTS[place].stem)
 def test_a_part_of_the_core_uses_what_stands_before_it(place: int) -> None:
     """Not what stands behind it; and what begins with an underscore is nobody else's."""
     used = used_in(CORE_PARTS[place])

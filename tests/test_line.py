@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shmring.line import Line, Place, give
+from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
 
@@ -123,7 +124,7 @@ async def test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled()
     assert not line
 
 
-@pytest.mark.parametrize("ending", [lambda place: place.set_exception(KeyError()), lambda place: place.cancel()])
+@for_each("ending", [lambda place: place.set_exception(KeyError()), lambda place: place.cancel()])
 async def test_an_error_holds_no_frames_with_it(ending: Callable[[Place[str]], object]) -> None:
     """Nothing is left for the collector, which would keep a caller's tensors until it comes."""
 

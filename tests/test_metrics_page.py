@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import prometheus_client.parser
-import pytest
 
 import shmring
 from shmring.engine.metrics import EngineMetrics
@@ -16,6 +15,7 @@ from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.metrics import FrontendMetrics
 from shmring.frontend.multimodal import IntakeStatistics
 from tests.pages import load_maker
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
@@ -44,12 +44,12 @@ RECORDS: list[tuple[str, type]] = [
 ]
 
 
-@pytest.mark.parametrize(("heading", "record"), RECORDS, ids=[record.__name__ for _, record in RECORDS])
+@for_each(("heading", "record"), RECORDS, ids=[record.__name__ for _, record in RECORDS])
 def test_every_number_of_a_record_is_in_its_table(heading: str, record: type) -> None:
     assert rows(heading).keys() == names_of(record)
 
 
-@pytest.mark.parametrize("record", [shmring.RingStatistics, shmring.ClientStatistics, shmring.WorkerStatistics])
+@for_each("record", [shmring.RingStatistics, shmring.ClientStatistics, shmring.WorkerStatistics])
 def test_every_number_is_in_the_dictionary(record: Any) -> None:
     counts = record(**{field.name: 1 for field in dataclasses.fields(record)}).as_dict()
     assert counts.keys() == names_of(record)
@@ -89,7 +89,7 @@ async def test_every_metric_is_in_the_table_with_its_type() -> None:
     assert {name: columns[0] for name, columns in rows("`GET /metrics`").items()} == exposed
 
 
-@pytest.mark.parametrize("heading", ["`GET /metrics`", *(heading for heading, _ in RECORDS)])
+@for_each("heading", ["`GET /metrics`", *(heading for heading, _ in RECORDS)])
 def test_units_are_those_that_the_names_say(heading: str) -> None:
     for name, columns in rows(heading).items():
         unit = columns[-2]

@@ -14,6 +14,7 @@ import torch
 
 import shmring
 from tests.sessions import session_of
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -114,7 +115,7 @@ async def is_well(ends: Ends) -> None:
     assert await gathering == ["replied"]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 async def test_an_end_that_is_used_in_another_loop_says_so_and_goes_on_in_its_own(ends: Ends, call: str) -> None:
     async def in_another_loop() -> None:
         await CALLS[call](ends)

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.client.routing import EngineLoad, LoadEstimate, Route, Router
+from tests.tables import for_each
 
 NAMES = ["vision-0", "vision-1", "vision-2", "vision-3"]
 
@@ -61,7 +61,7 @@ def test_turns_do_not_mind_the_load() -> None:
     assert [router.choose(loads) for _ in range(4)] == ["vision-0", "vision-1", "vision-2", "vision-0"]
 
 
-@pytest.mark.parametrize("route", ["least_loaded", "round_robin"])
+@for_each("route", ["least_loaded", "round_robin"])
 def test_an_engine_that_does_not_respond_gets_nothing_while_another_one_does(route: Route) -> None:
     router = Router(NAMES[:2], route)
     loads = {"vision-0": load(0, responds=False), "vision-1": load(1000)}

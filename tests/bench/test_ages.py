@@ -10,6 +10,7 @@ import pytest
 from bench.ages import age, age_in_words, head
 from bench.command_line import ROOT
 from bench.modes import MODES
+from tests.tables import for_each
 
 
 class Repository:
@@ -89,7 +90,7 @@ def test_ages_are_words() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_what_a_mode_measures_is_there(mode: str) -> None:
     for path in MODES[mode].code:
         assert list(ROOT.glob(path.removeprefix(":(exclude)"))), path

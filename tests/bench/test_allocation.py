@@ -27,6 +27,7 @@ from bench.allocation.measures import (
 from bench.allocation.traces import LIFETIMES, SIZES, trace
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
+from tests.tables import for_each
 
 MIB = 1 << 20
 SLAB_NBYTES = 1 << 30
@@ -80,7 +81,7 @@ def test_places_are_disjoint_and_everything_comes_back() -> None:
     assert [capacity(policy, blocks) for blocks in (1, 100, LARGEST)] == before
 
 
-@pytest.mark.parametrize("frontends", [1, 3])
+@for_each("frontends", [1, 3])
 def test_leases_hold_disjoint_slots_and_come_back(frontends: int) -> None:
     policy = Leased(RANGE, frontends)
     churn(policy, 1, RANGE)
@@ -98,8 +99,8 @@ def test_the_limit_loses_nothing_but_what_does_not_fit() -> None:
 # -- traces --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("lifetime", LIFETIMES)
+@for_each("sizes", SIZES)
+@for_each("lifetime", LIFETIMES)
 def test_a_trace_fills_the_slab_and_every_slot_goes_at_most_once(sizes: str, lifetime: str) -> None:
     arrivals = list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))
     assert arrivals == list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))
@@ -173,7 +174,7 @@ def test_who_reuses_touches_less_than_who_goes_round() -> None:
     assert all(numbers["gb_per_s"] > 0 for numbers in found.values())
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan.quick()], ids=["full", "quick"])
+@for_each("plan", [Plan(), Plan.quick()], ids=["full", "quick"])
 def test_what_a_run_copies_fits(plan: Plan) -> None:
     assert {in_flight for in_flight, _ in plan.copied()} == set(plan.in_flight)
     assert all(in_flight * nbytes * 4 <= plan.copy_slab_nbytes for in_flight, nbytes in plan.copied())

@@ -37,6 +37,7 @@ from shmring.ring.ring import Ring
 from shmring.ring.serving import Serving, create_shell
 from shmring.ring.shell import Shell
 from tests.model.fake_cuda import FakeCuda, FakeMemory
+from tests.tables import for_each
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"
@@ -87,7 +88,7 @@ SIZES = (4 * KB, 256 * KB)
 # -- marks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("items", [64, 65, 127, 1000, 1 << 20])
+@for_each("items", [64, 65, 127, 1000, 1 << 20])
 def test_the_marks_of_a_tensor_are_as_many_whatever_its_size(items: int) -> None:
     tensor = torch.zeros(items, dtype=torch.int32)
     marks(tensor).fill_(7)
@@ -98,7 +99,7 @@ def test_the_marks_of_a_tensor_are_as_many_whatever_its_size(items: int) -> None
     assert places[-1] == items - 1
 
 
-@pytest.mark.parametrize("place", [54, 500, 999])
+@for_each("place", [54, 500, 999])
 def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
     tensor = torch.full((1000,), 7, dtype=torch.int32)
     tensor[max(0, place - 20) : place + 20] = 6

@@ -15,6 +15,7 @@ from bench.isolation import heavy
 from bench.isolation.attacks import ATTACKS
 from bench.isolation.command import Isolation, _figures, _table, _verdicts
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
+from tests.tables import for_each
 
 
 def result(neutral_ms: float, heavy_ms: float, *, nbytes: int = 1000, longest_ms: float = 0.0) -> Isolation:
@@ -26,7 +27,7 @@ def test_percentiles_are_of_all_waits() -> None:
     assert _figures([0.5]) == (500.0, 500.0, 500.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "met"),
     [
         (result(5, 29), [True, True]),
@@ -43,12 +44,12 @@ def test_what_is_allowed(one: Isolation, met: list[bool]) -> None:
     assert _table([one]).rows[0][-1] == "3 x 200"
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if not name.startswith(("empty", "numbers", "a picture of 56"))])
+@for_each("name", [name for name in ATTACKS if not name.startswith(("empty", "numbers", "a picture of 56"))])
 def test_what_is_not_refused_is_a_request(name: str) -> None:
     assert isinstance(EMBEDDING_PARSER.parse(ATTACKS[name].body()), EmbeddingRequest)
 
 
-@pytest.mark.parametrize("hangs_up", [False, True])
+@for_each("hangs_up", [False, True])
 async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool) -> None:
     got: list[bytes] = []
 

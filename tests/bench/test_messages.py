@@ -12,6 +12,7 @@ import torch
 from bench.messages import DTYPES, Cell, Header, Phase, Sink, Source
 from bench.meter import Meter, resident_nbytes
 from bench.stamps import CheckError
+from tests.tables import for_each
 
 CELL = Cell(nbytes=4096, window=4, warm_up_s=0.0, timed_s=0.0, limit_s=10.0, directory="")
 
@@ -30,8 +31,8 @@ def messages_of(source: Source) -> list[Message]:
     return messages
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("copies_out", [False, True])
+@for_each("dtype", DTYPES)
+@for_each("copies_out", [False, True])
 def test_what_was_sent_is_accepted_and_measured(dtype: str, copies_out: bool) -> None:
     cell = msgspec.structs.replace(CELL, dtype=dtype, copies_out=copies_out)
     messages = sent(cell)
@@ -64,7 +65,7 @@ def test_the_timed_phase_lasts_as_long_as_it_is_to() -> None:
     assert first_ns[Phase.LAST] - first_ns[Phase.TIMED] >= 20_000_000
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_stamps_go_where_the_producer_writes(dtype: str) -> None:
     cell = msgspec.structs.replace(CELL, dtype=dtype)
     source, sink = Source(cell), Sink(cell)
@@ -103,8 +104,8 @@ def test_a_doubled_message_is_noticed() -> None:
         sink.take(*messages[0])
 
 
-@pytest.mark.parametrize("copies_out", [False, True])
-@pytest.mark.parametrize("step", [-1, 1])
+@for_each("copies_out", [False, True])
+@for_each("step", [-1, 1])
 def test_the_content_of_another_message_is_noticed(step: int, copies_out: bool) -> None:
     messages, sink = sent(), Sink(msgspec.structs.replace(CELL, copies_out=copies_out))
     for message in messages[:5]:

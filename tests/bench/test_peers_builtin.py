@@ -26,6 +26,7 @@ from bench.messages import Cell, Measurement
 from bench.peers import PEERS, shmring_ring
 from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
+from tests.tables import for_each
 
 BOUNDED = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
 OWN = ("shmring", "shmring-in-place", "shmring-busy-poll", "inline-msgpack", "torch-queue")
@@ -73,12 +74,12 @@ def run(name: str, cell: Cell) -> list[Any]:
         return [outcome.exception() or outcome.result() for outcome in outcomes]
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("name", NAMES)
+@for_each("nbytes", SIZES)
+@for_each(
     ("producers", "options"),
     [(1, {"dtype": "float32", "window": 1}), (2, {"dtype": "bfloat16"}), (2, {"dtype": "uint8", "copies_out": True})],
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options: dict[str, Any], nbytes: int) -> None:
     cell = msgspec.structs.replace(cell, nbytes=nbytes, producers=producers, **options)
     outcome, *others = run(name, cell)

@@ -29,6 +29,7 @@ from bench.messages import Cell
 from bench.peers import PEERS
 from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
+from tests.tables import for_each
 
 MODULES = {
     "iceoryx2": "iceoryx2_slices",
@@ -206,7 +207,7 @@ def traces_of(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("faster-fifo", "ray")])
+@for_each("name", [name for name in MODULES if name not in ("faster-fifo", "ray")])
 def test_what_takes_more_memory_than_there_is_is_said_beforehand(cell: Cell, name: str) -> None:
     assert "GiB are available" in (PEERS[name].limits(msgspec.structs.replace(cell, nbytes=1 << 40)) or "")
 

@@ -22,6 +22,7 @@ from bench.messages import Case
 from bench.records import Results
 from bench.results import Coverage, Findings, Planned, Spread, Status, write_json
 from bench.vllm import command as vllm
+from tests.tables import for_each
 
 Make = Callable[..., Any]
 KB = 1 << 10
@@ -80,7 +81,7 @@ def test_results_are_read_back_as_they_were_written(stored: Path, made_results: 
     assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+@for_each("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
     """No field that no report, plot or comparison knows; no single repetition or request of a mode that draws none."""
     content = json.loads(path.read_bytes())

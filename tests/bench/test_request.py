@@ -36,6 +36,7 @@ from bench.request.command import report, request_command, scaling_report
 from bench.request.questions import Case, Client, Desk, checks_us
 from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.stamps import CheckError
+from tests.tables import for_each
 
 Make = Callable[..., Any]
 
@@ -77,7 +78,7 @@ def test_a_question_that_is_not_what_was_sent_is_noticed() -> None:
             Desk(SMALL).answer(header, wrong)
 
 
-@pytest.mark.parametrize("place", [0, 1023, 7 * 40_503 % 1024, (7 * 9_973 + 512) % 1024])
+@for_each("place", [0, 1023, 7 * 40_503 % 1024, (7 * 9_973 + 512) % 1024])
 def test_every_stamped_place_is_looked_at(place: int) -> None:
     header, tensor = question(7)
     tensor[place] = 1.0
@@ -92,7 +93,7 @@ def test_questions_of_two_clients_differ() -> None:
         Desk(two).answer(header._replace(producer=1), tensor)
 
 
-@pytest.mark.parametrize("order", [(0, 0), (1, 1), (0, 2, 1, 2), (2, 1, 0, 0), (1, 0, 1)])
+@for_each("order", [(0, 0), (1, 1), (0, 2, 1, 2), (2, 1, 0, 0), (1, 0, 1)])
 def test_a_question_that_comes_twice_is_noticed(order: tuple[int, ...]) -> None:
     desk = Desk(SMALL)
     for sequence in order[:-1]:
@@ -293,7 +294,7 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     assert stored["machine"].keys() >= {"cpu", "cores", "kernel", "python", "torch", "shmring", "commit"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         (["--size", "4097"], "multiple of 4 bytes"),

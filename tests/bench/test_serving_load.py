@@ -44,6 +44,7 @@ from bench.serving.run import Server, ServerError, serving
 from shmring.frontend.media.loader import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
+from tests.tables import for_each
 
 TEXT_ONLY = Media(kinds=())
 
@@ -93,7 +94,7 @@ def test_files_of_a_directory_are_sent_instead(tmp_path: Path) -> None:
         media_parts(msgspec.structs.replace(load, media=Media(kinds=("video",), directory=str(tmp_path))))
 
 
-@pytest.mark.parametrize("kinds", [("picture",), ("audio",), ("video",), ()])
+@for_each("kinds", [("picture",), ("audio",), ("video",), ()])
 def test_the_server_reads_what_is_sent(kinds: tuple[MediaKind, ...]) -> None:
     media = Media(kinds=kinds, picture_size=(32, 32), audio_seconds=0.1, video_size=(32, 32), video_frames=2)
     chats = Load(requests=1, output_tokens=9, media=media)
@@ -402,7 +403,7 @@ def test_a_preset_is_what_options_are_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.load.media.video_size == preset["video_size"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         ["--compare", "--url", "http://127.0.0.1:1"],

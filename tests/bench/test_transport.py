@@ -24,6 +24,7 @@ from bench.peers import PEERS, Peer
 from bench.records import Results
 from bench.results import format_nbytes
 from shmring.processes.process import Process
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -313,6 +314,6 @@ def test_sizes_must_be_whole_numbers_of_stamps() -> None:
     assert "multiple of 4 bytes" in result.output
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(65536, "64 KB"), (16 << 20, "16 MB"), (1000, "1000 B")])
+@for_each(("nbytes", "text"), [(65536, "64 KB"), (16 << 20, "16 MB"), (1000, "1000 B")])
 def test_sizes_are_shown_as_people_say_them(nbytes: int, text: str) -> None:
     assert format_nbytes(nbytes) == text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.peers.unix_stream import Messages, dialled, served
+from tests.tables import for_each
 
 BODIES = [b"", b"a", bytes(range(256)) * 3, b"x" * 300_000, b"end"]  # one of them larger than what is read at a time
 LIMIT_S = 10.0
@@ -34,7 +35,7 @@ def prefixed(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-@pytest.mark.parametrize("piece_nbytes", [1, 3, 4, 5, 1000, 1 << 20])
+@for_each("piece_nbytes", [1, 3, 4, 5, 1000, 1 << 20])
 def test_a_stream_is_cut_into_messages_however_it_comes(piece_nbytes: int) -> None:
     kept = Kept()
     rest = memoryview(b"".join(map(prefixed, BODIES)))

@@ -17,6 +17,7 @@ from bench.results import Coverage, Findings, Repetitions
 from bench.vllm import command, load
 from bench.vllm.command import draw, report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
+from tests.tables import for_each
 
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
@@ -107,7 +108,7 @@ def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> N
     assert "has no vLLM; `make test-vllm` makes an environment that has" in done.output
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.title)
+@for_each("case", QUICK, ids=lambda case: case.title)
 def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
 
@@ -128,7 +129,7 @@ def test_a_repetition_is_long_enough_to_be_believed(monkeypatch: pytest.MonkeyPa
     assert taken(each_s=1.0) == 10  # quick ones: until the time is over
 
 
-@pytest.mark.parametrize(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
+@for_each(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
 def test_servers_are_started_for_parts_in_which_each_way_is_first_as_often(count: int, lengths: list[int]) -> None:
     parts = Repetitions[str, str]({}, count, str).parts(3)
     assert [len(range(count)[part]) for part in parts] == lengths

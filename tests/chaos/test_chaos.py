@@ -21,6 +21,7 @@ from tests.chaos.driver import Happened, Incarnation, Observations, QuietLook, S
 from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Journal, Record, Reusable, read
 from tests.chaos.plan import Event, Fault, Plan, phases
 from tests.fleet import cargo
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 MS = 1_000_000
@@ -40,7 +41,7 @@ def test_a_seed_decides_everything() -> None:
     assert first[1] == second[1]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_ten_minutes_have_every_fault_and_a_hundred_kills(seed: int) -> None:
     plan = Plan(minutes=10, seed=seed)
     found = phases(plan)
@@ -57,7 +58,7 @@ def test_ten_minutes_have_every_fault_and_a_hundred_kills(seed: int) -> None:
 # -- contents and journals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [0, 500, 999])
+@for_each("place", [0, 500, 999])
 def test_a_single_wrong_bit_is_found(place: int) -> None:
     tensor, checksum = cargo.Source(random.Random(1)).content(5, 1000)
     cargo.check(tensor, 5, checksum, "now")
@@ -144,7 +145,7 @@ def test_an_engine_that_is_dead_to_a_frontend_must_have_died(tmp_path: Path) -> 
     assert settle(observations).passed
 
 
-@pytest.mark.parametrize("field", msgspec.structs.fields(QuietLook), ids=lambda field: field.name)
+@for_each("field", msgspec.structs.fields(QuietLook), ids=lambda field: field.name)
 def test_whatever_a_quiet_look_finds_fails_the_run(tmp_path: Path, field: msgspec.structs.FieldInfo) -> None:
     observations = seen(tmp_path, {2: []}, {})
     assert settle(observations).passed

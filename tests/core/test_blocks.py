@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shmring.core.compiled import RunAllocator, TakenRuns
 from tests.model import blocks as model
 from tests.model.inside import largest_run
+from tests.tables import for_each
 
 
 def runs_of(units: set[int]) -> list[tuple[int, int]]:
@@ -46,7 +47,7 @@ def test_a_new_range_is_one_free_run() -> None:
     assert allocator.is_empty
 
 
-@pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 0), (3, -1)])
+@for_each(("start", "length"), [(-1, 4), (0, 0), (3, -1)])
 def test_a_range_without_units_is_refused(start: int, length: int) -> None:
     with pytest.raises(ValueError, match=f"not {start} and {length}"):
         RunAllocator(start, length)
@@ -87,13 +88,13 @@ def test_free_space_in_pieces_does_not_fit_a_whole() -> None:
     assert allocator.free_units == 8
 
 
-@pytest.mark.parametrize("length", [0, -1])
+@for_each("length", [0, -1])
 def test_an_empty_run_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"not {length}"):
         RunAllocator(0, 4).allocate(length)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("free", "given_back", "merged"),
     [
         ([], (4, 4), [(4, 4)]),
@@ -112,16 +113,14 @@ def test_a_freed_run_merges_with_its_neighbours(
     assert allocator.allocate(merged[0][1]) is not None
 
 
-@pytest.mark.parametrize("run", [(4, 8), (4, 2), (6, 2), (10, 2), (7, 1)])
+@for_each("run", [(4, 8), (4, 2), (6, 2), (10, 2), (7, 1)])
 def test_carve_takes_exactly_what_it_is_asked_for(run: tuple[int, int]) -> None:
     allocator = with_free((4, 8))
     assert allocator.carve(*run)
     assert free_runs(allocator) == runs_of(set(range(4, 12)) - set(range(run[0], sum(run))))
 
 
-@pytest.mark.parametrize(
-    "run", [(3, 1), (3, 2), (11, 2), (12, 1), (4, 9), (5, 0), (5, -1), (-1, 2), (100, 1), (14, 6), (2, 18)]
-)
+@for_each("run", [(3, 1), (3, 2), (11, 2), (12, 1), (4, 9), (5, 0), (5, -1), (-1, 2), (100, 1), (14, 6), (2, 18)])
 def test_carve_of_what_is_not_wholly_free_takes_nothing(run: tuple[int, int]) -> None:
     allocator = with_free((4, 8), (16, 2))
     assert not allocator.carve(*run)
@@ -129,9 +128,7 @@ def test_carve_of_what_is_not_wholly_free_takes_nothing(run: tuple[int, int]) ->
     assert allocator.free_units == 10
 
 
-@pytest.mark.parametrize(
-    "run", [(9, 2), (30, 1), (28, 3), (14, 1), (13, 2), (17, 2), (12, 12), (20, 0), (20, -1), (13, 5), (10, 20)]
-)
+@for_each("run", [(9, 2), (30, 1), (28, 3), (14, 1), (13, 2), (17, 2), (12, 12), (20, 0), (20, -1), (13, 5), (10, 20)])
 def test_a_bad_free_changes_nothing(run: tuple[int, int]) -> None:
     allocator = with_free((14, 4), (24, 2), start=10)
     with pytest.raises(ValueError, match=r"is not allocated in \[10, 30\)"):
@@ -207,7 +204,7 @@ TestAllocatorMachine.settings = settings(stateful_step_count=40)
 # -- many runs: the orders lie in many chunks, which split and join ------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@for_each("seed", range(2))
 def test_ten_thousand_live_runs_lie_where_the_models_lie(seed: int) -> None:
     """Grows to ten thousand live runs, comes and goes there, and empties again; every start is the model's."""
     chance = random.Random(seed)
@@ -232,7 +229,7 @@ def test_ten_thousand_live_runs_lie_where_the_models_lie(seed: int) -> None:
     assert compiled.runs() == [(1, 400_000)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_a_thousand_free_runs_that_grow_and_shrink_at_both_ends_are_those_of_the_model(seed: int) -> None:
     """A full range is freed in pieces and filled again, in turns, so that what is first in a chunk changes in its place."""
     chance = random.Random(seed)
@@ -270,7 +267,7 @@ def test_runs_at_the_end_of_what_a_key_can_hold() -> None:
     assert allocator.allocate(2**70) is None
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 2**32), (2**32, 1), (2**70, 1), (1, 2**70)])
+@for_each(("start", "length"), [(0, 2**32), (2**32, 1), (2**70, 1), (1, 2**70)])
 def test_a_range_beyond_what_a_key_can_hold_is_refused(start: int, length: int) -> None:
     with pytest.raises(ValueError, match="below 2\\*\\*32"):
         RunAllocator(start, length)
@@ -294,7 +291,7 @@ def test_taken_runs_may_touch_and_not_overlap() -> None:
     assert taken.units == 11
 
 
-@pytest.mark.parametrize(("start", "length"), [(10, 4), (10, 6), (11, 4), (9, 1), (20, 1)])
+@for_each(("start", "length"), [(10, 4), (10, 6), (11, 4), (9, 1), (20, 1)])
 def test_only_what_was_taken_is_given_back(start: int, length: int) -> None:
     taken = TakenRuns()
     taken.add(10, 5)

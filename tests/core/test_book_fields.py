@@ -18,6 +18,7 @@ from tests.model import client_book as model_client_book
 from tests.model import records as model_records
 from tests.model.inside import counts_of, miscount
 from tests.model.state import ANSWERS, DERIVED, FIELDS, HIDDEN
+from tests.tables import for_each
 
 #: What never changes, and what is worked out from the fields when it is looked at.
 BESIDE = {
@@ -39,7 +40,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+@for_each("kind", COMPILED)
 def test_no_field_of_a_compiled_book_is_compared_with_nothing(kind: type) -> None:
     name = kind.__name__
     fields = {field for field, member in vars(kind).items() if isinstance(member, types.GetSetDescriptorType)}
@@ -47,7 +48,7 @@ def test_no_field_of_a_compiled_book_is_compared_with_nothing(kind: type) -> Non
     assert fields - beside == {*FIELDS[name], *DERIVED.get(name, ())} - (HIDDEN.keys() if name == "ClientBook" else set())
 
 
-@pytest.mark.parametrize("kind", MODEL_RECORDS)
+@for_each("kind", MODEL_RECORDS)
 def test_no_field_of_a_model_is_compared_with_nothing(kind: Any) -> None:
     assert {field.name for field in dataclasses.fields(kind)} == set(FIELDS[kind.__name__])
 
@@ -122,7 +123,7 @@ def lose_a_place(book: Any) -> None:
     book.host._by_start.reverse()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         miscount_leases,
@@ -143,7 +144,7 @@ def test_check_finds_what_is_miscounted(damage: Callable[[Any], None]) -> None:
         book.check()
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@for_each("place", [0, 1, 2, 3])
 def test_check_finds_what_a_frontend_miscounts(place: int) -> None:
     """Slots by state, recalls, draining blocks, and base leases."""
     limits = ClientBookLimits(1, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES, 5.0)

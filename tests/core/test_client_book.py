@@ -17,6 +17,7 @@ from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, 
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.state import plain
+from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -252,7 +253,7 @@ def test_a_waiter_that_does_not_fit_asks_for_a_lease() -> None:
     assert book.waiting == 0
 
 
-@pytest.mark.parametrize(("blocks", "preferred"), [(1, 4), (2, 4), (3, 3), (4, 4), (9, 9)])
+@for_each(("blocks", "preferred"), [(1, 4), (2, 4), (3, 3), (4, 4), (9, 9)])
 def test_a_small_need_prefers_a_whole_lease_and_a_large_one_is_sized_exactly(blocks: int, preferred: int) -> None:
     assert make_book(lease_blocks=4).queue(1, content(blocks), held=False) == [asks(1, blocks, preferred)]
 
@@ -478,7 +479,7 @@ def test_a_cached_slot_given_up_is_free() -> None:
     book.check()
 
 
-@pytest.mark.parametrize("way", ["discarded", "released", "evicted"])
+@for_each("way", ["discarded", "released", "evicted"])
 def test_a_slot_that_is_viewed_drains_until_its_last_view_has_gone(way: str) -> None:
     book = base_book(2)
     slot = take(book, 2, held=way == "evicted")
@@ -587,7 +588,7 @@ def mistake_its_state(book: ClientBook, slot: ClientSlotRecord) -> None:
     slot.state = ClientSlot.SUBMITTED
 
 
-@pytest.mark.parametrize("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
+@for_each("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
 def test_check_finds_a_damaged_book(damage: Callable[[ClientBook, ClientSlotRecord], None]) -> None:
     book = base_book(4)
     slot = take(book)

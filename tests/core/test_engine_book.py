@@ -29,6 +29,7 @@ from shmring.core.messages import HOST_MEMORY, KEPT_LEASE_ID, SLOT_HEADER_NBYTES
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.state import plain
+from tests.tables import for_each
 
 ONE_SLOT = BLOCK_NBYTES - SLOT_HEADER_NBYTES
 
@@ -106,7 +107,7 @@ def test_what_is_less_than_a_block_at_the_end_is_left_out() -> None:
     assert Geometry.of(5 * BLOCK_NBYTES - 1, BLOCK_NBYTES).slab_nbytes == 4 * BLOCK_NBYTES
 
 
-@pytest.mark.parametrize(("blocks", "reply_nbytes"), [(0, None), (2, None), (5, 4 * BLOCK_NBYTES), (5, 1 << 40)])
+@for_each(("blocks", "reply_nbytes"), [(0, None), (2, None), (5, 4 * BLOCK_NBYTES), (5, 1 << 40)])
 def test_a_slab_without_room_for_leases_is_refused(blocks: int, reply_nbytes: int | None) -> None:
     with pytest.raises(ValueError, match="make slab_nbytes at least"):
         Geometry.of(blocks * BLOCK_NBYTES, reply_nbytes)
@@ -691,7 +692,7 @@ def test_slots_of_one_submission_may_not_overlap_or_share_a_generation() -> None
     refuses(RemoteProtocolError, "not a new one", book, lambda: book.submit(1, 6, [slot_in(base, 1, 4, at=2), third]))
 
 
-@pytest.mark.parametrize("request_id", [0, 4, 5])
+@for_each("request_id", [0, 4, 5])
 def test_a_request_id_is_never_used_twice(request_id: int) -> None:
     book, _ = submitted_book()
     refuses(RemoteProtocolError, "after request 5", book, lambda: book.submit(1, request_id, []))
@@ -1192,7 +1193,7 @@ def move_a_slot_out(book: EngineBook) -> None:
     book.clients[1].slots[SECOND].start = 5
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         lose_a_block,

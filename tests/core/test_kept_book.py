@@ -11,6 +11,7 @@ from shmring.core.compiled import EngineBook
 from shmring.core.effects import Answered, EngineEffect, Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, Found, LeaseGrant, NotKept, SlotRef
+from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -63,7 +64,7 @@ def test_where_as_many_are_pinned_as_may_be_kept_another_one_is_not_kept() -> No
     book.check()
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["before it", "behind it"])
+@for_each("is_before", [True, False], ids=["before it", "behind it"])
 def test_what_is_kept_beside_a_range_that_somebody_waits_for_stays(is_before: bool) -> None:
     """The range that is cheapest to empty is a lease of one block and the free block on its other side."""
     book = make_book(leasable=3)

@@ -12,6 +12,7 @@ from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimit
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from shmring.errors import CapacityError, RemoteProtocolError
+from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -166,7 +167,7 @@ def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
     book.check()
 
 
-@pytest.mark.parametrize("damage", ["lose", "overlap"])
+@for_each("damage", ["lose", "overlap"])
 def test_check_finds_damage_there_too(damage: str) -> None:
     book = make_engine_book()
     book.connect(1, BLOCK_NBYTES)

@@ -29,6 +29,7 @@ from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordReader, RecordTak
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 from tests.model.inside import ColdTaker, hear, write_submit
+from tests.tables import for_each
 
 TAIL, HEAD, READER_SLEEPS, WRITER_WAITS, RECORDS = 0, 64, 128, 192, 4096
 SKIP = 0xFFFFFFFF
@@ -123,7 +124,7 @@ def test_a_record_has_64_kib_at_most() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("capacity", [0, 32, 63, 65, 96, 2**31])
+@for_each("capacity", [0, 32, 63, 65, 96, 2**31])
 def test_a_capacity_that_is_none_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"power of two of bytes from 64 to 2\\*\\*30, not {capacity}"):
         ring_nbytes(capacity)
@@ -474,7 +475,7 @@ def records_until_the_end(reader: RecordReader, sock: socket.socket, pause: rand
             ended = not sock.recv(4096)
 
 
-@pytest.mark.parametrize("capacity", [64, 1024, 65536])
+@for_each("capacity", [64, 1024, 65536])
 def test_every_record_of_another_process_arrives_whole_and_in_order(capacity: int) -> None:
     count = 20_000
     process, reader, sock, _memory = start_writer(capacity, count)

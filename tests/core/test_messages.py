@@ -63,6 +63,7 @@ from shmring.core.messages import (
 from shmring.errors import RemoteProtocolError
 from tests.model.inside import read_record, take_payload
 from tests.records import content_of, done_of, reply_of, slot_extension, submit_of, tensor_extension
+from tests.tables import for_each
 
 BIGGEST = 2**62
 SLOT = SlotRef(1, 4096, 4096 - 64, (1 << 40) + 1)
@@ -215,17 +216,17 @@ def by_type(message: Any) -> str:
 # -- round trips ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", FRONTEND_MESSAGES, ids=by_type)
+@for_each("message", FRONTEND_MESSAGES, ids=by_type)
 def test_what_a_frontend_sends_arrives(message: FrontendMessage) -> None:
     assert decode_frontend_message(encode_message(message)) == message
 
 
-@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=by_type)
+@for_each("message", ENGINE_MESSAGES, ids=by_type)
 def test_what_an_engine_sends_arrives(message: EngineMessage) -> None:
     assert decode_engine_message(encode_message(message)) == message
 
 
-@pytest.mark.parametrize("message", WORKER_MESSAGES, ids=by_type)
+@for_each("message", WORKER_MESSAGES, ids=by_type)
 def test_what_a_worker_sends_arrives(message: WorkerMessage) -> None:
     assert decode_worker_message(encode_message(message)) == message
 
@@ -270,14 +271,14 @@ def test_the_tags_are_fixed() -> None:
     assert {msgspec.msgpack.decode(record)[0] for record in ENGINE_RECORDS.values()} == {103, 104}
 
 
-@pytest.mark.parametrize("record", SUBMITS.values(), ids=SUBMITS.keys())
+@for_each("record", SUBMITS.values(), ids=SUBMITS.keys())
 def test_a_submission_is_read_and_only_from_a_frontend(record: bytes) -> None:
     assert read_record(record, 8, from_engine=False) is not None
     assert read_record(record, 8, from_engine=True) is None
     refused(record)
 
 
-@pytest.mark.parametrize("record", ENGINE_RECORDS.values(), ids=ENGINE_RECORDS.keys())
+@for_each("record", ENGINE_RECORDS.values(), ids=ENGINE_RECORDS.keys())
 def test_replies_and_ends_are_read_and_only_from_an_engine(record: bytes) -> None:
     assert read_record(record, 8, from_engine=True) is not None
     assert read_record(record, 8, from_engine=False) is None
@@ -384,7 +385,7 @@ def golden_id(value: object) -> str:
     return "" if isinstance(value, str) else by_type(value)
 
 
-@pytest.mark.parametrize(("message", "record_hex"), GOLDEN, ids=golden_id)
+@for_each(("message", "record_hex"), GOLDEN, ids=golden_id)
 def test_a_message_is_these_bytes(message: Any, record_hex: str) -> None:
     record = bytes.fromhex(record_hex)
     assert encode_message(message).hex() == record.hex()
@@ -397,7 +398,7 @@ def test_every_message_is_written_down() -> None:
     assert {type(message) for message, _ in GOLDEN} == set((FrontendMessage | EngineMessage | WorkerMessage).__args__)
 
 
-@pytest.mark.parametrize(("message", "record_hex"), GOLDEN, ids=golden_id)
+@for_each(("message", "record_hex"), GOLDEN, ids=golden_id)
 def test_no_two_fields_of_what_is_written_down_are_equal(message: Any, record_hex: str) -> None:
     """Of a message that is there twice, in both: there are only two truth values."""
     same = [other for other, _ in GOLDEN if type(other) is type(message)]
@@ -442,13 +443,13 @@ by_writer = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("message", FRONTEND_MESSAGES, ids=by_type)
+@for_each("message", FRONTEND_MESSAGES, ids=by_type)
 def test_an_engine_does_not_say_what_a_frontend_says(message: FrontendMessage) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_engine_message(encode_message(message))
 
 
-@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=by_type)
+@for_each("message", ENGINE_MESSAGES, ids=by_type)
 def test_a_frontend_does_not_say_what_an_engine_says(message: EngineMessage) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_frontend_message(encode_message(message))
@@ -459,19 +460,19 @@ def test_an_unknown_tag_is_refused(tag: Any) -> None:
     refused([tag, 1])
 
 
-@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+@for_each("message", EVERY_MESSAGE, ids=by_type)
 def test_an_extra_field_is_refused(message: Any) -> None:
     refused([*plain(message), 0])
 
 
-@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+@for_each("message", EVERY_MESSAGE, ids=by_type)
 def test_a_missing_field_is_refused(message: Any) -> None:
     required = sum(field.required for field in msgspec.structs.fields(message))
     for length in range(1, 1 + required):
         refused(plain(message)[:length])
 
 
-@pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
+@for_each("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
 def test_an_extra_or_missing_field_of_a_part_is_refused(forge: Any) -> None:
     welcome = next(plain(message) for message in ENGINE_MESSAGES if isinstance(message, Welcome))
     *fields, lease, device, kept_nbytes = welcome
@@ -494,7 +495,7 @@ def test_what_is_no_array_with_a_tag_is_refused(body: bytes) -> None:
     refused(body)
 
 
-@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+@for_each("message", EVERY_MESSAGE, ids=by_type)
 def test_a_message_cut_short_or_with_bytes_behind_it_is_refused(message: Any) -> None:
     body = encode_message(message)
     for length in range(len(body)):
@@ -518,7 +519,7 @@ def test_no_field_of_a_record_takes_a_value_of_a_foreign_type(record: bytes, fro
                 refused_record([*fields[:index], wrong, *fields[index + 1 :]], from_engine=from_engine)
 
 
-@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+@for_each("message", EVERY_MESSAGE, ids=by_type)
 def test_no_field_takes_a_value_of_a_foreign_type(message: Any) -> None:
     fields = plain(message)
     for index in range(1, len(fields)):
@@ -527,10 +528,8 @@ def test_no_field_takes_a_value_of_a_foreign_type(message: Any) -> None:
                 refused([*fields[:index], wrong, *fields[index + 1 :]])
 
 
-@pytest.mark.parametrize(
-    "message", [Abort(3), LeaseRequest(1, 2, 3), GRANT, Call(1, "x", b""), Failed(1, "error", "x", "y")], ids=by_type
-)
-@pytest.mark.parametrize("number", [-1, -(2**63), BIGGEST + 1, 2**64 - 1])
+@for_each("message", [Abort(3), LeaseRequest(1, 2, 3), GRANT, Call(1, "x", b""), Failed(1, "error", "x", "y")], ids=by_type)
+@for_each("number", [-1, -(2**63), BIGGEST + 1, 2**64 - 1])
 def test_a_negative_or_huge_number_is_refused(message: Any, number: int) -> None:
     fields = plain(message)
     for index in range(1, len(fields)):
@@ -538,7 +537,7 @@ def test_a_negative_or_huge_number_is_refused(message: Any, number: int) -> None
             refused([*fields[:index], number, *fields[index + 1 :]])
 
 
-@pytest.mark.parametrize("field", ["lease_id", "offset", "nbytes"])
+@for_each("field", ["lease_id", "offset", "nbytes"])
 def test_a_huge_number_in_a_slot_is_refused(field: str) -> None:
     for index in (0, 1):
         for number in (BIGGEST, BIGGEST + 1, 2**64 - 1):
@@ -591,8 +590,8 @@ def test_an_unknown_kind_of_failure_is_refused() -> None:
     refused([105, 1, "bored", "", ""])
 
 
-@pytest.mark.parametrize("depth", [10, 1_000, 100_000])
-@pytest.mark.parametrize("head", [b"", b"\x92\x05", b"\x92\x02", b"\x93\x67\x03", b"\x97\x01\x01\x05\xa0"])
+@for_each("depth", [10, 1_000, 100_000])
+@for_each("head", [b"", b"\x92\x05", b"\x92\x02", b"\x93\x67\x03", b"\x97\x01\x01\x05\xa0"])
 def test_deep_nesting_is_refused(head: bytes, depth: int) -> None:
     refused(head + b"\x91" * depth + b"\xc0")
     refused(head + b"\x81\xc0" * depth + b"\xc0")
@@ -616,9 +615,7 @@ def test_a_length_that_a_record_does_not_have_is_refused(record: bytes, from_eng
             refused_record([*fields[:index], lying, *fields[index + 1 :]], from_engine=from_engine)
 
 
-@pytest.mark.parametrize(
-    "head", [b"\xdd\xff\xff\xff\xff", b"\x92\x05\xdd\xff\xff\xff\xff", b"\x94\x07\x01\xa1x\xc6\xff\xff\xff\xff"]
-)
+@for_each("head", [b"\xdd\xff\xff\xff\xff", b"\x92\x05\xdd\xff\xff\xff\xff", b"\x94\x07\x01\xa1x\xc6\xff\xff\xff\xff"])
 def test_a_length_that_the_body_does_not_have_is_refused(head: bytes) -> None:
     refused(head + bytes(20))
 
@@ -727,7 +724,7 @@ def test_an_unsound_tensor_is_refused(tensor: Ext, reason: str) -> None:
             take_payload(content, payload, 8)
 
 
-@pytest.mark.parametrize(("dtype", "offset"), [("float32", 2), ("bfloat16", 1), ("int64", 4), ("complex128", 8)])
+@for_each(("dtype", "offset"), [("float32", 2), ("bfloat16", 1), ("int64", 4), ("complex128", 8)])
 def test_a_tensor_that_is_not_aligned_to_its_items_is_refused(dtype: str, offset: int) -> None:
     size = TORCH_ITEM_NBYTES[dtype]
     content_with(tensor_extension(1, 2 * size, size, dtype, (1,)))
@@ -740,7 +737,7 @@ def test_as_many_dimensions_as_numpy_takes_are_accepted() -> None:
     assert np.zeros((1,) * 64).ndim == 64
 
 
-@pytest.mark.parametrize("nbytes", [0, 63, 65])
+@for_each("nbytes", [0, 63, 65])
 def test_a_handle_of_memory_has_64_bytes(nbytes: int) -> None:
     refused([102, 1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, None, ["GPU-a", bytes(nbytes), 1 << 21]])
 
@@ -750,7 +747,7 @@ def test_a_fence_has_64_bytes_at_most() -> None:
     refused_record(submit_of(1, fence=bytes(65)), from_engine=False)
 
 
-@pytest.mark.parametrize("memory", [2, -1, "0", None])
+@for_each("memory", [2, -1, "0", None])
 def test_there_are_two_memories(memory: object) -> None:
     refused([4, 1, 4096, 0, memory])
 
@@ -799,12 +796,12 @@ def test_what_is_accepted_can_be_viewed(dtype: str, shape: tuple[int, ...], offs
 # -- sizes -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TORCH_ITEM_NBYTES)
+@for_each("name", TORCH_ITEM_NBYTES)
 def test_a_torch_name_has_torchs_item_size(name: str) -> None:
     assert item_nbytes(name) == getattr(torch, name).itemsize
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [np.dtype(code) for code in "?bBhHiIlLqQefdgFDG"]
     + [np.dtype(code).newbyteorder(">") for code in "hHiIqQefdFD"]
@@ -820,7 +817,7 @@ def test_a_numpy_dtype_has_numpys_item_size(dtype: np.dtype[Any]) -> None:
     assert item_nbytes(dtype.str) == dtype.itemsize
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [
         *["", "O", "|O", "|V8", "float", "torch.float32", "float32 ", "f4", "=f4", "|f4", "<f3", "<i1", "<i16", "<b1", "<f4\n"],
@@ -851,14 +848,14 @@ def test_everything_public_is_there() -> None:
 # -- bounds --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tag", [5, 6, 8])
+@for_each("tag", [5, 6, 8])
 def test_a_list_of_ids_from_a_frontend_is_bounded(tag: int) -> None:
     assert decode_frontend_message(msgspec.msgpack.encode([tag, list(range(MAX_LISTED))]))
     with pytest.raises(RemoteProtocolError, match="length <= 1024"):
         decode_frontend_message(msgspec.msgpack.encode([tag, list(range(MAX_LISTED + 1))]))
 
 
-@pytest.mark.parametrize("fields", [[106], [107]])
+@for_each("fields", [[106], [107]])
 def test_a_list_of_ids_from_an_engine_is_bounded(fields: list[int]) -> None:
     assert decode_engine_message(msgspec.msgpack.encode([*fields, list(range(MAX_LISTED))]))
     with pytest.raises(RemoteProtocolError, match="length <= 1024"):
@@ -877,7 +874,7 @@ def test_the_slots_that_come_back_with_an_end_are_bounded() -> None:
 BODY = (None, SLOT)  # a payload that lies in a slot
 
 
-@pytest.mark.parametrize("lies_at", [(64, 100), (0, SLOT.nbytes), (SLOT.nbytes - 1, 1)])
+@for_each("lies_at", [(64, 100), (0, SLOT.nbytes), (SLOT.nbytes - 1, 1)])
 def test_a_payload_may_lie_anywhere_in_its_slot(lies_at: tuple[int, int]) -> None:
     content = content_of(*BODY, lies_at=lies_at)
     assert (content.payload_offset, content.payload_nbytes) == lies_at

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import for_each
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "shmring/core"
 MODELS = ROOT / "tests/model"
@@ -101,7 +103,7 @@ def function_in_model(model: str, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("file", "name", "model"), FUNCTIONS, ids=lambda value: value)
+@for_each(("file", "name", "model"), FUNCTIONS, ids=lambda value: value)
 def test_a_function_takes_the_steps_of_its_model(file: str, name: str, model: str) -> None:
     ours = steps_in(function_in((CORE / file).read_text(), name))
     assert ours == steps_in(function_in_model((MODELS / model).read_text(), name))
@@ -167,7 +169,7 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", sorted(INSTRUCTIONS.get(platform.machine(), {"fence_full()": ""})))
+@for_each("operation", sorted(INSTRUCTIONS.get(platform.machine(), {"fence_full()": ""})))
 def test_an_operation_is_the_instruction_that_orders_what_it_says(operation: str) -> None:
     compilers = [shlex.split(name) for name in (sysconfig.get_config_var("CC") or "cc", "gcc", "clang", "cc")]
     compiler = next((command for command in compilers if shutil.which(command[0])), None)

@@ -36,6 +36,7 @@ from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.model.inside import decode_content, read_record, take_payload, write_submit
 from tests.records import content_of, slot_extension, tensor_extension
+from tests.tables import for_each
 
 SLAB_NBYTES = 1 << 20
 SLOT_OFFSET = 4096
@@ -89,8 +90,8 @@ TENSORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("inline_nbytes", [0, 8192])
-@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
+@for_each("inline_nbytes", [0, 8192])
+@for_each("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
 def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, inline_nbytes: int, slab: Mapping, regions: Regions) -> None:
     payload, viewed = decoded(sent({"x": tensor}, slab, inline_nbytes), slab, regions)
     arrived = payload["x"]
@@ -100,8 +101,8 @@ def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, inline_nbytes: int, sl
     assert viewed == ([True] if tensor.nbytes and not inline_nbytes else [])
 
 
-@pytest.mark.parametrize("inline_nbytes", [0, 8192])
-@pytest.mark.parametrize(
+@for_each("inline_nbytes", [0, 8192])
+@for_each(
     "array",
     [np.arange(6).reshape(2, 3), np.array(["ab", "c"]), np.zeros(3, "<M8[ns]"), np.ones((2, 2), ">f4"), np.zeros((0, 2))],
 )
@@ -294,7 +295,7 @@ def naming_one_tensor(count: int, dtype: str) -> tuple[Content, bytes]:
 
 
 # Of torch, which has a number for it, and of numpy, which spells it.
-@pytest.mark.parametrize("dtype", ["float32", "<f4"])
+@for_each("dtype", ["float32", "<f4"])
 def test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made(dtype: str) -> None:
     content, payload = naming_one_tensor(25 * MAX_TENSORS, dtype)
     tracemalloc.start()

@@ -23,6 +23,7 @@ from shmring.core.states import (
     advance,
 )
 from shmring.errors import LocalProtocolError
+from tests.tables import for_each
 
 # The design's arrows, written a second time: state -event-> state.
 ARROWS = {
@@ -75,15 +76,10 @@ def arrows(name: str) -> dict[tuple[str, str], str]:
     return {(state, event): target for state, event, target in words}
 
 
-PAIRS = [
-    pytest.param(name, state, event, id=f"{name}-{state.name}-{event.name}")
-    for name, (states, events) in KINDS.items()
-    for state in states
-    for event in events
-]
+PAIRS = [(name, state, event) for name, (states, events) in KINDS.items() for state in states for event in events]
 
 
-@pytest.mark.parametrize(("name", "state", "event"), PAIRS)
+@for_each(("name", "state", "event"), PAIRS)
 def test_an_event_leads_where_the_design_says_or_is_refused(name: str, state: Any, event: Any) -> None:
     target = arrows(name).get((state.name, event.name))
     if target is not None:
@@ -93,7 +89,7 @@ def test_an_event_leads_where_the_design_says_or_is_refused(name: str, state: An
         advance(TABLES[name], state, event)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@for_each("name", KINDS)
 def test_a_table_lists_each_state_and_nothing_else(name: str) -> None:
     states, events = KINDS[name]
     assert list(TABLES[name]) == list(states)
@@ -101,7 +97,7 @@ def test_a_table_lists_each_state_and_nothing_else(name: str) -> None:
     assert TABLES.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@for_each("name", KINDS)
 def test_every_state_can_be_reached(name: str) -> None:
     reached, todo = set(), {INITIAL[name]}
     while todo:
@@ -111,7 +107,7 @@ def test_every_state_can_be_reached(name: str) -> None:
     assert reached == set(KINDS[name][0])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@for_each("name", KINDS)
 def test_only_the_named_states_are_final(name: str) -> None:
     assert {state for state, row in TABLES[name].items() if not row} == TERMINAL[name]
 

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from core_interface import STUB, Line, attributes, declarations, function, lines_of, stub
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = sorted((ROOT / "shmring").rglob("*.pyi"))
@@ -56,7 +55,7 @@ def parameters(function: Any) -> list[str] | None:
         return None
 
 
-@pytest.mark.parametrize("path", STUBS, ids=lambda path: path.stem)
+@for_each("path", STUBS, ids=lambda path: path.stem)
 def test_a_stub_says_what_is_there(path: Path) -> None:
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     assert list(missing(ast.parse(path.read_text()), module)) == []
@@ -91,7 +90,7 @@ async def wait(self) -> Slot:
 """
 
 
-@pytest.mark.parametrize(("declared", "shown"), re.findall(r"^(\S.*)\n    (.*)$", FUNCTIONS, re.MULTILINE))
+@for_each(("declared", "shown"), re.findall(r"^(\S.*)\n    (.*)$", FUNCTIONS, re.MULTILINE))
 def test_a_function_is_shown_as_python_sees_it(declared: str, shown: str) -> None:
     assert function(line(declared)) == shown
 

@@ -24,6 +24,7 @@ from shmring.core import compiled
 from shmring.core.compiled import Mapping, Region, RegionBytes, Regions, TensorMaker, borrowed, copied
 from tests.model.inside import uses_table
 from tests.model.stepped import IS_STEPPED, LastView, at_each_step
+from tests.tables import for_each
 
 NBYTES = 1 << 16
 INT32 = (0, 32)  # as DLPack numbers dtypes
@@ -233,8 +234,8 @@ DERIVED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
-@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED.keys())
+@for_each("maker", MAKERS.values(), ids=MAKERS.keys())
+@for_each("derive", DERIVED.values(), ids=DERIVED.keys())
 def test_whatever_shows_the_memory_keeps_the_region(
     mapping: Mapping, regions: Regions, maker: TensorMaker, derive: Callable[[torch.Tensor], Any]
 ) -> None:
@@ -260,7 +261,7 @@ COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("derive", COPIES.values(), ids=COPIES.keys())
+@for_each("derive", COPIES.values(), ids=COPIES.keys())
 def test_a_copy_does_not_keep_the_region(mapping: Mapping, regions: Regions, derive: Callable[[torch.Tensor], Any]) -> None:
     region = regions.open(mapping, 0, 64, (1, 1))
     view = tensor(region)
@@ -312,9 +313,9 @@ def test_a_view_can_not_grow(mapping: Mapping, regions: Regions, maker: TensorMa
 # -- what they show -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (3, 1, 2), (1,) * 64])
-@pytest.mark.parametrize("offset", [0, 64, 4, 1, 3], ids=lambda offset: f"at {offset}")
+@for_each("maker", MAKERS.values(), ids=MAKERS.keys())
+@for_each("shape", [(), (1,), (5,), (2, 3), (3, 1, 2), (1,) * 64])
+@for_each("offset", [0, 64, 4, 1, 3], ids=lambda offset: f"at {offset}")
 def test_a_tensor_is_contiguous_where_it_was_wanted(
     mapping: Mapping, regions: Regions, maker: TensorMaker, shape: tuple[int, ...], offset: int
 ) -> None:
@@ -331,7 +332,7 @@ def test_a_tensor_is_contiguous_where_it_was_wanted(
     assert region.nbytes == 1024
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("offset", "shape", "bits", "message"),
     [
         (0, (17,), 32, "exceeds its region"),
@@ -348,7 +349,7 @@ def test_a_tensor_is_contiguous_where_it_was_wanted(
         (0, (1,), 0, "whole bytes"),
     ],
 )
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+@for_each("maker", MAKERS.values(), ids=MAKERS.keys())
 def test_a_tensor_lies_in_its_region(
     mapping: Mapping, regions: Regions, maker: TensorMaker, offset: int, shape: tuple[int, ...], bits: int, message: str
 ) -> None:
@@ -371,7 +372,7 @@ def test_numbers_that_are_none_of_c_are_refused(mapping: Mapping, regions: Regio
     assert not region.is_viewed
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES + 1), (NBYTES, 1), (NBYTES + 1, 0), (64, 2**64 - 64)])
+@for_each(("offset", "nbytes"), [(0, NBYTES + 1), (NBYTES, 1), (NBYTES + 1, 0), (64, 2**64 - 64)])
 def test_a_region_lies_in_its_mapping(mapping: Mapping, regions: Regions, offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="exceed a mapping"):
         regions.open(mapping, offset, nbytes, (0, 0))

@@ -34,6 +34,7 @@ from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 from tests.model.inside import Done, Reply, read_record, take_payload, write_done, write_reply, write_submit
 from tests.records import content_of, slot_extension, submit_of, tensor_extension
+from tests.tables import for_each
 
 EPOCH = 0x1122334455667788
 INLINE_NBYTES = 8192
@@ -273,7 +274,7 @@ def test_more_tensors_or_slots_than_agreed() -> None:
     assert len(read_submit(submit_of([tensor_extension()] * 5)).content.tensors) == 5
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("payload", "count"),
     [
         (None, 1),
@@ -325,7 +326,7 @@ def test_nesting_has_an_end(container: bytes) -> None:
         check_payload(container * MAX_DEPTH + b"\xc0", 1)
 
 
-@pytest.mark.parametrize("head", ["dd7fffffff", "dfffffffff", "dcffff", "9f", "8f", "c6ffffffff", "dbffffffff", "c9ffffffff53"])
+@for_each("head", ["dd7fffffff", "dfffffffff", "dcffff", "9f", "8f", "c6ffffffff", "dbffffffff", "c9ffffffff53"])
 def test_a_length_beyond_the_bytes(head: str) -> None:
     with pytest.raises(RemoteProtocolError, match="cut off"):
         check_payload(bytes.fromhex(head), 1)
@@ -336,7 +337,7 @@ def test_a_reply_has_no_slots_of_its_reader() -> None:
     refused(record, "in region 1 of 0", from_engine=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "record", [[103], [103, 7, None], [104], [104, 7], [104, 7, 1], [104, 7, [-1]], [104, 7, [], None], [103, "x", None, 1]]
 )
 def test_an_engines_record_that_is_not_what_it_says(record: list[object]) -> None:
@@ -429,7 +430,7 @@ def test_what_is_not_contiguous_is_gathered() -> None:
 # -- at the bounds ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 127, 128, 2**32 - 1, 2**32, 2**62])
+@for_each("number", [0, 127, 128, 2**32 - 1, 2**32, 2**62])
 def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
     memory = bytearray(ring_nbytes(1 << 12))
     writer, reader = RecordWriter(memory, ENDS[0].fileno()), RecordReader(memory, ENDS[1].fileno())
@@ -447,19 +448,19 @@ def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
     assert (done.request_id, done.released) == (number, (number, number))
 
 
-@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 256])
+@for_each("length", [0, 1, 31, 32, 33, 256])
 def test_a_name_may_have_any_length(length: int) -> None:
     assert read_submit(submit_record(pack(PAYLOAD), name="x" * length)).name == "x" * length
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 64])
+@for_each("length", [1, 31, 32, 64])
 def test_a_fence_may_have_any_length(length: int) -> None:
     packed = pack(TENSOR, held_slot(TENSOR.data_ptr(), 64))
     record = submit_record(packed, (SlotRef(3, 8192, 64, 5),), fence=b"\xee" * length)
     assert read_submit(record).content.fence == b"\xee" * length
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+@for_each("count", [0, 1, 2, 3, 4])
 def test_contents_do_not_lie_in_each_other(count: int) -> None:
     """Few slots are in the content itself, more are beside it."""
 

@@ -10,6 +10,7 @@ import torch
 from shmring.engine.answers import checked
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import ChatMessage, EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, Text, TextPart
+from tests.tables import for_each
 
 ENCODE = EncodeRequest([Text("a"), Text("b")])
 GENERATE = GenerateRequest([ChatMessage("user", [TextPart("hello")])])
@@ -33,7 +34,7 @@ def test_what_is_as_it_should_be_is_passed_on() -> None:
         assert checked(output, payload) is output
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_embeddings_become_float32_and_the_rest_stays(dtype: torch.dtype) -> None:
     output = checked(StepOutput(EncodeReply(torch.full((2, 3), 0.5, dtype=dtype), 7), keep_inputs=True), ENCODE)
     assert torch.equal(embeddings_of(output), torch.full((2, 3), 0.5))
@@ -42,7 +43,7 @@ def test_embeddings_become_float32_and_the_rest_stays(dtype: torch.dtype) -> Non
     assert (output.reply.prompt_tokens, output.finished, output.keep_inputs) == (7, True, True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("reply", "payload", "message"),
     [
         (EncodeReply(torch.tensor([[1.0, float("nan")]] * 2)), ENCODE, "finite"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shmring.engine.executors.detokenizer import Detokenizer
+from tests.tables import for_each
 
 TEXT = "Größe 日本語のテキスト, 🙂🚀 naïve señor: привет!  Two  spaces, a\ttab\nand a line. 👩\u200d👩\u200d👧"
 
@@ -85,13 +86,13 @@ def test_text_is_given_as_soon_as_it_is_complete(byte_tokenizer: Any) -> None:
     assert pieces(byte_tokenizer, tokens)[0] == "a"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_any_tokens_join_to_what_the_tokenizer_makes_of_them(byte_tokenizer: Any, seed: int) -> None:
     tokens = torch.randint(0, len(byte_tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
     assert "".join(pieces(byte_tokenizer, tokens)) == whole(byte_tokenizer, tokens)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_bytes_that_are_no_characters_spoil_nothing_that_follows(word_tokenizer: Any, seed: int) -> None:
     """A byte that was a character by itself can turn out to be part of none, when its text was given out already."""
     noise = torch.randint(1, len(word_tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -106,7 +107,7 @@ def test_an_answer_that_ends_within_a_character_says_so_at_the_end(byte_tokenize
     assert texts[-1] == "\ufffd"
 
 
-@pytest.mark.parametrize("repeats", [1, 20])
+@for_each("repeats", [1, 20])
 def test_spaces_between_words_are_kept(word_tokenizer: Any, repeats: int) -> None:
     sentence = [word_tokenizer.convert_tokens_to_ids(word) for word in ("▁the", "▁cat", "s", "▁sat", "▁on", "▁", "▁the", ".")]
     tokens = sentence * repeats

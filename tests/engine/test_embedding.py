@@ -32,6 +32,7 @@ from shmring.engine.protocol import (
     Video,
     Waveform,
 )
+from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,8 +128,8 @@ def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
 # -- the same vectors as by hand ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("architecture", ["llama", *SEEING])
+@for_each("pooling", ["last", "mean"])
+@for_each("architecture", ["llama", *SEEING])
 def test_embeddings_are_the_pooled_hidden_states_of_transformers(
     architecture: str, pooling: str, load: Callable[..., TransformersExecutor], tiny_model: Callable[..., Path]
 ) -> None:
@@ -267,7 +268,7 @@ def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: Transfor
     assert answered.reply.completion_tokens == 4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("item", "message"),
     [
         (Text(""), "can't be empty"),
@@ -320,7 +321,7 @@ def test_hidden_states_that_are_no_numbers_fail_the_request(executor: Transforme
             weight.copy_(before)
 
 
-@pytest.mark.parametrize("architecture", ["llava", "idefics3", "qwen2_vl"])
+@for_each("architecture", ["llava", "idefics3", "qwen2_vl"])
 def test_pixels_are_let_go_after_each_step(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
     executor = load(architecture)
     first, second = noise(), noise(seed=1)

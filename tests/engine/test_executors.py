@@ -11,9 +11,10 @@ import pytest
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorOptions
 from shmring.engine.settings import EXECUTORS
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize("name", ["fingerprints", "synthetic"])
+@for_each("name", ["fingerprints", "synthetic"])
 def test_a_built_in_one_is_named_as_it_describes_itself(name: str) -> None:
     executor = create_executor(name)
     assert isinstance(executor, Executor)

@@ -22,6 +22,7 @@ from shmring.engine.protocol import EncodeRequest, Text
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import Orders
 from shmring.processes.process import Process
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., Process]
@@ -75,7 +76,7 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(start: Start, socket_dir
     assert list(socket_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
+@for_each(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
 def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str], backing: str, place: str) -> None:
     errors = fail("--slab-nbytes", "4000GiB", "--reply-nbytes", "4096", "--slab-backing", backing)
     assert f"shmring engine: reserving 4294967291904 bytes in {place} failed" in errors
@@ -142,7 +143,7 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(start: Sta
     assert "shmring engine: the device fell off the bus" in errors
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "complaint"),
     [
         (["--executor", "nothing"], "there is no executor 'nothing'"),

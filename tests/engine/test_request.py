@@ -22,6 +22,7 @@ from shmring.engine.protocol import (
     Text,
 )
 from shmring.engine.request import EngineRequest, check_media_indices
+from tests.tables import for_each
 
 REPLY = EncodeReply(torch.ones(1, 4))
 LARGE_REPLY = EncodeReply(torch.ones(1, 10_000))
@@ -229,7 +230,7 @@ async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring
     free()
 
 
-@pytest.mark.parametrize("index", [-1, 1, 99])
+@for_each("index", [-1, 1, 99])
 def test_a_message_must_name_media_that_are_there(index: int) -> None:
     request = GenerateRequest([ChatMessage("user", [MediumPart(0)]), ChatMessage("user", [MediumPart(index)])], [PICTURE])
     with pytest.raises(ValueError, match=r"messages\[1\] names medium"):

@@ -10,6 +10,7 @@ import torch
 
 from shmring.engine.executors.sampling import Sampler
 from shmring.engine.protocol import SamplingParams
+from tests.tables import for_each
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 
@@ -19,7 +20,7 @@ def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     return [sampler.choose(logits) for _ in range(count)]
 
 
-@pytest.mark.parametrize("temperature", [0, 1e-6])
+@for_each("temperature", [0, 1e-6])
 def test_without_temperature_the_likeliest_token_is_chosen(temperature: float) -> None:
     assert draw(5, temperature=temperature, seed=1) == [0] * 5
 
@@ -28,7 +29,7 @@ def test_equal_logits_are_no_problem_for_the_greedy() -> None:
     assert draw(2, torch.zeros(7), temperature=0) == [0, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@for_each("temperature", [0.5, 1.0, 2.0])
 def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
     count = 4000
     drawn = draw(count, temperature=temperature, seed=3)
@@ -37,7 +38,7 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> N
         assert abs(drawn.count(token) - count * share) < 5 * deviation
 
 
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0])
+@for_each("top_p", [0.01, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0])
 def test_top_p_leaves_the_tokens_that_transformers_leaves(top_p: float) -> None:
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
@@ -55,7 +56,7 @@ def test_top_k_and_min_p_leave_the_likeliest() -> None:
     assert set(draw(500, min_p=0.5, seed=1)) == {0, 4}  # exp(1.5 - 2) = 0.61 of the likeliest, exp(1 - 2) = 0.37
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@for_each("temperature", [0, 1.0])
 def test_a_bias_excludes_or_forces_a_token(temperature: float) -> None:
     assert set(draw(50, temperature=temperature, logit_bias={3: 100.0}, seed=1)) == {3}
     assert 0 not in draw(200, temperature=temperature, logit_bias={0: -100.0}, seed=1)
@@ -84,7 +85,7 @@ def test_without_a_seed_answers_differ() -> None:
     assert draw(60, temperature=1.5) != draw(60, temperature=1.5)
 
 
-@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**64 - 1, 2**80])
+@for_each("seed", [0, -1, -(2**63), 2**64 - 1, 2**80])
 def test_any_integer_is_a_seed(seed: int) -> None:
     assert draw(9, temperature=1.0, seed=seed) == draw(9, temperature=1.0, seed=seed)
 
@@ -113,8 +114,8 @@ def test_huge_logits_at_a_low_temperature_do_not_overflow() -> None:
     assert draw(3, torch.tensor([3e38, 0.0, -3e38]), temperature=1e-3, seed=1) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@for_each("bad", [math.nan, math.inf])
+@for_each("temperature", [0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float) -> None:
     logits = LOGITS.clone()
     logits[2] = bad
@@ -124,13 +125,13 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float)
         draw(1, torch.full((4,), -math.inf), temperature=temperature)
 
 
-@pytest.mark.parametrize("params", [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}])
+@for_each("params", [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}])
 def test_a_temperature_that_makes_no_sense_is_refused(params: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="temperature must be"):
         Sampler(SamplingParams(**params))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "params",
     [
         {"top_k": -2},
@@ -150,7 +151,7 @@ def test_other_parameters_that_make_no_sense_are_refused(params: dict[str, Any])
         Sampler(SamplingParams(**params))
 
 
-@pytest.mark.parametrize("top_p", [0, -1, 1.01, math.nan])
+@for_each("top_p", [0, -1, 1.01, math.nan])
 def test_a_top_p_that_makes_no_sense_is_refused(top_p: float) -> None:
     with pytest.raises(ValueError, match="top_p must be"):
         Sampler(SamplingParams(top_p=top_p))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
+from tests.tables import for_each
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,7 +110,7 @@ def test_a_priority_that_nobody_waits_with_costs_nothing() -> None:
     assert scheduler._lines == {}
 
 
-@pytest.mark.parametrize("option", ["max_num_seqs", "max_batch_nbytes", "max_waiting"])
+@for_each("option", ["max_num_seqs", "max_batch_nbytes", "max_waiting"])
 def test_a_bound_of_nothing_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=option):
         SchedulerConfig(**{option: 0})

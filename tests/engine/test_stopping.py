@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.engine.executors.stopping import StopTexts
+from tests.tables import for_each
 
 TEXTS = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3)
@@ -69,7 +70,7 @@ def test_a_beginning_at_the_end_of_the_answer_is_let_go() -> None:
     assert read(["END"], ["the EN"]) == (["the ", "EN"], False)
 
 
-@pytest.mark.parametrize("stops", [[""], ["ok", ""], ["x" * 1025], ["a"] * 17], ids=["empty", "one-empty", "long", "many"])
+@for_each("stops", [[""], ["ok", ""], ["x" * 1025], ["a"] * 17], ids=["empty", "one-empty", "long", "many"])
 def test_stop_texts_that_can_not_be_looked_for_are_refused(stops: list[str]) -> None:
     with pytest.raises(ValueError, match="stop text"):
         StopTexts(stops)

@@ -25,6 +25,7 @@ from shmring.engine.protocol import (
     Waveform,
     checksum_of,
 )
+from tests.tables import for_each
 
 
 def executor(**options: Any) -> SyntheticExecutor:
@@ -64,7 +65,7 @@ def test_an_answer_has_a_set_length_unless_it_is_asked_for_another() -> None:
     assert len(answer(executor(), GenerateRequest([]))) == 128
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stop", "text", "reason"),
     [(["token3"], "[synthetic] token2 ", "stop"), (["synth"], "[", "stop"), (["token4 token5 or"], None, "length")],
 )
@@ -74,7 +75,7 @@ def test_an_answer_ends_at_a_stop_text(stop: list[str], text: str | None, reason
     assert replies[-1].finish_reason == reason
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
+@for_each("max_tokens", [0, -1])
 def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
     synthetic = executor()
     [output] = synthetic.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])
@@ -123,7 +124,7 @@ MEDIA = {
 }
 
 
-@pytest.mark.parametrize("kind", MEDIA)
+@for_each("kind", MEDIA)
 def test_every_medium_must_be_as_it_was_sent(kind: str) -> None:
     tensor = torch.arange(240, dtype=torch.uint8).reshape(1, 8, 10, 3)
     good = MEDIA[kind](tensor, checksum_of(tensor))
@@ -160,7 +161,7 @@ def test_it_says_that_it_is_synthetic() -> None:
     assert description.input.checksum
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "complaint"),
     [
         (ExecutorOptions(options={"steps": 1}), "unknown field.*it takes step_s, item_s"),

@@ -31,6 +31,7 @@ from shmring.engine.protocol import (
     Video,
     Waveform,
 )
+from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,7 +184,7 @@ def nothing_is_kept(load: Callable[..., TransformersExecutor], request: pytest.F
 # -- the same answers as transformers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ALL)
+@for_each("architecture", ALL)
 def test_greedy_answers_are_those_of_transformers(
     architecture: str, load: Callable[..., TransformersExecutor], reference: Callable[[str], Reference]
 ) -> None:
@@ -209,7 +210,7 @@ def test_clips_are_answered_as_by_transformers(
         assert replies[-1].prompt_tokens == prompt_tokens
 
 
-@pytest.mark.parametrize("architecture", SEEING)
+@for_each("architecture", SEEING)
 def test_another_picture_gives_another_answer(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
     executor = load(architecture)
     answers = {
@@ -252,7 +253,7 @@ def test_a_conversation_of_several_messages_is_laid_out_by_the_template(executor
 # -- several at a time ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ALL)
+@for_each("architecture", ALL)
 def test_requests_running_together_get_the_answers_that_they_get_alone(
     architecture: str, load: Callable[..., TransformersExecutor]
 ) -> None:
@@ -297,7 +298,7 @@ def test_requests_may_join_pause_and_leave_at_any_step(architecture: str, load: 
     assert tokens[1] == alone[1][: len(tokens[1])]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "batching"), [("llama", True), ("llava", True), ("idefics3", True), ("qwen2_vl", True), ("gemma3", False)]
 )
 def test_models_are_decoded_in_batches_where_that_is_right(
@@ -415,7 +416,7 @@ def test_an_answer_without_max_tokens_ends_at_the_models_limit(load: Callable[..
 # -- what is kept, and what is not ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llava", "idefics3", "qwen2_vl"])
+@for_each("architecture", ["llava", "idefics3", "qwen2_vl"])
 def test_pixels_are_let_go_after_the_first_step(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
     executor = load(architecture)
     picture = noise(60, 60)
@@ -473,7 +474,7 @@ def test_the_model_remembers_nothing_of_a_request(load: Callable[..., Transforme
 # -- requests that can't be answered --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "message"),
     [
         (GenerateRequest([]), "at least one message"),
@@ -650,7 +651,7 @@ def test_other_numbers_than_float32_work(load: Callable[..., TransformersExecuto
     assert replies[-1].completion_tokens == 20
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"max_seqs": 3}, "no option 'max_seqs'; it knows .*max_num_seqs"),
@@ -669,7 +670,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
         TransformersExecutor(ExecutorOptions(model=str(tiny_model("llava")), options=options))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "message"),
     [
         ({"crop": 3}, "does not know 'crop'; it knows .*crop_size"),

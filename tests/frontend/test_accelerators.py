@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from shmring.frontend.accelerators import count_gpus, environment_of
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("visible", "gpus", "engines", "expected"),
     [
         (None, 0, 2, [None, None]),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shmring.frontend import body_scan
 from shmring.frontend.body_scan import LONG_NBYTES, MAX_VALUES, BodyScan, is_cut
 from shmring.frontend.errors import ApiError
+from tests.tables import for_each
 
 TEXTS = st.text('a"\\,[{]}:é\n', max_size=8)
 DOCUMENTS = st.recursive(
@@ -99,8 +100,8 @@ def test_as_many_values_as_there_may_be_are_taken() -> None:
 FILE = b"data:image/png;base64," + b"QUJD" * (LONG_NBYTES // 2)
 
 
-@pytest.mark.parametrize("size", [99_999, 262_144, 10 << 20])
-@pytest.mark.parametrize("counted_first", [True, False])
+@for_each("size", [99_999, 262_144, 10 << 20])
+@for_each("counted_first", [True, False])
 def test_a_long_file_is_cut_out(size: int, counted_first: bool) -> None:
     body = b'{"a": [1, "b\\"", "' + FILE + b'"], "c": "' + FILE[:-4] + b'", "d": "e"}'
     left, scan = scanned(body, size, counted_first=counted_first)
@@ -115,8 +116,8 @@ def test_a_long_file_is_cut_out(size: int, counted_first: bool) -> None:
     assert [scan.long_texts[name] for name in names] == [FILE, FILE[:-4]]
 
 
-@pytest.mark.parametrize("size", [99_999, 100_000, 100_001])
-@pytest.mark.parametrize("counted_first", [True, False])
+@for_each("size", [99_999, 100_000, 100_001])
+@for_each("counted_first", [True, False])
 def test_slashes_and_lines_of_a_long_file_may_be_escaped(size: int, counted_first: bool) -> None:
     escaped = b'"' + (b"QU\\/D" * 19 + b"\\r\\n") * (LONG_NBYTES // 50) + b'"'
     left, scan = scanned(escaped, size, counted_first=counted_first)
@@ -132,8 +133,8 @@ LONG_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-@pytest.mark.parametrize("size", [9_999, 65_536])
+@for_each("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
+@for_each("size", [9_999, 65_536])
 def test_a_long_text_that_is_no_file_is_refused(text: bytes, size: int) -> None:
     with pytest.raises(ApiError) as raised:
         scanned(b'["' + text + b'"]', size)

@@ -9,16 +9,16 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 import shmring
 from shmring.frontend.cli import main
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("argument", ["version", "--version"])
+@for_each("argument", ["version", "--version"])
 def test_it_says_its_version(argument: str) -> None:
     result = CliRunner().invoke(main, [argument])
     assert (result.exit_code, result.output) == (0, f"shmring {shmring.__version__}\n")
@@ -28,7 +28,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert metadata.version("shmring") == shmring.__version__
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         ["--help"],

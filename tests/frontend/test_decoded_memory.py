@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shmring.frontend.decoded_memory import DecodedMemory
 from shmring.frontend.errors import ApiError
+from tests.tables import for_each
 
 LIMIT = 400  # 300 for slow requests, 100 for quick ones
 
@@ -118,7 +119,7 @@ async def test_a_cancelled_waiter_takes_nothing_and_lets_the_next_one_go() -> No
     assert memory.nbytes == 0
 
 
-@pytest.mark.parametrize("holder_ends_first", [False, True])
+@for_each("holder_ends_first", [False, True])
 async def test_a_waiter_that_is_cancelled_when_its_turn_comes_gives_it_back(holder_ends_first: bool) -> None:
     """Both happen in one round of the loop: its memory was granted, but the waiter has not run yet, or the other way round."""
     memory = open_memory()

@@ -20,6 +20,7 @@ from shmring.frontend.cli import main
 from shmring.frontend.doctor import Check
 from shmring.memory.slab import NAME_PREFIX
 from shmring.transport.endpoint import Listener
+from tests.tables import for_each
 
 GIB = 1 << 30
 SHM = Path("/dev/shm")
@@ -82,7 +83,7 @@ def test_a_problem_is_what_decides() -> None:
 # -- the kernel and its memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("release", "status"),
     [
         ("6.18.44-fc", "ok"),
@@ -97,7 +98,7 @@ def test_kernels(release: str, status: str) -> None:
     assert doctor.check_kernel(release).status == status
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mounts", "status", "finding"),
     [
         ("tmpfs /dev/shm tmpfs rw,nosuid,noexec,size=65536k 0 0\n", "ok", "tmpfs (rw,nosuid,noexec,size=65536k)"),
@@ -130,12 +131,12 @@ def test_a_full_tmpfs_and_a_small_one_have_different_messages() -> None:
     assert doctor.check_shm_space(None, GIB).status == "warning"
 
 
-@pytest.mark.parametrize(("files", "free", "status"), [(1000, 900, "ok"), (1000, 3, "warning"), (0, 0, "ok")])
+@for_each(("files", "free", "status"), [(1000, 900, "ok"), (1000, 3, "warning"), (0, 0, "ok")])
 def test_inodes(files: int, free: int, status: str) -> None:
     assert doctor.check_shm_inodes(filesystem(10, 10, files, free)).status == status
 
 
-@pytest.mark.parametrize(("available_kib", "status"), [(8 << 20, "ok"), (1500 << 10, "warning"), (1 << 19, "problem")])
+@for_each(("available_kib", "status"), [(8 << 20, "ok"), (1500 << 10, "warning"), (1 << 19, "problem")])
 def test_memory(available_kib: int, status: str) -> None:
     meminfo = (
         f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:       0\n"
@@ -200,7 +201,7 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
 
 
-@pytest.mark.parametrize("can_be_had", [False, True])
+@for_each("can_be_had", [False, True])
 def test_huge_pages_are_never_a_problem(can_be_had: bool) -> None:
     check = doctor.check_huge_pages(can_be_had)
     assert check.status == "ok"
@@ -210,7 +211,7 @@ def test_huge_pages_are_never_a_problem(can_be_had: bool) -> None:
 # -- limits -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("limit", "cuda", "status"),
     [(8 << 20, False, "ok"), (8 << 20, True, "warning"), (2 * GIB, True, "ok"), (resource.RLIM_INFINITY, True, "ok")],
 )
@@ -218,7 +219,7 @@ def test_locked_memory_matters_with_a_gpu(limit: int, cuda: bool, status: str) -
     assert doctor.check_memlock(limit, GIB, cuda=cuda).status == status
 
 
-@pytest.mark.parametrize(("limit", "status"), [(64, "problem"), (256, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")])
+@for_each(("limit", "status"), [(64, "problem"), (256, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_open_files(limit: int, status: str) -> None:
     check = doctor.check_open_files(limit)
     assert check.status == status

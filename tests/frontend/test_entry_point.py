@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from shmring.frontend.entry_point import EXTRAS
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,7 +35,7 @@ def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "arguments", "extra"),
     [
         ("click", ["--help"], "serve"),
@@ -70,7 +69,7 @@ def test_a_module_of_no_extra_that_is_missing_is_our_own_failure() -> None:
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@for_each("extra", EXTRAS)
 def test_all_that_an_extra_installs_is_known(extra: str) -> None:
     distributions = {
         name.lower().replace("_", "-")

@@ -10,11 +10,10 @@ from starlette.exceptions import HTTPException
 
 import shmring
 from shmring.frontend.errors import ApiError, api_error_of, report
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"), [(400, "invalid_request_error"), (499, "invalid_request_error"), (503, "server_error")]
-)
+@for_each(("status", "kind"), [(400, "invalid_request_error"), (499, "invalid_request_error"), (503, "server_error")])
 def test_the_envelope_is_openais(status: int, kind: str) -> None:
     error = ApiError(status, "it went wrong", code="some_code", param="model", retry_after_s=1)
     assert msgspec.json.decode(msgspec.json.encode(error.envelope())) == {
@@ -27,7 +26,7 @@ def test_what_is_not_known_is_null() -> None:
     assert body["error"]["param"] is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "status", "code"),
     [
         (ApiError(418, "tea", code="teapot"), 418, "teapot"),

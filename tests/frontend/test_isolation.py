@@ -18,6 +18,7 @@ from shmring.frontend.bodies import BodyReader, BodyShare
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingInputs, EmbeddingRequest, encode_response
 from shmring.frontend.settings import FrontendSettings
+from tests.tables import for_each
 
 _MOST_S = 0.15  # of CPU, in one turn: fifteen times what is meant, and a tenth of what the worst took before
 _PIECE_NBYTES = 64 << 10
@@ -42,7 +43,7 @@ class Turns:
 BODIES = [name for name in ATTACKS if "picture" not in name and "clip" not in name and "40 at" not in name]
 
 
-@pytest.mark.parametrize("name", BODIES)
+@for_each("name", BODIES)
 async def test_reading_a_body_takes_little_at_a_time(name: str) -> None:
     body = ATTACKS[name].body()
     reader, sent = BodyReader(FrontendSettings()), 0
@@ -75,7 +76,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@for_each("inputs", INPUTS.values(), ids=INPUTS)
 def test_a_step_takes_little_and_answers_who_asks_for_little(inputs: list[Any]) -> None:
     executor = FingerprintsExecutor()
     heavy = [StepInput(number, EncodeRequest(inputs)) for number in range(4)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmring.frontend.keys import read_keys
+from tests.tables import for_each
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_an_error_about_a_key_names_file_and_line_and_not_the_key(file: Path, li
     assert str(raised.value) == f"{file}, line 3: a key has visible ASCII characters only, and no spaces"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "variable", "place"),
     [
         (["two words"], None, "--api-key"),

@@ -24,6 +24,7 @@ from shmring.frontend.documentation import openapi_document
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
 from tests.pages import load_maker
+from tests.tables import for_each
 
 OPTIONS = [option for option in serve_command.serve.params if isinstance(option, Option)]
 SERVED = [option for option in OPTIONS if option.name != "config"]
@@ -180,14 +181,14 @@ def test_what_kubernetes_says_of_a_service_of_this_name_is_no_port() -> None:
     assert accepted(SHMRING_PORT="tcp://10.0.0.1:8000").frontend.port == 8000
 
 
-@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+@for_each("command", [engine, frontend], ids=["engine", "frontend"])
 def test_a_process_without_a_supervisor_looks_at_variables(command: click.Command) -> None:
     result = CliRunner(env={"SHMRING_LOG_LEVEL": "nonsense"}).invoke(command, [])
     assert result.exit_code == 2
     assert "Invalid value for the variable SHMRING_LOG_LEVEL" in result.output
 
 
-@pytest.mark.parametrize("command", [engine, frontend], ids=["engine", "frontend"])
+@for_each("command", [engine, frontend], ids=["engine", "frontend"])
 def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Command) -> None:
     ours, theirs = socket.socketpair()
     ours.close()
@@ -196,7 +197,7 @@ def test_a_supervised_process_is_told_by_its_supervisor_alone(command: click.Com
     assert (result.exit_code, result.output.partition(": ")[2]) == (1, "the supervisor has gone\n")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "complaint"),
     [
         ("decoders: 1\nport: 70000", "Invalid value for 'port' in FILE, line 2: 70000 is not in the range 0<=x<=65535."),

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 import msgspec
-import pytest
 from click.testing import CliRunner
 
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.options import FRONTEND_OPTIONS, settings_of
 from shmring.frontend.settings import CorsSettings, FrontendSettings, MediaCounts, ProcessSettings
+from tests.tables import for_each
 
 
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
@@ -107,13 +107,13 @@ def test_keys_are_taken_from_the_environment() -> None:
     assert understood([], {"SHMRING_API_KEY": "one two"}).api_keys == ("one", "two")
 
 
-@pytest.mark.parametrize("text", ["", "  "])
+@for_each("text", ["", "  "])
 def test_an_empty_variable_is_no_open_server(text: str) -> None:
     output = refused(environment={"SHMRING_API_KEY": text})
     assert "SHMRING_API_KEY is set and holds no key; unset it to serve without keys" in output
 
 
-@pytest.mark.parametrize(
+@for_each(
     "argument",
     [
         "--max-body-nbytes=many",

@@ -17,6 +17,7 @@ from shmring.frontend import serve_command
 from shmring.frontend.cli import main
 from shmring.frontend.settings import ProcessSettings, TlsSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
+from tests.tables import for_each
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(o
     assert options_of("--executor=fingerprints").notice == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "complaint"),
     [
         (["--executor=features"], "there is no executor 'features'; choose one of fingerprints, synthetic, transformers, or"),
@@ -247,7 +248,7 @@ def test_the_options_are_grouped() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         ["--slab-nbytes", "much"],
@@ -265,10 +266,8 @@ def test_nonsense_is_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, ["serve", *arguments]).exit_code == 2
 
 
-@pytest.mark.parametrize("option", ["--executor-options", "--mm-processor-kwargs"])
-@pytest.mark.parametrize(
-    ("text", "complaint"), [("{num_frames: 8}", "malformed"), ("[8]", "Expected `object`"), ("", "truncated")]
-)
+@for_each("option", ["--executor-options", "--mm-processor-kwargs"])
+@for_each(("text", "complaint"), [("{num_frames: 8}", "malformed"), ("[8]", "Expected `object`"), ("", "truncated")])
 def test_what_is_no_json_object_is_refused_at_once(option: str, text: str, complaint: str) -> None:
     result = CliRunner().invoke(main, ["serve", option, text])
     assert result.exit_code == 2

@@ -201,6 +201,7 @@ async def test_it_speaks_tls(open_server: OpenServer, certificate: tuple[Path, P
         with pytest.raises(httpx.TransportError):
             await plain.get("/slow")
     assert (await client.get("/slow")).text == "done"
+    await client.aclose()  # one that stays says no farewell, and TLS would wait ten seconds for it
 
 
 @pytest.mark.both_loops

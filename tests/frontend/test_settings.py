@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shmring.frontend.settings import FrontendSettings, MediaCounts
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "counts"),
     [
         ('{"image": 16, "video": 2, "audio": 4}', MediaCounts(image=16, video=2, audio=4)),
@@ -20,7 +21,7 @@ def test_both_spellings(text: str, counts: MediaCounts) -> None:
     assert MediaCounts.parse(text) == counts
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         *("", "image", "image=", "image=x", "image=-1", "images=3"),

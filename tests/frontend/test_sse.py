@@ -12,6 +12,7 @@ import pytest
 import shmring
 from shmring.frontend.errors import api_error_of
 from shmring.frontend.sse import DONE, EventStream, event
+from tests.tables import for_each
 
 Report = Any
 
@@ -107,7 +108,7 @@ async def test_a_caller_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
     assert stream.closed == 1
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
+@for_each("taken", [0, 1, 2])
 async def test_cancelling_closes_it_whenever_that_is(taken: int) -> None:
     stream, caller = Stream(event(1), event(2)), Caller(takes=taken)
     task = asyncio.create_task(send(stream, caller))

@@ -24,6 +24,7 @@ from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -135,7 +136,7 @@ async def test_the_slab_is_pinned_on_the_device_of_the_thread_that_serves(serve_
     assert cuda.devices == {2}
 
 
-@pytest.mark.parametrize("options", [{"pin": "maybe"}, {"staging_nbytes": 100}])
+@for_each("options", [{"pin": "maybe"}, {"staging_nbytes": 100}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         RingConfig(**options)

@@ -18,6 +18,7 @@ from shmring.core.compiled import MAX_DEPTH, check_payload
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.model.inside import Reply, decode_content, read_record
+from tests.tables import for_each
 
 _PACKER = make_packer(16, 1 << 24)
 _DECODER = make_decoder()
@@ -137,13 +138,13 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("short", [0.0, -1.5, math.inf, 1e-45, 3.0e38])
+@for_each("short", [0.0, -1.5, math.inf, 1e-45, 3.0e38])
 def test_short_floats_which_msgspec_does_not_write_are_read(short: float) -> None:
     payload = b"\xca" + struct.pack(">f", short)
     assert _same(decoded(payload), msgspec.msgpack.decode(payload))
 
 
-@pytest.mark.parametrize("container", [lambda inner: [inner], lambda inner: {"k": inner}, lambda inner: (inner,)])
+@for_each("container", [lambda inner: [inner], lambda inner: {"k": inner}, lambda inner: (inner,)])
 def test_payloads_may_be_nested_as_deeply_as_the_peer_takes_it(container: Any) -> None:
     value: Any = 1
     for _ in range(MAX_DEPTH - 1):
@@ -155,7 +156,7 @@ def test_payloads_may_be_nested_as_deeply_as_the_peer_takes_it(container: Any) -
         _PACKER.pack(container(value), 0, 1 << 16)
 
 
-@pytest.mark.parametrize("data", [bytes(20), bytes([0, 0, 1, 0, *bytes(8), 1, *bytes(7)]), b"x"])
+@for_each("data", [bytes(20), bytes([0, 0, 1, 0, *bytes(8), 1, *bytes(7)]), b"x"])
 def test_an_extension_that_stands_for_tensors_can_not_be_sent_as_such(data: bytes) -> None:
     with pytest.raises(TypeError, match="extension"):
         _PACKER.pack([1, msgspec.msgpack.Ext(83, data)], 0, 1 << 16)
@@ -168,7 +169,7 @@ def test_what_refers_to_itself_can_not_be_sent() -> None:
         _PACKER.pack(value, 0, 1 << 16)
 
 
-@pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800", [1, {"a": "\udfff"}], {"\ud800": 1}])
+@for_each("value", [1 << 64, -(1 << 63) - 1, "\ud800", [1, {"a": "\udfff"}], {"\ud800": 1}])
 def test_what_msgpack_can_not_say_is_an_error_for_both(value: object) -> None:
     with pytest.raises((TypeError, OverflowError, UnicodeEncodeError)):
         msgspec.msgpack.encode(value)

@@ -15,6 +15,7 @@ import torch
 from shmring.memory import _copying, copying
 from shmring.memory.copying import cache_nbytes, copy_into_cache, copy_past_cache, last_level_cache_nbytes
 from shmring.memory.tensors import make_packer
+from tests.tables import for_each
 
 Copy = Callable[[int, int, int], object]
 
@@ -47,9 +48,7 @@ def check(copy: Copy, nbytes: int) -> None:
             assert (target == 0xAA).all(), (to, start)
 
 
-SIZES = pytest.mark.parametrize(
-    "nbytes", [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, 2047, 2048, 2049, 2112, 4096, 100_001]
-)
+SIZES = for_each("nbytes", [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, 2047, 2048, 2049, 2112, 4096, 100_001])
 
 
 @streams
@@ -290,8 +289,8 @@ def test_who_gets_one_core_later_has_no_helpers_any_more() -> None:
     """)
 
 
-@pytest.mark.parametrize("large_nbytes", [MIB, 5 * MIB])
-@pytest.mark.parametrize("processor_streams", [True, False])
+@for_each("large_nbytes", [MIB, 5 * MIB])
+@for_each("processor_streams", [True, False])
 def test_a_payload_arrives_with_and_without_streaming_stores(processor_streams: bool, large_nbytes: int) -> None:
     assert _copying.limit_width(64 if processor_streams else 0) == (_copying.WIDTH if processor_streams else 0)
     large = torch.arange(large_nbytes // 4 + 3, dtype=torch.int32)

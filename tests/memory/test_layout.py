@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from shmring.core.compiled import Content, Gpu, GpuMemory, Placement, Regions, plan_copies
@@ -13,6 +12,7 @@ from shmring.core.messages import SlotRef
 from shmring.memory.tensors import make_decoder
 from tests.model.inside import open_content
 from tests.records import content_of, tensor_extension
+from tests.tables import for_each
 
 GAP_NBYTES = 64 << 10
 DECODER = make_decoder()
@@ -65,7 +65,7 @@ def test_many_copies_are_in_order() -> None:
     assert [target for *_, target in plan(many).spans()] == [64 * number for number in range(14)]
 
 
-@pytest.mark.parametrize(("gap", "copies"), [(0, 1), (GAP_NBYTES, 1), (GAP_NBYTES + 64, 2)])
+@for_each(("gap", "copies"), [(0, 1), (GAP_NBYTES, 1), (GAP_NBYTES + 64, 2)])
 def test_large_gaps_are_left_out(gap: int, copies: int) -> None:
     far = plan(content((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
     assert len(far.spans()) == copies
@@ -89,7 +89,7 @@ def test_arrays_have_a_place_where_torch_has_their_dtype(cuda: Any) -> None:
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (2, 2))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e8m0fnu", "int16"])
+@for_each("dtype", ["bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e8m0fnu", "int16"])
 def test_every_dtype_of_torch_has_a_place(cuda: Any, dtype: str) -> None:
     wanted: torch.dtype = getattr(torch, dtype)
     slots = (SlotRef(0, 4096, 1 << 20, 1),)

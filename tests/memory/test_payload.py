@@ -40,6 +40,7 @@ from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer, nbytes_for, torch_dtype_name
 from tests.model.inside import decode_content, read_record, take_payload, write_submit
 from tests.records import content_of, slot_extension, tensor_extension
+from tests.tables import for_each
 
 LARGEST_RECORD_NBYTES = 1 << 16
 LARGEST_PAYLOAD_NBYTES = 1 << 24
@@ -271,28 +272,28 @@ def test_any_payload_arrives_as_it_was_sent(ends: Ends, payload: object, inline:
     assert_same(payload, round_trip(ends, payload, inline=inline))
 
 
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
-@pytest.mark.parametrize("name", TORCH_NAMES)
+@for_each("inline", [False, True])
+@for_each("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
+@for_each("name", TORCH_NAMES)
 def test_every_torch_dtype(ends: Ends, name: str, shape: tuple[int, ...], inline: bool) -> None:
     assert_same(tensor := random_torch(name, shape, 1), round_trip(ends, tensor, inline=inline))
 
 
-@pytest.mark.parametrize("name", sorted(set(TORCH_ITEM_NBYTES) - set(TORCH_NAMES)))
+@for_each("name", sorted(set(TORCH_ITEM_NBYTES) - set(TORCH_NAMES)))
 def test_rarer_torch_dtypes_too(ends: Ends, name: str) -> None:
     if not hasattr(torch, name):
         pytest.skip(f"this torch has no {name}")
     assert_same(tensor := random_torch(name, (3, 2), 1), round_trip(ends, [tensor, tensor.T])[0])
 
 
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
-@pytest.mark.parametrize("name", NUMPY_NAMES)
+@for_each("inline", [False, True])
+@for_each("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
+@for_each("name", NUMPY_NAMES)
 def test_every_numpy_dtype(ends: Ends, name: str, shape: tuple[int, ...], inline: bool) -> None:
     assert_same(array := random_numpy(name, shape, 1), round_trip(ends, array, inline=inline))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
@@ -312,7 +313,7 @@ def test_every_numpy_dtype(ends: Ends, name: str, shape: tuple[int, ...], inline
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
 )
-@pytest.mark.parametrize("inline", [False, True])
+@for_each("inline", [False, True])
 def test_views_arrive_and_the_callers_tensor_stays_as_it_was(ends: Ends, tensor: torch.Tensor, inline: bool) -> None:
     before = (bits(tensor), tensor.stride(), tensor.storage_offset(), tensor.data_ptr(), tensor.requires_grad, tensor.is_conj())
     received = round_trip(ends, {"x": tensor}, inline=inline)["x"]
@@ -358,7 +359,7 @@ def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise(ends: E
 # -- what travels -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(777, 778)])
+@for_each("rows", [slice(0, 1), slice(777, 778)])
 def test_only_the_viewed_region_travels(rows: slice) -> None:
     base = torch.zeros(100 << 10, 1024, dtype=torch.uint8)
     packed = pack({"view": base[rows], "array": base.numpy()[rows]})
@@ -410,7 +411,7 @@ def test_tensors_in_a_slot_of_the_caller_are_described_in_place(ends: Ends) -> N
     assert [ref.region for ref in message.content.tensors] == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, lambda tensor: tensor.conj().imag])
+@for_each("view", [torch.conj, torch._neg_view, lambda tensor: tensor.conj().imag])
 def test_a_view_that_is_changed_by_a_flag_is_never_taken_as_it_lies(view: Any) -> None:
     tensor = torch.tensor([1 + 2j])
     held = hold(HeldSlots(), tensor.data_ptr(), tensor.nbytes)
@@ -470,8 +471,8 @@ BAD = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-@pytest.mark.parametrize(
+@for_each("bad", BAD.values(), ids=BAD.keys())
+@for_each(
     ("wrap", "path"),
     [
         (lambda bad: bad, "payload"),
@@ -543,9 +544,9 @@ def test_a_packer_forgets_a_failed_payload() -> None:
     assert len(packer.pack([torch.ones(1)], 0, LARGEST_RECORD_NBYTES).parts) == 1
 
 
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("name", ["", "x" * 256, "\U0001f600" * 256], ids=["no name", "ascii", "emoji"])
-@pytest.mark.parametrize("tensors", [0, 1, 20])
+@for_each("inline", [False, True])
+@for_each("name", ["", "x" * 256, "\U0001f600" * 256], ids=["no name", "ascii", "emoji"])
+@for_each("tensors", [0, 1, 20])
 def test_no_message_exceeds_a_record_whatever_travels_in_a_slot(ends: Ends, tensors: int, name: str, inline: bool) -> None:
     limit = 16384
     in_slot = in_record = 0
@@ -586,7 +587,7 @@ class Foreign:
     values: list[int]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fits", "more"),
     [
         ([0] * 1020, [0] * 1021),
@@ -667,7 +668,7 @@ def test_a_struct_takes_arrays_for_tensors_and_tensors_for_arrays(ends: Ends) ->
     assert received.table.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "payload",
     [
         {"pixels": 3, "table": np.ones(1), "regions": []},
@@ -763,14 +764,14 @@ def test_dtypes_are_named_as_the_wire_spells_them() -> None:
 # -- at the bounds ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", range(64))
+@for_each("bits", range(64))
 def test_a_number_is_encoded_as_msgspec_does(bits: int) -> None:
     for number in (2**bits - 1, 2**bits, -(2**bits) + 1, -(2**bits), -(2**bits) - 1):
         if number >= -(2**63):
             assert pack(number).payload == msgspec.msgpack.encode(number)
 
 
-@pytest.mark.parametrize("count", [0, 15, 16, 31, 32, 255, 256, 2**16 - 1, 2**16])
+@for_each("count", [0, 15, 16, 31, 32, 255, 256, 2**16 - 1, 2**16])
 def test_what_has_a_length_is_encoded_as_msgspec_does(count: int) -> None:
     for value in ("x" * count, b"x" * count, [None] * count, {str(number): None for number in range(count)}):
         assert pack(value).payload == msgspec.msgpack.encode(value)

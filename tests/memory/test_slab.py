@@ -27,6 +27,7 @@ from shmring.memory import huge_pages
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
 from tests.segments import own_name, segments_of
+from tests.tables import for_each
 
 PREFIX = f"{NAME_PREFIX}-{os.getuid()}-"
 NAME = own_name("unit")
@@ -235,7 +236,7 @@ def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
         posix_ipc.unlink_shared_memory(path)
 
 
-@pytest.mark.parametrize("reply_nbytes", [0, 1 << 60])
+@for_each("reply_nbytes", [0, 1 << 60])
 def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply_nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match=r"reserving \d+ bytes in a memfd failed .*: \d+ bytes of \d+ are free") as caught:
@@ -260,7 +261,7 @@ def mapped_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("backing", ["memfd", "/dev/shm"])
+@for_each("backing", ["memfd", "/dev/shm"])
 def test_a_limit_of_the_shell_is_named_and_not_the_size_of_the_slab(backing: Any) -> None:
     before = descriptors()
     for kind, limit, words in (
@@ -420,8 +421,8 @@ def test_a_part_for_replies_that_others_could_write_is_refused(divided: Slab) ->
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
-@pytest.mark.parametrize("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
+@for_each("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
+@for_each("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
 def test_parts_that_are_not_of_the_announced_sizes_are_refused(divided: Slab, leased_nbytes: int, reply_nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match="announced"):

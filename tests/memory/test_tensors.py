@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import shmring
 from shmring.core.compiled import Packed
 from shmring.memory.tensors import make_packer
+from tests.tables import for_each
 
 NBYTES = 80_000  # of a tensor that travels in a slot
 
@@ -93,14 +94,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("kind", REFUSED)
+@for_each("kind", REFUSED)
 def test_what_is_not_its_own_data_or_has_not_all_of_it_is_refused_with_its_path(kind: str) -> None:
     make, reason = REFUSED[kind]
     with pytest.raises(TypeError, match=rf"^payload\.images\[1\]\.mask can't be sent: .*{reason}"):
         pack({"images": [torch.ones(2), {"mask": make()}]})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("transform", "arguments"),
     [
         (torch.vmap, (torch.ones(3, 2),)),
@@ -114,7 +115,7 @@ def test_what_stands_for_a_tensor_inside_a_transformation_is_refused(transform: 
     assert type(within(transform, *arguments)) is torch.Tensor
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         torch.nn.Parameter(torch.arange(3.0)),
@@ -141,7 +142,7 @@ def test_where_torch_says_nothing_in_c_python_looks(monkeypatch: pytest.MonkeyPa
             pack(make())
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(50), torch.ones(50, 50).T], ids=["contiguous", "strided"])
+@for_each("tensor", [torch.ones(50), torch.ones(50, 50).T], ids=["contiguous", "strided"])
 def test_a_tensor_that_is_freed_after_it_was_packed_is_not_copied(tensor: torch.Tensor) -> None:
     packed = make_packer(8, 1 << 20).pack(tensor, 0, 1 << 16)
     target = torch.zeros(tensor.nbytes, dtype=torch.uint8)

@@ -17,6 +17,7 @@ from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
 from shmring.errors import RemoteProtocolError
 from shmring.memory import views
 from shmring.memory.views import TORCH_DTYPES, tensor_view
+from tests.tables import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def watched_view(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[Regio
     return watched.regions, view
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
+@for_each("name", sorted(TORCH_DTYPES))
 def test_a_torch_view_shows_the_bytes_it_describes(name: str) -> None:
     size = TORCH_ITEM_NBYTES[name]
     memory = np.zeros(256, np.uint8)
@@ -62,7 +63,7 @@ def test_a_torch_view_shows_the_bytes_it_describes(name: str) -> None:
     assert memory[64] == 1
 
 
-@pytest.mark.parametrize("dtype", ["<f4", ">f4", "|S4", "<U1", "<M8[s]", "|b1", ">u2", "<c8"])
+@for_each("dtype", ["<f4", ">f4", "|S4", "<U1", "<M8[s]", "|b1", ">u2", "<c8"])
 def test_a_numpy_view_shows_the_bytes_it_describes(dtype: str) -> None:
     size = np.dtype(dtype).itemsize
     memory = np.zeros(256, np.uint8)
@@ -80,13 +81,13 @@ def test_read_views_are_read_only_to_numpy() -> None:
         view[0] = 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "<f4"])
+@for_each("dtype", ["float32", "bfloat16", "<f4"])
 def test_an_empty_view_needs_no_memory(dtype: str) -> None:
     view = tensor_view(TensorRef(0, 0, 0, dtype, (2, 0, 3)), copied(b""), writable=True)
     assert tuple(view.shape) == (2, 0, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "ref", [TensorRef(1, 0, 8, "nonsense", (1,)), TensorRef(1, 0, 8, "<M8[fortnights]", (1,)), TensorRef(1, 8, 8, "<i8", (1,))]
 )
 def test_what_cannot_be_viewed_is_the_peers_fault(ref: TensorRef) -> None:
@@ -144,15 +145,15 @@ def outlives(dtype: str, derive: Any) -> None:
     assert len(regions) == 0
 
 
-@pytest.mark.parametrize("derive", TORCH_DERIVED.values(), ids=TORCH_DERIVED.keys())
-@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "float8_e4m3fn"])
+@for_each("derive", TORCH_DERIVED.values(), ids=TORCH_DERIVED.keys())
+@for_each("dtype", ["int32", "bfloat16", "float8_e4m3fn"])
 def test_whatever_is_derived_from_a_torch_view_keeps_the_slot(dtype: str, derive: Any) -> None:
     if dtype == "float8_e4m3fn" and derive is torch.from_dlpack:
         pytest.skip("dlpack has no float8 here")
     outlives(dtype, derive)
 
 
-@pytest.mark.parametrize("derive", NUMPY_DERIVED.values(), ids=NUMPY_DERIVED.keys())
+@for_each("derive", NUMPY_DERIVED.values(), ids=NUMPY_DERIVED.keys())
 def test_whatever_is_derived_from_a_numpy_view_keeps_the_slot(derive: Any) -> None:
     outlives("<i4", derive)
 
@@ -176,7 +177,7 @@ def test_every_view_of_a_slot_counts() -> None:
     assert watched.regions.collect() == [(1, 2)]
 
 
-@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "<i4"])
+@for_each("dtype", ["int32", "bfloat16", "<i4"])
 def test_an_empty_view_keeps_nothing(dtype: str) -> None:
     watched = Watched()
     view = tensor_view(TensorRef(1, 0, 0, dtype, (2, 0)), watched.region, writable=True)

@@ -6,11 +6,10 @@ import collections
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.faulty import ROOT, Fault, check_place
 from tests.mutants.table import FAULTS
 from tests.switches import Change, with_switches
+from tests.tables import for_each
 
 #: What of the product is compiled and has code in it: not only declarations.
 COMPILED = {
@@ -22,7 +21,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@for_each("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_and_its_check_are_in_the_code(fault: Fault) -> None:
     check_place(fault)
     assert fault.new != fault.old

@@ -12,6 +12,7 @@ import pytest
 
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.sglang.settings import NAMES, PREFIX, Settings
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +23,7 @@ def test_each_is_read() -> None:
     assert settings == Settings(slab_nbytes=4 << 30, copies=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         ("SHMRING_SGLANG", "yes"),
@@ -64,7 +65,7 @@ print(ours, "torch" in sys.modules, "sglang" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@for_each("value", [None, "", "0"])
 def test_where_it_is_off_nothing_is_imported_but_the_entry_point(value: str | None) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "SHMRING_SGLANG"} | {"PYTHONPATH": str(ROOT)}
     if value is not None:

@@ -39,6 +39,7 @@ from tests.simulation.scenario import Action, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
+from tests.tables import for_each
 
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
 MOST_ACTIONS = 48  # that a failure comes down to: the one with most takes 44, since something happens in the midst of calls
@@ -104,7 +105,7 @@ def walked_simulation(seed: int, steps: int) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_a_copy_is_the_same_state_and_goes_its_own_way(seed: int) -> None:
     with closing(walked_simulation(seed, 200)) as simulation, closing(duplicate(simulation)) as copy:
         before = encode(simulation)

@@ -23,6 +23,7 @@ from tests.soak.control import Seen
 from tests.soak.driver import ENGINE, IdleLook, Observations, ProcessSample, Sample
 from tests.soak.plan import FEWEST_CYCLES, Phase, Plan
 from tests.soak.verdict import MEMORY_LIMIT_NBYTES, judge
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -40,7 +41,7 @@ def test_an_hour_is_divided_and_a_short_run_has_enough_cycles() -> None:
     assert short.interval_s < short.phase_s
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@for_each("place", [0, -1])
 def test_a_tensor_of_another_request_is_found(place: int) -> None:
     tensor = stamp(torch.zeros(1001, dtype=torch.uint8), 7)
     check_stamp(tensor, 7)
@@ -123,7 +124,7 @@ def test_one_descriptor_is_too_many() -> None:
     assert failed(observed(grow=grow)) == ["engine: descriptors while idle, last quarter against first"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "field", [member.name for member in msgspec.structs.fields(IdleLook) if member.name != "cycle"], ids=lambda name: name
 )
 def test_whatever_is_not_at_home_after_one_idle_phase_fails(field: str) -> None:

@@ -33,6 +33,7 @@ from shmring.transport.endpoint import (
     sweep_names,
 )
 from shmring.transport.rings import sealed_rings
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -76,7 +77,7 @@ async def test_the_socket_is_where_the_configuration_says(monkeypatch: pytest.Mo
     assert socket_path("vision", None) == Path(f"/tmp/shmring-{os.getuid()}/vision.sock")
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
+@for_each("name", ["", "../up", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
 async def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="can't name an engine"):
         socket_path(name, "/srv")

@@ -16,6 +16,7 @@ from shmring.core.messages import Refused
 from shmring.transport import polling
 from shmring.transport.polling import LINK_S, Poller, Vigil
 from tests.sessions import session_of
+from tests.tables import for_each
 
 
 class Loop:
@@ -332,7 +333,7 @@ async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, conne
     await eventually(lambda: not ring._shell.life.poller._armed and not session_of(client).link._poller._armed)
 
 
-@pytest.mark.parametrize("seconds", [-0.001, 0.2])
+@for_each("seconds", [-0.001, 0.2])
 def test_a_time_that_makes_no_sense_is_refused(seconds: float) -> None:
     for kind in (shmring.RingConfig, shmring.ClientConfig):
         with pytest.raises(ValueError, match="busy_poll_s must be between 0 and"):

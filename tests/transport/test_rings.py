@@ -12,6 +12,7 @@ import pytest
 from shmring.core.compiled import RingMemory, ring_nbytes
 from shmring.errors import RemoteProtocolError
 from shmring.transport.rings import map_rings, sealed_rings
+from tests.tables import for_each
 
 CAPACITY = 1 << 16
 
@@ -81,7 +82,7 @@ def test_a_file_is_no_ring() -> None:
             map_rings((file.fileno(),), CAPACITY)
 
 
-@pytest.mark.parametrize("capacity", [0, 100, 1 << 40])
+@for_each("capacity", [0, 100, 1 << 40])
 def test_a_size_that_no_ring_has_is_refused(capacity: int) -> None:
     with pytest.raises(RemoteProtocolError, match="power of two"):
         map_rings((), capacity)

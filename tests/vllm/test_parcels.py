@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from shmring.integrations.vllm.parcels import LARGE_NBYTES, Parcel, Pieces, is_first_piece, pack, unpack
+from tests.tables import for_each
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_what_comes_is_what_was_sent(way: str) -> None:
     sent = of_all_kinds()
     came = WAYS[way](pack(sent))
@@ -73,7 +73,7 @@ def test_what_comes_is_what_was_sent(way: str) -> None:
     assert came.tensors[10]["again"] is came.tensors[5], "a tensor that was in it twice is"
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "viewed"])
+@for_each("way", [way for way in WAYS if way != "viewed"])
 def test_copies_may_be_written_to(way: str) -> None:
     sent = [torch.zeros(4), torch.zeros(LARGE_NBYTES), np.zeros(4), np.zeros(LARGE_NBYTES)]
     came = WAYS[way](pack(sent))

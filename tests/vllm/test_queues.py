@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from shmring import threads
+from shmring.integrations.vllm import queues as queues_module
 from shmring.integrations.vllm.engine import Receiver
 from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.parcels import LARGE_NBYTES
@@ -79,6 +80,9 @@ class Worker:
 def work(handle: Handle, rank: int, ready: Any, directory: str) -> None:
     """The process of a worker. With ``KEEPING``, it keeps what it is given to compute with."""
     os.environ["XDG_RUNTIME_DIR"] = directory  # a fork server has that of its start
+    queues_module._ENDING_S = (
+        0.0  # vLLM's worker is also told by a pipe that the engine core has gone; this one has none to wait for
+    )
     queues = Queues(None, SETTINGS, EngineRing(SETTINGS))
     steps = queues.create_from_handle(handle, rank)
     answers = queues(1, 1)
@@ -95,13 +99,18 @@ def work(handle: Handle, rank: int, ready: Any, directory: str) -> None:
             del arguments
 
 
+def context_of(method: str) -> Any:
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":  # its processes need not import torch each
+        context.set_forkserver_preload([__name__])
+    return context
+
+
 class Engine:
     """In place of vLLM's engine core: queues to workers and back."""
 
     def __init__(self, engine_ring: EngineRing, workers: int, method: str) -> None:
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":  # its processes need not import torch each
-            context.set_forkserver_preload([__name__])
+        context = context_of(method)
         queues = Queues(None, SETTINGS, engine_ring)
         self.steps: Writer = queues(workers, workers)
         self.processes = []
@@ -364,17 +373,24 @@ def test_after_shutdown_nothing_is_sent(start: Callable[..., Engine]) -> None:
     engine.steps.shutdown()
 
 
+def runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def engine_that_is_killed(pids: Any) -> None:
     ring = EngineRing(SETTINGS)
     ring.expect(0)
-    engine = Engine(ring, 2, "spawn")
+    engine = Engine(ring, 2, "forkserver")
     engine.call("execute_model", KEEPING, large())
     pids.send([process.pid for process in engine.processes])
     engine.answers[0].dequeue()
 
 
 def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing(until: Callable[..., Any]) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = context_of("forkserver")
     pipe, childs = context.Pipe()
     engine = context.Process(target=engine_that_is_killed, args=(childs,))
     engine.start()
@@ -382,7 +398,7 @@ def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing(until: Ca
     before = {path for path in os.listdir("/dev/shm") if "test-0" in path}
     engine.kill()
     engine.join()
-    until(lambda: not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"], 60)
+    until(lambda: not any(runs(pid) for pid in pids), 60)
     assert not before, "the slab has no name even while it is used"
 
 

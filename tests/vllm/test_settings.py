@@ -12,6 +12,7 @@ import pytest
 
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.vllm.settings import NAMES, PREFIX, Settings
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,7 @@ def test_half_of_the_slab_may_be_kept() -> None:
     assert Settings.from_environment({"SHMRING_VLLM_SLAB": "4GiB"}).keep_nbytes == 2 << 30
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         ("SHMRING_VLLM", "yes"),
@@ -110,7 +111,7 @@ print(ours, "torch" in sys.modules, "vllm" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@for_each("value", [None, "", "0"])
 def test_where_it_is_off_nothing_is_imported_but_the_entry_point(value: str | None) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "SHMRING_VLLM"} | {"PYTHONPATH": str(ROOT)}
     if value is not None:

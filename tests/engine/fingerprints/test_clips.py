@@ -18,6 +18,7 @@ from PIL import Image
 from shmring.engine.executors.fingerprints import clips
 from shmring.engine.executors.fingerprints.clips import fingerprint_clip
 from shmring.engine.executors.fingerprints.pictures import View, fingerprint_picture
+from tests.tables import for_each
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 WIDTH, HEIGHT = 320, 180
@@ -199,11 +200,11 @@ def test_another_speed_is_the_same_course() -> None:
     assert float(slowly @ fingerprint_clip(frames, [0.0, 1.0, 2.0, 3.0, 4.0], 5.0)) > 0.9999
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("timestamps_s", "duration_s"),
     [([0.0], 0.0), ([5.0], 0.0), ([0.0], 10.0), ([0.0, 0.0, 0.0], 0.0), ([1.0, 2.0, 3.0], 0.5), ([0.0, 1e300], 1e300)],
 )
-@pytest.mark.parametrize("size", [(1, 1), (3, 50), (120, 90)])
+@for_each("size", [(1, 1), (3, 50), (120, 90)])
 def test_any_clip_gives_a_unit_vector(timestamps_s: list[float], duration_s: float, size: tuple[int, int]) -> None:
     fingerprint = fingerprint_clip(noise(len(timestamps_s), *size, 3), timestamps_s, duration_s)
     assert fingerprint.shape == (512,)
@@ -243,7 +244,7 @@ def test_clip_is_only_read_and_shares_nothing_with_its_fingerprint() -> None:
     assert torch.equal(fingerprint_clip(untouched, [0.0, 1.0, 2.0], 3.0), kept), "equal clips give equal bits"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("frames", "got"),
     [
         (torch.zeros(8, 8, 3, dtype=torch.uint8), r"torch.uint8 of shape \(8, 8, 3\) on cpu"),
@@ -265,7 +266,7 @@ def test_too_many_frames_are_refused() -> None:
         fingerprint_clip(noise(1, 2, 2, 3).expand(4097, 2, 2, 3), [0.0] * 4097, 1.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("timestamps_s", "duration_s", "problem"),
     [
         ([0.0], 1.0, "one timestamp for each frame; got 1 for 2 frames"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, Numbers, length_of, product
+from tests.tables import for_each
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 KINDS = ("picture", "photograph", "sound", "clip", "text")
@@ -84,7 +85,7 @@ def random_matrix(*shape: int) -> Numbers:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).numpy()
 
 
-@pytest.mark.parametrize(("lines", "terms", "columns"), [(1, 1, 1), (3, 80, 5), (2, 10_000, 3)])
+@for_each(("lines", "terms", "columns"), [(1, 1, 1), (3, 80, 5), (2, 10_000, 3)])
 def test_a_product_is_what_a_blas_says(lines: int, terms: int, columns: int) -> None:
     left, right = random_matrix(lines, terms), random_matrix(terms, columns)
     assert np.allclose(product(left, right), left @ right, atol=1e-9)

@@ -34,6 +34,7 @@ from shmring.engine.protocol import (
     VideoSpec,
     Waveform,
 )
+from tests.tables import for_each
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 
@@ -116,7 +117,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("bad", "problem"), BAD.values(), ids=BAD.keys())
+@for_each(("bad", "problem"), BAD.values(), ids=BAD.keys())
 def test_a_bad_request_fails_alone(bad: EncodeRequest | GenerateRequest, problem: str) -> None:
     good = EncodeRequest([picture()])
     before, error, after = execute(good, bad, good)
@@ -127,7 +128,7 @@ def test_a_bad_request_fails_alone(bad: EncodeRequest | GenerateRequest, problem
     assert torch.equal(embeddings_of(before), embeddings_of(after))
 
 
-@pytest.mark.parametrize("ill", [False, True], ids=["good", "bad"])
+@for_each("ill", [False, True], ids=["good", "bad"])
 def test_nothing_keeps_the_inputs(ill: bool) -> None:
     request = EncodeRequest([picture(), sound(), clip(), Text("" if ill else "a text")])
     watched = [
@@ -205,7 +206,7 @@ def test_how_media_are_prepared_can_be_chosen() -> None:
     assert takes.video == VideoSpec(num_frames=8, max_pixels=50_000)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "problem"),
     [
         ({"model": "some/model"}, "loads no model"),

@@ -13,6 +13,7 @@ from PIL import Image
 
 from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
 from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
+from tests.tables import for_each
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -118,21 +119,21 @@ def test_all_the_sample_pictures_are_there() -> None:
     assert len(PICTURES) == 8
 
 
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
+@for_each("name", PICTURES)
+@for_each("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
 def test_altered_copy_is_nearest_to_its_original(alteration: Alteration, name: str, originals: dict[str, torch.Tensor]) -> None:
     assert margin_of(name, alteration(load(name)), originals) > MARGIN
 
 
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("combination", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+@for_each("name", PICTURES)
+@for_each("combination", COMBINATIONS.values(), ids=COMBINATIONS.keys())
 def test_copy_altered_in_several_ways_is_nearest_to_its_original(
     combination: Alteration, name: str, originals: dict[str, torch.Tensor]
 ) -> None:
     assert margin_of(name, combination(load(name)), originals) > MARGIN_WHEN_COMBINED
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shape",
     [(1, 1), (1, 2), (2, 1), (1, 777), (777, 1), (3, 5), (96, 96), (97, 95), (40_000, 3), (3, 40_000)],
     ids=str,
@@ -144,9 +145,7 @@ def test_any_size_gives_a_unit_vector(shape: tuple[int, int]) -> None:
     assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "pixels", [constant(0, 0, 0), constant(255, 255, 255), constant(0, 0, 255)], ids=["black", "white", "blue"]
-)
+@for_each("pixels", [constant(0, 0, 0), constant(255, 255, 255), constant(0, 0, 255)], ids=["black", "white", "blue"])
 def test_constant_picture_gives_a_unit_vector(pixels: torch.Tensor) -> None:
     assert math.isclose(float(fingerprint_picture(pixels).norm()), 1, abs_tol=1e-6)
 
@@ -188,7 +187,7 @@ def test_edges_turned_either_way_change_alike() -> None:
     assert math.isclose(cosine(level, ramp(degrees=8)), cosine(level, ramp(degrees=-8)), abs_tol=0.02)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@for_each("name", PICTURES)
 def test_a_picture_and_its_mirror_images_have_the_same_fingerprint(name: str) -> None:
     pixels = pixels_of(load(name))
     for axes in ([0], [1], [0, 1]):
@@ -213,7 +212,7 @@ def test_equal_pictures_give_equal_bits() -> None:
     assert torch.equal(fingerprint_picture(pixels), first)
 
 
-@pytest.mark.parametrize("offset_nbytes", [1, 3, 64])
+@for_each("offset_nbytes", [1, 3, 64])
 def test_where_the_picture_lies_in_memory_does_not_matter(offset_nbytes: int) -> None:
     pixels = noise(211, 307, 3)
     slab = torch.zeros(pixels.numel() + 64, dtype=torch.uint8)
@@ -230,7 +229,7 @@ def test_views_that_are_not_contiguous_are_described_as_they_look() -> None:
         assert torch.equal(fingerprint_picture(view), fingerprint_picture(view.contiguous()))
 
 
-@pytest.mark.parametrize("side", [96, 200], ids=["of-thumbnail-size", "larger"])
+@for_each("side", [96, 200], ids=["of-thumbnail-size", "larger"])
 def test_picture_is_only_read_and_shares_nothing_with_its_fingerprint(side: int) -> None:
     pixels = noise(side, side, 3)
     untouched = pixels.clone()
@@ -257,7 +256,7 @@ def test_twelve_megapixels_need_far_less_memory_than_a_copy(
     assert peak_nbytes(lambda: fingerprint_picture(pixels)) < 16 << 20 < pixels.nbytes / 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pixels", "got"),
     [
         (torch.zeros(8, 8, dtype=torch.uint8), r"torch.uint8 of shape \(8, 8\) on cpu"),

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
+from tests.tables import for_each
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = REPOSITORY / "frontend" / "samples"
@@ -275,7 +276,7 @@ def test_pitches_are_told_apart() -> None:
     assert max(cosine(tone, other_tone) for tone, other_tone in itertools.combinations(tones, 2)) < 0.8
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 7, 8, 50, 3000])
+@for_each("frames", [1, 2, 3, 7, 8, 50, 3000])
 def test_any_length_gives_a_unit_vector(frames: int) -> None:
     fingerprint = fingerprint_sound(random_log_mel(frames))
     assert fingerprint.shape == (512,)
@@ -283,8 +284,8 @@ def test_any_length_gives_a_unit_vector(frames: int) -> None:
     assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize("level", [SILENCE, -1e30, -3.4e38, 0.0, 20.0, 3.4e38])
-@pytest.mark.parametrize("frames", [1, 300])
+@for_each("level", [SILENCE, -1e30, -3.4e38, 0.0, 20.0, 3.4e38])
+@for_each("frames", [1, 300])
 def test_constant_sound_gives_a_unit_vector(level: float, frames: int) -> None:
     assert math.isclose(float(fingerprint_sound(torch.full((frames, 80), level)).norm()), 1, abs_tol=1e-6)
 
@@ -334,7 +335,7 @@ def test_half_an_hour_needs_little_more_memory_than_one_copy(peak_nbytes: Callab
     assert peak_nbytes(lambda: fingerprint_sound(spectrogram)) < 2 * spectrogram.nbytes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spectrogram", "got"),
     [
         (torch.zeros(80), r"torch.float32 of shape \(80,\) on cpu"),
@@ -353,7 +354,7 @@ def test_what_is_no_spectrogram_is_refused_with_what_was_expected_and_got(spectr
         fingerprint_sound(spectrogram)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@for_each("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(value: float) -> None:
     spectrogram = torch.zeros(100, 80)
     spectrogram[99, 79] = value

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shmring.engine.executors.fingerprints.texts import count_words, fingerprint_text
+from tests.tables import for_each
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -40,14 +41,14 @@ def cosine(text: str, other: str) -> float:
     return float(fingerprint_text(text) @ fingerprint_text(other))
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
+@for_each("text", TEXTS)
+@for_each("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
 def test_altered_text_is_nearest_to_its_original(alteration: Callable[[str], str], text: str) -> None:
     altered = alteration(text)
     assert cosine(altered, text) - max(cosine(altered, other) for other in TEXTS if other != text) > MARGIN
 
 
-@pytest.mark.parametrize("same", ["ﬁne  Straße\n\uff11\uff12\uff13", "FINE STRASSE 123", "\tfine strasse 123 "])
+@for_each("same", ["ﬁne  Straße\n\uff11\uff12\uff13", "FINE STRASSE 123", "\tfine strasse 123 "])
 def test_case_white_space_and_compatibility_forms_do_not_matter(same: str) -> None:
     assert torch.equal(fingerprint_text(same), fingerprint_text("fine strasse 123"))
 
@@ -73,7 +74,7 @@ def test_order_of_words_matters_a_little() -> None:
     assert 0.5 < cosine("the dog bites the man", "the man bites the dog") < 0.97
 
 
-@pytest.mark.parametrize("text", ["a", "é", "狗", "👩‍👩‍👧", ".", "\ud800", "a b", "\0", "x" * 100_000, "ab " * 30_000])
+@for_each("text", ["a", "é", "狗", "👩‍👩‍👧", ".", "\ud800", "a b", "\0", "x" * 100_000, "ab " * 30_000])
 def test_any_text_gives_a_unit_vector(text: str) -> None:
     fingerprint = fingerprint_text(text)
     assert fingerprint.shape == (512,)
@@ -85,7 +86,7 @@ def test_short_texts_are_told_apart() -> None:
     assert max(cosine(letter, other) for letter, other in itertools.combinations("abcdefghij", 2)) < 0.5
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])
+@for_each("text", ["", " ", "\n\t\u3000"])
 def test_a_text_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a text with at least one character"):
         fingerprint_text(text)

@@ -19,6 +19,7 @@ from shmring.frontend.demo.media import Sample
 from shmring.frontend.serve_command import without_options
 from shmring.frontend.serve_process import ServerError, ServerProcess
 from shmring.processes.process import Process
+from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,7 +83,7 @@ def test_the_nearest_is_the_most_similar() -> None:
     assert demo._nearest(originals["b"], originals, but="b") == ("c", 0.8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("copy", "problem"),
     [
         (answer(1, 0), None),

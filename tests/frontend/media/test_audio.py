@@ -20,6 +20,7 @@ from shmring.frontend.media.audio import DecodedSound, SoundHeader, decode_into,
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
 from shmring.frontend.media.options import MediaLimits
+from tests.tables import for_each
 
 Array = np.ndarray[Any, Any]
 SAMPLES = Path(__file__).resolve().parents[3] / "frontend" / "samples"
@@ -53,7 +54,7 @@ def wav(
     return b"RIFF" + struct.pack("<I", min(size + 36, 0xFFFFFFFF)) + b"WAVE" + chunks
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("container", "codec", "rate", "tolerance"),
     [
         ("wav", "pcm_s16le", 16_000, 1e-4),
@@ -86,7 +87,7 @@ def test_every_format_is_decoded(
         np.testing.assert_allclose(samples[: SECONDS * RATE][middle], chirp(RATE)[middle], atol=tolerance)
 
 
-@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.wav")), ids=lambda path: path.stem)
+@for_each("path", sorted(SAMPLES.glob("*.wav")), ids=lambda path: path.stem)
 def test_samples_are_decoded_exactly(path: Path) -> None:
     with wave.open(str(path)) as file:
         rate = file.getframerate()
@@ -97,7 +98,7 @@ def test_samples_are_decoded_exactly(path: Path) -> None:
     assert result.duration_s == len(expected) / rate
 
 
-@pytest.mark.parametrize(("layout", "channels"), [("stereo", 2), ("2.1", 3), ("4.0", 4), ("5.1", 6)])
+@for_each(("layout", "channels"), [("stereo", 2), ("2.1", 3), ("4.0", 4), ("5.1", 6)])
 def test_channels_are_mixed_such_that_full_scale_stays_full_scale(
     recording_of: Callable[..., bytes], layout: str, channels: int
 ) -> None:
@@ -112,7 +113,7 @@ def test_stereo_is_mixed_to_the_mean(recording_of: Callable[..., bytes]) -> None
     np.testing.assert_allclose(samples, (left + right) / 2, atol=1e-6)
 
 
-@pytest.mark.parametrize("channels", [3, 4, 7, 8, 16])
+@for_each("channels", [3, 4, 7, 8, 16])
 def test_channels_that_are_only_counted_are_mixed_as_is_usual(channels: int) -> None:
     payload = np.repeat(np.int16([8000]), channels * 1000).tobytes()
     np.testing.assert_allclose(decoded(wav(payload, channels=channels))[0], 8000 / 32768, rtol=1e-3)
@@ -123,7 +124,7 @@ def test_channels_in_no_known_arrangement_are_refused() -> None:
         decoded(wav(bytes(22 * 1000), channels=11))
 
 
-@pytest.mark.parametrize("rate", [8_000, 24_000, 48_000])
+@for_each("rate", [8_000, 24_000, 48_000])
 def test_samples_have_the_rate_of_the_spec(recording_of: Callable[..., bytes], rate: int) -> None:
     data = recording_of(chirp(44_100), 44_100)
     samples, _ = decoded(data, SoundSpec(form="waveform", sample_rate=rate))
@@ -227,16 +228,16 @@ def test_too_large_a_file_is_refused() -> None:
         probe(b"x" * 11, WAVEFORM, MediaLimits(max_audio_nbytes=10))
 
 
-@pytest.mark.parametrize("data", [b"", wav(b"")])
-@pytest.mark.parametrize("form", ["waveform", "log_mel"])
+@for_each("data", [b"", wav(b"")])
+@for_each("form", ["waveform", "log_mel"])
 def test_nothing_is_refused(data: bytes, form: Any) -> None:
     with pytest.raises(MediaError, match=r"empty|no samples|damaged"):
         decoded(data, SoundSpec(form=form))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
-@pytest.mark.parametrize("form", ["waveform", "log_mel"])
-@pytest.mark.parametrize(("rate", "bits"), [(RATE, 32), (RATE, 64), (44_100, 32)])
+@for_each("value", [np.nan, np.inf, -np.inf, 1e30])
+@for_each("form", ["waveform", "log_mel"])
+@for_each(("rate", "bits"), [(RATE, 32), (RATE, 64), (44_100, 32)])
 def test_samples_that_are_no_numbers_are_refused(value: float, form: Any, rate: int, bits: int) -> None:
     samples = np.zeros(5000, np.dtype(f"<f{bits // 8}"))
     samples[1234] = value
@@ -244,7 +245,7 @@ def test_samples_that_are_no_numbers_are_refused(value: float, form: Any, rate: 
         decoded(wav(samples.tobytes(), format_tag=3, rate=rate, bits=bits), SoundSpec(form=form))
 
 
-@pytest.mark.parametrize("rate", [1, 999, 768_001, 2**31 - 1])
+@for_each("rate", [1, 999, 768_001, 2**31 - 1])
 def test_absurd_rates_are_refused(rate: int) -> None:
     with pytest.raises(MediaError, match=r"samples a second|damaged"):
         decoded(wav(bytes(2000), rate=rate))
@@ -303,7 +304,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("container", "codec", "rate", "unit"), FORMATS)
+@for_each(("container", "codec", "rate", "unit"), FORMATS)
 def test_half_a_recording_is_refused_in_every_format(
     recording_of: Callable[..., bytes], container: str, codec: str, rate: int, unit: str
 ) -> None:
@@ -317,7 +318,7 @@ def test_half_a_recording_is_refused_in_every_format(
     assert f" {unit} (" in sound.shortfall
 
 
-@pytest.mark.parametrize(("container", "codec", "rate", "unit"), FORMATS)
+@for_each(("container", "codec", "rate", "unit"), FORMATS)
 def test_a_recording_without_its_end_is_taken_as_far_as_it_goes(
     recording_of: Callable[..., bytes], container: str, codec: str, rate: int, unit: str
 ) -> None:
@@ -334,7 +335,7 @@ def test_an_ogg_promises_nothing_but_its_end(recording_of: Callable[..., bytes])
     assert sound.shortfall == "the recording is damaged or truncated: its end is missing (OGG)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("claimed", "riff"),
     [(0, 0), (0, 36), *itertools.product([0x7FFFF000, 0xFFFFFFFF], [0, 36, 0x7FFFF024, 0xFFFFFFFF])],
 )
@@ -345,7 +346,7 @@ def test_a_wav_whose_sizes_say_nothing_goes_to_its_end(claimed: int, riff: int) 
     assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
 
 
-@pytest.mark.parametrize("more", [1, 16, 2000])
+@for_each("more", [1, 16, 2000])
 def test_a_wav_whose_size_is_a_little_too_large_is_read_as_far_as_it_goes(more: int) -> None:
     payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()
     samples, sound = decoded(wav(payload, claimed=len(payload) + more))
@@ -367,7 +368,7 @@ def test_a_chunk_behind_the_samples_is_no_sound() -> None:
     assert len(decoded(bytes(data))[0]) == SECONDS * RATE
 
 
-@pytest.mark.parametrize("scale", [128.0, 32_767.0, 2.0**31])
+@for_each("scale", [128.0, 32_767.0, 2.0**31])
 def test_whole_numbers_as_floating_point_are_refused_with_what_to_do(scale: float) -> None:
     samples = (scale * chirp(RATE)).astype("<f4")
     with pytest.raises(MediaError, match=r"look like whole numbers\. Divide them by full scale"):
@@ -377,26 +378,26 @@ def test_whole_numbers_as_floating_point_are_refused_with_what_to_do(scale: floa
 # -- where it begins, and which track -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("junk", [b"\n", bytes(1000), b"\x1f" * 9001, b"\xff\xfb" * 20], ids=len)
+@for_each("junk", [b"\n", bytes(1000), b"\x1f" * 9001, b"\xff\xfb" * 20], ids=len)
 def test_junk_before_an_mp3_is_left_out(recording_of: Callable[..., bytes], junk: bytes) -> None:
     data = recording_of(chirp(44_100), 44_100, "mp3", "libmp3lame")
     assert decoded(junk + data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
 
 
-@pytest.mark.parametrize("cut", [1, 100, 777])
+@for_each("cut", [1, 100, 777])
 def test_an_mp3_may_begin_in_the_middle_of_a_frame(recording_of: Callable[..., bytes], cut: int) -> None:
     data = recording_of(chirp(44_100), 44_100, "mp3", "libmp3lame")
     assert decoded(data[cut:])[1].duration_s == pytest.approx(SECONDS, abs=0.15)
 
 
-@pytest.mark.parametrize(("container", "codec"), [("wav", "pcm_s16le"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")])
+@for_each(("container", "codec"), [("wav", "pcm_s16le"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")])
 def test_a_line_break_before_a_recording_is_left_out(recording_of: Callable[..., bytes], container: str, codec: str) -> None:
     rate = 48_000 if codec == "libopus" else 44_100
     data = b"\r\n" + recording_of(chirp(rate), rate, container, codec)
     assert decoded(data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
 
 
-@pytest.mark.parametrize(("container", "codec"), [("caf", "pcm_s16le"), ("caf", "alac"), ("mpegts", "aac")])
+@for_each(("container", "codec"), [("caf", "pcm_s16le"), ("caf", "alac"), ("mpegts", "aac")])
 def test_what_phones_make_is_decoded(recording_of: Callable[..., bytes], container: str, codec: str) -> None:
     samples, sound = decoded(recording_of(chirp(44_100), 44_100, container, codec))
     assert sound.duration_s == pytest.approx(SECONDS, abs=0.1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import av
-import pytest
 
 from shmring.frontend.media import signatures
 from shmring.frontend.media.container import SOUND_DECODERS, VIDEO_DECODERS
 from shmring.frontend.media.signatures import demuxer_of, picture_format_of
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("head", "demuxer"),
     [
         (b"RIFF\0\0\0\0WAVEfmt ", "wav"),
@@ -48,14 +48,14 @@ def test_first_bytes_decide(head: bytes, demuxer: str | None) -> None:
     assert demuxer_of(head) == (demuxer, 0)
 
 
-@pytest.mark.parametrize("junk", [b"\n", b"\xef\xbb\xbf", b"Content-Type: a/b\r\n\r\n", bytes(4000)])
+@for_each("junk", [b"\n", b"\xef\xbb\xbf", b"Content-Type: a/b\r\n\r\n", bytes(4000)])
 def test_what_stands_before_a_signature_is_left_out(junk: bytes) -> None:
     assert demuxer_of(junk + b"RIFF\0\0\0\0WAVEfmt ") == ("wav", len(junk))
     assert demuxer_of(junk + b"\0\0\0\x20ftypisom") == ("mov", len(junk))
     assert picture_format_of(junk + b"\xff\xd8\xff\xe0") == ("JPEG", len(junk))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("head", "name"),
     [
         (b"\xff\xd8\xff\xe0", "JPEG"),

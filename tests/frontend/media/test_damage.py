@@ -6,6 +6,7 @@ import pytest
 
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s
 from shmring.frontend.media.errors import MediaError
+from tests.tables import for_each
 
 
 def test_nothing_is_said_of_what_is_whole() -> None:
@@ -20,7 +21,7 @@ def test_the_caller_is_told_all_that_is_missing() -> None:
     assert told == "the clip is damaged or truncated: 0.5 of 10 s (5 %) are missing; 4 of 100 frames (4 %) can't be decoded"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+@for_each("share", [0.0, 0.1, 0.5])
 def test_as_much_as_is_accepted_may_be_missing_and_no_more(share: float) -> None:
     accepted_shortfall("clip", [Shortfall(missing=1000 * share, promised=1000, unit="rows")], share)
     with pytest.raises(

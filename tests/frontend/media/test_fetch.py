@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from shmring.frontend.media import fetch
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fetch import Fetcher, FetchSettings, LocalDirectory, MediaKind, decode_base64, decode_data_url
+from tests.tables import for_each
 
 LIMIT = 1 << 20
 KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
@@ -78,7 +79,7 @@ def test_base64_may_be_percent_encoded() -> None:
     assert decode_data_url(f"data:image/png;base64,{text}", LIMIT) == data
 
 
-@pytest.mark.parametrize(
+@for_each(
     "header",
     [
         "image/png;base64",
@@ -149,7 +150,7 @@ ACCEPTED = {
 TYPES = ["image/png", "image/gif", "audio/wav", "video/mp4", "application/ogg", "application/json", "text/plain"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_types_fit_the_kind(kind: MediaKind) -> None:
     for media_type in ["", "application/octet-stream", "Application/Octet-Stream", *ACCEPTED[kind]]:
         assert decode_data_url(in_base64(b"x", f"{media_type};base64"), LIMIT, kind) == b"x"
@@ -185,7 +186,7 @@ def test_damaged_base64_by_itself_is_refused(text: str, reason: str) -> None:
 # -- settings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "reason"),
     [
         ({"allowed_media_domains": ("https://example.org",)}, "^allowed_media_domains: 'https://example.org' is not a host"),

@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import as_stored, check_size, scaled_size
+from tests.tables import for_each
 
 
 @given(width=st.integers(1, 20_000), height=st.integers(1, 20_000), max_pixels=st.integers(1, 10_000_000))
@@ -29,7 +30,7 @@ def test_without_a_limit_nothing_is_scaled() -> None:
     assert scaled_size(5000, 3000, None) == (5000, 3000)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@for_each("orientation", range(1, 9))
 def test_what_is_written_as_stored_is_shown_turned(orientation: int) -> None:
     stored = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     picture = Image.fromarray(stored)
@@ -40,9 +41,7 @@ def test_what_is_written_as_stored_is_shown_turned(orientation: int) -> None:
     np.testing.assert_array_equal(target, turned)
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "reason"), [(0, 5, "which is none"), (101, 100, "more than the 10000"), (1, 201, "200 to 1")]
-)
+@for_each(("width", "height", "reason"), [(0, 5, "which is none"), (101, 100, "more than the 10000"), (1, 201, "200 to 1")])
 def test_sizes_that_are_refused(width: int, height: int, reason: str) -> None:
     with pytest.raises(MediaError, match=f"the clip has {width} x {height} pixels.*{reason}"):
         check_size("the clip", width, height, 10_000, 200)

@@ -31,6 +31,7 @@ from shmring.frontend.media import audio, container, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.signatures import demuxer_of
+from tests.tables import for_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
@@ -131,7 +132,7 @@ SEEDS = (
 )
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@for_each("name", SEEDS)
 def test_the_seeds_themselves_are_good(seeds: dict[str, tuple[Kind, bytes]], name: str) -> None:
     assert outcome(seeds[name][1], seeds[name][0]) == "decoded"
 

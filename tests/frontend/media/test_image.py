@@ -20,6 +20,7 @@ from PIL import Image, ImageCms, ImageOps
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.image import FORMATS, PictureHeader, decode_into, probe
 from shmring.frontend.media.options import PictureLimits
+from tests.tables import for_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
@@ -56,7 +57,7 @@ def with_orientation(orientation: int) -> Image.Exif:
     return exif
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@for_each("name", FORMATS)
 def test_every_format_is_decoded(name: str) -> None:
     data = encoded(Image.fromarray(noise()), name)
     header = probe(data, LIMITS)
@@ -64,8 +65,8 @@ def test_every_format_is_decoded(name: str) -> None:
     np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "TIFF"])
+@for_each("orientation", range(1, 9))
+@for_each("name", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_exif_turns_the_picture(name: str, orientation: int) -> None:
     data = encoded(Image.fromarray(noise()), name, exif=with_orientation(orientation))
     header = probe(data, LIMITS)
@@ -80,7 +81,7 @@ def test_turning_works_over_many_bands(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 77])
+@for_each("orientation", [0, 9, 77])
 def test_an_orientation_that_means_nothing_is_ignored(orientation: int) -> None:
     data = encoded(Image.fromarray(noise()), "JPEG", exif=with_orientation(orientation))
     assert probe(data, LIMITS).orientation == 1
@@ -91,7 +92,7 @@ def test_damaged_exif_does_not_spoil_the_picture() -> None:
     assert decoded(data).shape == (HEIGHT, WIDTH, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "name"),
     [("1", "PNG"), ("L", "JPEG"), ("P", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF")],
 )
@@ -100,7 +101,7 @@ def test_modes_without_transparency_are_converted_as_pillow_does(mode: str, name
     np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
 
 
-@pytest.mark.parametrize("name", ["PNG", "TIFF", "WEBP"])
+@for_each("name", ["PNG", "TIFF", "WEBP"])
 def test_transparency_lies_over_white(name: str) -> None:
     pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]], [[0, 0, 0, 128], [200, 100, 0, 255]]], np.uint8)
     options = {"lossless": True} if name == "WEBP" else {}
@@ -121,19 +122,19 @@ def test_a_palette_with_a_transparent_colour_lies_over_white() -> None:
     np.testing.assert_array_equal(decoded(encoded(picture, "PNG", transparency=1)), [[[9, 8, 7], [255] * 3]])
 
 
-@pytest.mark.parametrize("name", ["PNG", "TIFF"])
+@for_each("name", ["PNG", "TIFF"])
 def test_sixteen_bit_grey_keeps_its_high_byte(name: str) -> None:
     data = encoded(Image.fromarray(np.array([[0, 0x80FF, 0xFFFF]], np.uint16)), name)
     np.testing.assert_array_equal(decoded(data), [[[0] * 3, [0x80] * 3, [0xFF] * 3]])
 
 
-@pytest.mark.parametrize("mode", ["F", "I"])
+@for_each("mode", ["F", "I"])
 def test_thirty_two_bit_grey_is_refused(mode: str) -> None:
     with pytest.raises(MediaError, match="no agreed range"):
         decoded(encoded(Image.new(mode, (3, 2), 5), "TIFF"))
 
 
-@pytest.mark.parametrize("name", ["GIF", "WEBP", "TIFF", "PNG"])
+@for_each("name", ["GIF", "WEBP", "TIFF", "PNG"])
 def test_of_an_animation_the_first_frame_is_taken(name: str) -> None:
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "lime", "blue")]
     data = encoded(frames[0], name, save_all=True, append_images=frames[1:])
@@ -188,7 +189,7 @@ def test_a_truncated_picture_is_refused(name: str) -> None:
         decoded(data[: len(data) * 2 // 3])
 
 
-@pytest.mark.parametrize("data", [b"not a picture at all", b"%PDF-1.7\n", b"\xff\xd8\xff", b"GIF89a", b"\0" * 1000])
+@for_each("data", [b"not a picture at all", b"%PDF-1.7\n", b"\xff\xd8\xff", b"GIF89a", b"\0" * 1000])
 def test_what_is_no_picture_is_refused(data: bytes) -> None:
     with pytest.raises(MediaError):
         probe(data, LIMITS)
@@ -257,7 +258,7 @@ def test_a_line_is_no_picture() -> None:
     assert probe(data, PictureLimits(max_aspect_ratio=201)).width == 1005
 
 
-@pytest.mark.parametrize("name", ["PNG", "WEBP", "GIF"])
+@for_each("name", ["PNG", "WEBP", "GIF"])
 def test_transparent_pixels_show_the_background_colour(name: str) -> None:
     pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]]], np.uint8)
     data = encoded(Image.fromarray(pixels, "RGBA"), name, **({"lossless": True} if name == "WEBP" else {}))
@@ -276,10 +277,8 @@ def scaled(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
     return target
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("PNG", "RGB"), ("PNG", "RGBA"), ("GIF", "P"), ("TIFF", "CMYK")]
-)
-@pytest.mark.parametrize("size", [(640, 400), (150, 241), (3000, 40)])
+@for_each(("name", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("PNG", "RGB"), ("PNG", "RGBA"), ("GIF", "P"), ("TIFF", "CMYK")])
+@for_each("size", [(640, 400), (150, 241), (3000, 40)])
 def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, int]) -> None:
     picture = Image.fromarray(noise(40, 40)).resize(size, Image.Resampling.BICUBIC).convert(mode)
     data = encoded(picture, name)
@@ -292,8 +291,8 @@ def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, 
     assert np.abs(pixels.astype(int) - expected).mean() < 2.5
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("name", ["JPEG", "PNG"])
+@for_each("orientation", range(1, 9))
+@for_each("name", ["JPEG", "PNG"])
 def test_scaled_pictures_are_turned_too(name: str, orientation: int) -> None:
     picture = Image.fromarray(noise(20, 15)).resize((400, 300), Image.Resampling.BICUBIC)
     data = encoded(picture, name, exif=with_orientation(orientation))
@@ -321,7 +320,7 @@ def test_scaling_a_jpeg_does_not_decode_it_full_size(peak_nbytes: Any) -> None:
     assert np.abs(target.astype(int) - [0, 128, 128]).max() <= 3
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 150), (150, 1)])
+@for_each("size", [(1, 1), (1, 150), (150, 1)])
 def test_no_side_becomes_nothing(size: tuple[int, int]) -> None:
     assert 1 <= scaled(encoded(Image.new("L", size), "PNG"), 20).size // 3 <= 20
 
@@ -369,7 +368,7 @@ def settled(data: bytes, limits: PictureLimits = LIMITS, max_pixels: int | None 
     return target, decode_into(data, header, target)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "mode"),
     [
         *itertools.product(["JPEG"], ["RGB", "L", "CMYK"]),
@@ -389,7 +388,7 @@ def test_a_picture_without_its_end_is_decoded_as_far_as_it_goes(name: str, mode:
     assert f"{len(rows)} of" in settled(data[: len(data) * 95 // 100], max_pixels=10_000)[1] or name == "JPEG"
 
 
-@pytest.mark.parametrize("name", ["JPEG", "PNG", "BMP", "GIF"])
+@for_each("name", ["JPEG", "PNG", "BMP", "GIF"])
 def test_half_a_picture_is_refused_and_taken_where_that_is_wanted(name: str) -> None:
     data = encoded(Image.fromarray(noise(300, 400)), name)
     half = data[: len(data) // 2]
@@ -404,8 +403,8 @@ def test_of_a_picture_in_several_passes_nothing_may_be_missing() -> None:
         settled(data[: len(data) * 97 // 100])
 
 
-@pytest.mark.parametrize("chunk", [b"tEXt", b"gAMA", b"eXIf", b"pHYs", b"abCd"])
-@pytest.mark.parametrize("behind", [False, True])
+@for_each("chunk", [b"tEXt", b"gAMA", b"eXIf", b"pHYs", b"abCd"])
+@for_each("behind", [False, True])
 def test_a_wrong_checksum_of_a_chunk_that_does_not_matter_does_not_matter(chunk: bytes, behind: bool) -> None:
     data = encoded(Image.fromarray(noise()), "PNG")
     content = {b"gAMA": struct.pack(">I", 45455), b"pHYs": struct.pack(">IIB", 1, 1, 0)}.get(chunk, b"Comment\0text")
@@ -429,8 +428,8 @@ def test_no_text_says_that_a_listed_format_is_not_accepted() -> None:
         probe(tiff(np.zeros((4, 5, 3), "<u2"))[:100], LIMITS)
 
 
-@pytest.mark.parametrize("junk", [b"\n", b"\r\n\r\n", b"\xef\xbb\xbf", bytes(2000)])
-@pytest.mark.parametrize("name", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "HEIF", "AVIF"])
+@for_each("junk", [b"\n", b"\r\n\r\n", b"\xef\xbb\xbf", bytes(2000)])
+@for_each("name", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "HEIF", "AVIF"])
 def test_what_stands_before_a_picture_is_left_out(name: str, junk: bytes) -> None:
     data = encoded(Image.fromarray(noise()), name)
     np.testing.assert_array_equal(decoded(junk + data), decoded(data))
@@ -473,8 +472,8 @@ def test_grey_of_which_white_is_zero_is_inverted_before_its_bits_are_taken() -> 
     np.testing.assert_array_equal(decoded(tiff(samples.astype("u1"), photometric=0))[0, :, 0], [0xFF, 0, 0])
 
 
-@pytest.mark.parametrize("bits", [9, 10, 12, 14, 15, 16])
-@pytest.mark.parametrize("order", ["<", ">"])
+@for_each("bits", [9, 10, 12, 14, 15, 16])
+@for_each("order", ["<", ">"])
 def test_fewer_bits_in_sixteen_are_as_bright_as_eight(bits: int, order: str) -> None:
     largest = (1 << bits) - 1
     samples = np.array([[0, largest // 2, largest]], f"{order}u2")
@@ -502,7 +501,7 @@ def png(width: int, bits: int, colour: int, row: bytes, transparent: bytes) -> b
     return data
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bits", "colour", "row", "transparent", "expected"),
     [
         (16, 0, struct.pack(">2H", 0x1234, 0x12FF), struct.pack(">H", 0x1234), [[1, 2, 3], [0x12] * 3]),
@@ -538,7 +537,7 @@ def profile(gamma: float = 1.0, swapped: bool = False) -> bytes:
     return bytes(made)
 
 
-@pytest.mark.parametrize("name", ["PNG", "JPEG", "TIFF", "WEBP", "AVIF", "HEIF"])
+@for_each("name", ["PNG", "JPEG", "TIFF", "WEBP", "AVIF", "HEIF"])
 def test_colours_are_converted_from_the_profile_of_the_picture(name: str) -> None:
     data = encoded(Image.new("RGB", (32, 32), (220, 60, 20)), name, icc_profile=profile(swapped=True))
     np.testing.assert_allclose(decoded(data)[16, 16], (20, 60, 220), atol=12)
@@ -551,7 +550,7 @@ def test_transparent_colours_are_converted_before_they_lie_over_the_background()
     np.testing.assert_allclose(decoded(data), [[[20, 60, 220], [255, 255, 255]]], atol=3)
 
 
-@pytest.mark.parametrize("icc", [b"not a profile", bytes(200), profile(swapped=True)[:300]])
+@for_each("icc", [b"not a profile", bytes(200), profile(swapped=True)[:300]])
 def test_a_profile_that_can_t_be_read_is_taken_for_srgb(icc: bytes) -> None:
     data = encoded(Image.fromarray(noise()), "PNG", icc_profile=icc)
     np.testing.assert_array_equal(decoded(data), noise())
@@ -565,7 +564,7 @@ def test_a_profile_of_other_colours_is_taken_for_srgb() -> None:
 # -- HEIC and AVIF --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["HEIF", "AVIF"])
+@for_each("name", ["HEIF", "AVIF"])
 def test_the_pictures_inside_are_measured_and_not_their_container(name: str) -> None:
     data = bytearray(encoded(Image.new("RGB", (640, 480), "teal"), name))
     place = data.index(b"ispe") + 8
@@ -577,7 +576,7 @@ def test_the_pictures_inside_are_measured_and_not_their_container(name: str) -> 
         probe(bytes(data), LIMITS)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@for_each("orientation", range(1, 9))
 def test_an_avif_is_turned(orientation: int) -> None:
     exif = with_orientation(orientation)
     expected = as_pillow_shows_it(encoded(Image.fromarray(noise()), "PNG", exif=exif))

@@ -6,9 +6,8 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import pytest
-
 from shmring.frontend.media.keeping import Keeping
+from tests.tables import for_each
 
 NBYTES = 1 << 20
 CAPACITY = 40  # media
@@ -53,7 +52,7 @@ def some_popular(popular: int, share: float, requests: int = 8000) -> list[int]:
     return [chance.randrange(popular) if chance.random() < share else 1000 + number for number in range(requests)]
 
 
-@pytest.mark.parametrize("frontends", [1, 2, 8])
+@for_each("frontends", [1, 2, 8])
 def test_what_fits_is_kept_at_once(frontends: int) -> None:
     server = Server(frontends).ask(in_turn(CAPACITY))
     assert server.given == CAPACITY
@@ -61,8 +60,8 @@ def test_what_fits_is_kept_at_once(frontends: int) -> None:
     assert not any(keeping.is_selective for keeping in server.frontends)
 
 
-@pytest.mark.parametrize("frontends", [1, 2, 8])
-@pytest.mark.parametrize("count", [CAPACITY + 5, 2 * CAPACITY, 5 * CAPACITY])
+@for_each("frontends", [1, 2, 8])
+@for_each("count", [CAPACITY + 5, 2 * CAPACITY, 5 * CAPACITY])
 def test_of_more_media_in_turn_than_can_be_kept_some_are_found(frontends: int, count: int) -> None:
     """Where all are kept, none is ever found."""
     assert Server(frontends, keeps_all=True).ask(in_turn(count)).found == 0
@@ -71,13 +70,13 @@ def test_of_more_media_in_turn_than_can_be_kept_some_are_found(frontends: int, c
     assert server.given < 8000 * 0.5
 
 
-@pytest.mark.parametrize("frontends", [1, 2, 8])
+@for_each("frontends", [1, 2, 8])
 def test_what_comes_once_is_mostly_left_alone(frontends: int) -> None:
     assert Server(frontends).ask(range(8000)).given < 8000 * 0.2
 
 
-@pytest.mark.parametrize("frontends", [1, 2, 8])
-@pytest.mark.parametrize(
+@for_each("frontends", [1, 2, 8])
+@for_each(
     "numbers",
     [some_popular(5, 0.5), some_popular(10, 0.1), [*in_turn(200, 2000), *some_popular(5, 0.5)], [*range(2000), *in_turn(30)]],
     ids=["popular media", "seldom popular media", "media that become popular", "media that come again at last"],

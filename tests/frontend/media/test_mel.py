@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shmring.frontend.media.mel import LogMelWriter, mel_filters, num_mel_frames
+from tests.tables import for_each
 
 RATE = 16_000
 Array = np.ndarray[Any, Any]
@@ -41,7 +42,7 @@ def test_it_is_what_the_formula_says() -> None:
     np.testing.assert_allclose(spectrogram(samples), by_the_formula(samples), atol=1e-3)
 
 
-@pytest.mark.parametrize("piece", [1, 159, 160, 161, 400, 1024, 50_000])
+@for_each("piece", [1, 159, 160, 161, 400, 1024, 50_000])
 def test_it_does_not_matter_in_which_pieces_samples_come(piece: int) -> None:
     samples = noise(4000 if piece == 1 else 60_000)
     np.testing.assert_allclose(spectrogram(samples, piece=piece), spectrogram(samples), atol=1e-5)
@@ -63,7 +64,7 @@ def test_silence_is_the_floor() -> None:
     np.testing.assert_allclose(spectrogram(np.zeros(RATE)), math.log(1e-10), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("num_samples", "frames"), [(1, 1), (399, 1), (400, 1), (559, 1), (560, 2), (16_000, 98)])
+@for_each(("num_samples", "frames"), [(1, 1), (399, 1), (400, 1), (559, 1), (560, 2), (16_000, 98)])
 def test_there_is_a_row_for_each_window_that_fits(num_samples: int, frames: int) -> None:
     assert num_mel_frames(num_samples, RATE) == frames
     assert spectrogram(noise(num_samples)).shape == (frames, 80)
@@ -74,9 +75,7 @@ def test_what_is_shorter_than_a_window_is_followed_by_silence() -> None:
     np.testing.assert_allclose(spectrogram(samples), by_the_formula(np.pad(samples, (0, 300))), atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("rate", "bands"), [(16_000, 80), (16_000, 128), (8_000, 80), (48_000, 64), (44_100, 1), (22_050, 512)]
-)
+@for_each(("rate", "bands"), [(16_000, 80), (16_000, 128), (8_000, 80), (48_000, 64), (44_100, 1), (22_050, 512)])
 def test_no_band_is_empty_and_none_is_beyond_half_the_rate(rate: int, bands: int) -> None:
     filters = mel_filters(rate, bands)
     assert filters.shape[1] == bands
@@ -85,7 +84,7 @@ def test_no_band_is_empty_and_none_is_beyond_half_the_rate(rate: int, bands: int
     assert np.isfinite(spectrogram(noise(rate), rate, bands)).all()
 
 
-@pytest.mark.parametrize("bands", [0, 513])
+@for_each("bands", [0, 513])
 def test_an_absurd_number_of_bands_is_refused(bands: int) -> None:
     with pytest.raises(ValueError, match="1 to 512 mel bands"):
         mel_filters(RATE, bands)

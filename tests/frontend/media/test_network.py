@@ -23,6 +23,7 @@ from shmring.frontend.media import network
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks
 from shmring.frontend.media.urls import AllowedHosts
+from tests.tables import for_each
 
 LIMIT = 1 << 20
 LOOPBACK = parse_networks(["127.0.0.1/32"])
@@ -527,7 +528,7 @@ NOT_PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("address", PUBLIC)
+@for_each("address", PUBLIC)
 def test_addresses_of_the_internet_are_acceptable(address: str) -> None:
     assert is_acceptable(ipaddress.ip_address(address))
 
@@ -537,7 +538,7 @@ def test_all_others_are_not(address: str) -> None:
     assert not is_acceptable(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("address", "expected"),
     [
         ("10.1.2.3", True),
@@ -554,7 +555,7 @@ def test_networks_can_be_allowed(address: str, expected: bool) -> None:
     assert is_acceptable(ipaddress.ip_address(address), parse_networks(["10.1.0.0/16", "fd00::/64"])) is expected
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.0/33", "10.0.0.1/8", "example.org", "10.0/8"])
+@for_each("text", ["", "10.0.0.0/33", "10.0.0.1/8", "example.org", "10.0/8"])
 def test_other_networks_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_networks([text])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from tests.tables import for_each
 
 
 def test_what_vllm_takes_is_taken() -> None:
@@ -21,7 +22,7 @@ def test_minus_one_is_no_limit() -> None:
     assert MediaIoKwargs.parse('{"video": {"num_frames": -1, "fps": -1}}') == MediaIoKwargs(num_frames=-1, fps=None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "reason"),
     [
         ("{", "not JSON"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import struct
 
-import pytest
-
 from shmring.frontend.media.riff import WavSizes, wav_sizes
+from tests.tables import for_each
 
 FORMAT = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16_000, 32_000, 2, 16)
 
@@ -26,7 +25,7 @@ def wav(claimed: int, present: int, riff: int | None = None, before: bytes = b""
 LIST = b"LIST" + struct.pack("<I", 3) + b"odd" + b"\0"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         wav(1000, 1000),
@@ -44,7 +43,7 @@ def test_nothing_is_wrong_with_whole_files_and_with_others(data: bytes) -> None:
     assert wav_sizes(data) == WavSizes()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         wav(0xFFFFFFFF, 1000, riff=0xFFFFFFFF),
@@ -63,7 +62,7 @@ def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -
     assert wav_sizes(data) == WavSizes(goes_to_the_end=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "missing"),
     [
         (wav(1000, 998), 2),

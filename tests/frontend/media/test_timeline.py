@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.frontend.media.timeline import Timeline, frames_to_sample
+from tests.tables import for_each
 
 
 def timeline_of(positions: list[int | None], keyframes: set[int], rate: int = 10, duration: int = 1) -> Timeline:
@@ -26,7 +27,7 @@ def test_frames_are_spread_as_vllm_spreads_them(total: int, num_frames: int) -> 
     assert indices == sorted(set(indices))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("num_frames", "fps", "count"),
     [(-1, None, 100), (200, None, 100), (16, None, 16), (16, 1.0, 10), (-1, 2.0, 20), (5, 2.0, 5), (16, 0.01, 1)],
 )
@@ -107,7 +108,7 @@ def test_without_timestamps_frames_are_counted() -> None:
     assert selection.time_of(9) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("positions", [[], [None], [1]])
+@for_each("positions", [[], [None], [1]])
 def test_without_a_keyframe_there_is_nothing(positions: list[int | None]) -> None:
     assert timeline_of(positions, set()).select(5, None) is None
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "expected"),
     [
         ("http://example.org", RemoteUrl("http", "example.org", 80, "/")),
@@ -30,7 +31,7 @@ def test_parts_come_out_in_normal_form(url: str, expected: RemoteUrl) -> None:
     assert parse_url(url) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "authority"),
     [
         ("http://example.org:80/", "example.org"),
@@ -147,7 +148,7 @@ def test_anything_else_is_refused_or_comes_out_in_plain_characters(text: str, st
 # -- redirects ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("location", "expected"),
     [
         (b"http://other.example/x", RemoteUrl("http", "other.example", 80, "/x")),
@@ -202,7 +203,7 @@ HOSTS = AllowedHosts(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     "url",
     [
         "http://example.org/",
@@ -250,7 +251,7 @@ def test_other_hosts_and_ports_are_not(url: str) -> None:
     assert parse_url(url) not in HOSTS
 
 
-@pytest.mark.parametrize(
+@for_each(
     "domain",
     [
         *("", "*", "*.", "**.example.org", "a.*.example.org", "https://example.org", "example.org/", "example.org:"),
@@ -264,8 +265,6 @@ def test_other_entries_are_refused(domain: str) -> None:
     assert not isinstance(caught.value, MediaError), "it is the operator's mistake and no caller's"
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"), [("10.0.0.1", True), ("::1", True), ("example.org", False), ("localhost", False)]
-)
+@for_each(("host", "expected"), [("10.0.0.1", True), ("::1", True), ("example.org", False), ("localhost", False)])
 def test_addresses_and_names_are_distinguished(host: str, expected: bool) -> None:
     assert is_address(host) is expected

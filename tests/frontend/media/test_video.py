@@ -21,6 +21,7 @@ from shmring.frontend.media import video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.video import ClipHeader, DecodedClip, decode_into, probe
+from tests.tables import for_each
 
 Array = np.ndarray[Any, Any]
 Clip = Callable[..., bytes]
@@ -66,7 +67,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("container", "codec", "options"), FORMATS)
+@for_each(("container", "codec", "options"), FORMATS)
 def test_the_frames_that_are_wanted_come_out(clip_of: Clip, container: str, codec: str, options: dict[str, str]) -> None:
     frames, clip = decoded(clip_of(LEVELS, container, codec, **options))
     assert numbers(frames) == expected_numbers()
@@ -75,13 +76,13 @@ def test_the_frames_that_are_wanted_come_out(clip_of: Clip, container: str, code
     assert (frames[:, 5:20, 5:30] > 240).all()
 
 
-@pytest.mark.parametrize(("container", "codec", "options"), FORMATS)
+@for_each(("container", "codec", "options"), FORMATS)
 def test_every_frame_comes_out(clip_of: Clip, container: str, codec: str, options: dict[str, str]) -> None:
     frames, _ = decoded(clip_of(LEVELS, container, codec, **options), num_frames=500)
     assert numbers(frames) == list(range(NUM_FRAMES))
 
 
-@pytest.mark.parametrize("num_frames", [1, 2, 49, 50])
+@for_each("num_frames", [1, 2, 49, 50])
 def test_any_number_of_frames(clip_of: Clip, num_frames: int) -> None:
     frames, _ = decoded(clip_of(LEVELS, g="10"), num_frames=num_frames)
     assert numbers(frames) == expected_numbers(num_frames)
@@ -186,7 +187,7 @@ def test_a_webm_that_was_streamed_has_no_duration(clip_of: Clip) -> None:
 # -- what frames look like ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rotation", "corner"), [(0, (0, 0)), (90, (1, 0)), (180, (1, 1)), (-90, (0, 1))])
+@for_each(("rotation", "corner"), [(0, (0, 0)), (90, (1, 0)), (180, (1, 1)), (-90, (0, 1))])
 def test_frames_are_turned_as_the_container_asks(clip_of: Clip, rotation: int, corner: tuple[int, int]) -> None:
     frames, _ = decoded(clip_of(LEVELS, rotation=rotation))
     assert frames.shape[1:] == ((96, 64, 3) if rotation in (90, -90) else (64, 96, 3))
@@ -271,7 +272,7 @@ def test_all_frames_are_so_many_as_are_accepted(clip_of: Clip) -> None:
 # -- what is refused, and when --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("limits", "reason"),
     [
         (MediaLimits(max_video_nbytes=100), "more than the 100"),
@@ -350,7 +351,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(("container", "codec", "options", "unit"), HALVES)
+@for_each(("container", "codec", "options", "unit"), HALVES)
 def test_half_a_clip_is_refused_and_taken_where_that_is_wanted(
     clip_of: Clip, tmp_path: Path, container: str, codec: str, options: dict[str, str], unit: str
 ) -> None:
@@ -365,7 +366,7 @@ def test_half_a_clip_is_refused_and_taken_where_that_is_wanted(
     assert f" {unit} (" in clip.shortfall
 
 
-@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("matroska", "libx264")])
+@for_each(("container", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("matroska", "libx264")])
 def test_bad_bytes_in_the_middle_cost_the_frames_that_they_are_in(clip_of: Clip, container: str, codec: str) -> None:
     data = bytearray(clip_of(LEVELS, container, codec, size=(192, 128), bf="0", g="10"))
     with av.open(io.BytesIO(data)) as source:
@@ -394,7 +395,7 @@ def test_a_transport_stream_is_a_clip(clip_of: Clip, before: int) -> None:
     assert clip.timestamps_s[1] - clip.timestamps_s[0] == pytest.approx(1 / 25)
 
 
-@pytest.mark.parametrize("box", [b"uuid", b"free", b"emsg"])
+@for_each("box", [b"uuid", b"free", b"emsg"])
 def test_an_mp4_may_begin_with_any_box(clip_of: Clip, box: bytes) -> None:
     data = clip_of(LEVELS)
     assert numbers(decoded(struct.pack(">I", 24) + box + bytes(16) + data)[0]) == expected_numbers()
@@ -402,7 +403,7 @@ def test_an_mp4_may_begin_with_any_box(clip_of: Clip, box: bytes) -> None:
     assert numbers(decoded(b"\0\0\0\x14stypmsdh\0\0\0\0msdh" + fragments)[0]) == expected_numbers()
 
 
-@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4")])
+@for_each(("container", "codec"), [("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4")])
 def test_a_line_break_before_a_clip_is_left_out(clip_of: Clip, container: str, codec: str) -> None:
     assert numbers(decoded(b"\n" + clip_of(LEVELS, container, codec))[0]) == expected_numbers()
 
@@ -425,7 +426,7 @@ def animated(pictures: list[Image.Image], durations: list[int], name: str) -> by
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["WEBP", "GIF"])
+@for_each("name", ["WEBP", "GIF"])
 def test_what_moves_is_shown_at_the_times_of_browsers(name: str) -> None:
     colours = ["red", "lime", "blue", "white", "black"]
     data = animated([Image.new("RGB", (20, 10), colour) for colour in colours], [100, 10, 0, 20, 300], name)
@@ -457,7 +458,7 @@ def test_an_animated_webp_is_a_clip_within_the_limits() -> None:
         prepared(animated(pictures[:1], [40], "WEBP"))
 
 
-@pytest.mark.parametrize(("ratio", "size"), [(Fraction(2), (192, 64)), (Fraction(1, 2), (48, 64)), (Fraction(4, 3), (128, 64))])
+@for_each(("ratio", "size"), [(Fraction(2), (192, 64)), (Fraction(1, 2), (48, 64)), (Fraction(4, 3), (128, 64))])
 def test_frames_have_the_size_that_they_are_shown_with(clip_of: Clip, ratio: Fraction, size: tuple[int, int]) -> None:
     data = clip_of(LEVELS, "matroska", "libx264", **{"x264-params": f"sar={ratio.numerator}/{ratio.denominator}"})
     frames, _ = decoded(data)

@@ -14,6 +14,7 @@ from PIL import Image
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import PictureLimits
 from shmring.frontend.media.work import check_work
+from tests.tables import for_each
 
 LIMITS = PictureLimits()
 MAX_SECONDS = 0.5  # of a core, on a busy machine; each of these files took seconds or minutes to decode
@@ -43,8 +44,8 @@ def jpeg(**options: object) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("restart", [0, 1])
+@for_each("progressive", [False, True])
+@for_each("restart", [0, 1])
 def test_honest_pictures_pass(progressive: bool, restart: int) -> None:
     check(jpeg(progressive=progressive, restart_marker_blocks=restart))
     check(png((b"tEXt", b"a\0b")))
@@ -63,7 +64,7 @@ def test_585_kb_of_scans_are_refused(many_scans: Callable[..., bytes]) -> None:
         check(data)
 
 
-@pytest.mark.parametrize(("name", "body"), [(b"IDAT", b""), (b"tEXt", b"a\0b"), (b"IDAT", b"\0")])
+@for_each(("name", "body"), [(b"IDAT", b""), (b"tEXt", b"a\0b"), (b"IDAT", b"\0")])
 def test_millions_of_chunks_are_refused(name: bytes, body: bytes) -> None:
     chunk_content = (name, body)
     check(png(*[chunk_content] * (LIMITS.max_chunks - 3)))
@@ -89,7 +90,7 @@ def test_what_only_looks_like_a_scan_is_none() -> None:
     check(b"RIFF" + b"\xff\xda" * 1000)
 
 
-@pytest.mark.parametrize("cut", [3, 4, 21, 200, -2])
+@for_each("cut", [3, 4, 21, 200, -2])
 def test_damage_is_for_the_decoder_to_report(cut: int) -> None:
     check(jpeg(progressive=True)[:cut])
     check(png()[:cut])

@@ -12,6 +12,7 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.media.loader import MediaSource
 from shmring.frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
 from shmring.frontend.openai.messages import MAX_PARTS
+from tests.tables import for_each
 
 
 def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:
@@ -77,7 +78,7 @@ def test_one_stop_text_is_a_list_of_one() -> None:
     assert engine_request(parse(stop="end"))[0].sampling.stop == ["end"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "value"),
     [
         ("n", 2),
@@ -101,14 +102,14 @@ def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, "unsupported_value", field)
 
 
-@pytest.mark.parametrize("field", list(_UNSUPPORTED))
+@for_each("field", list(_UNSUPPORTED))
 def test_what_asks_for_nothing_is_taken(field: str) -> None:
     engine_request(parse(**{field: None}))
     for value in _UNSUPPORTED[field]:
         engine_request(parse(**{field: value}))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("messages", "param"),
     [
         ([{"role": "tool", "content": "4", "tool_call_id": "x"}], "messages[0].role"),
@@ -123,7 +124,7 @@ def test_messages_that_can_not_be_answered_are_refused(messages: list[Any], para
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("message", "texts"),
     [
         ({"role": "user", "content": ["a", {"type": "text", "text": "b"}, "c"]}, ["a", "b", "c"]),
@@ -141,7 +142,7 @@ def test_messages_have_the_shapes_that_clients_send(message: Any, texts: list[st
     assert len(made.parts) == len(texts)
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [{"role": "nobody", "content": "x"}], [{"content": "x"}]])
+@for_each("messages", [[], "hello", [{"role": "nobody", "content": "x"}], [{"content": "x"}]])
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(ApiError) as raised:
         parse(messages)

@@ -24,6 +24,7 @@ from shmring.frontend.openai.embeddings import (
     encode_response,
     take_inputs,
 )
+from tests.tables import for_each
 
 
 def image(url: str = "data:,x") -> dict[str, Any]:
@@ -60,7 +61,7 @@ def test_texts_and_data_urls_are_input() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "param"),
     [
         ({"model": 1}, "model"),
@@ -93,7 +94,7 @@ def test_too_many_inputs_are_refused_before_one_is_looked_at(monkeypatch: pytest
         take_inputs(request, 10)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "param", "code"),
     [
         (parse(input=[[1, 2]]), "input[0]", "unsupported_input"),
@@ -143,7 +144,7 @@ async def test_base64_is_little_endian_float32() -> None:
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(item.embedding), "<f4"), vector.numpy())
 
 
-@pytest.mark.parametrize("dimensions", [1, 3, 4])
+@for_each("dimensions", [1, 3, 4])
 async def test_fewer_dimensions_are_made_length_one_again(dimensions: int) -> None:
     [first, *_] = (await embedding_response(vectors(), parse(dimensions=dimensions), 0, EmbeddingInputs(text=3))).data
     expected = vectors()[0, :dimensions] / vectors()[0, :dimensions].norm()
@@ -165,7 +166,7 @@ async def test_more_dimensions_than_there_are_is_refused() -> None:
         await embedding_response(vectors(), request, 0, EmbeddingInputs(text=3))
 
 
-@pytest.mark.parametrize("count", [0, 1, 16, 17, 100])
+@for_each("count", [0, 1, 16, 17, 100])
 async def test_a_large_answer_is_encoded_in_pieces_and_lets_others_through(count: int) -> None:
     vectors = torch.nn.functional.normalize(torch.randn(count, 512, generator=torch.Generator().manual_seed(1)), dim=1)
     turns: list[None] = []

@@ -9,9 +9,10 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.media.loader import MediaSource
 from shmring.frontend.openai.messages import ContentPart, TextPart, check_counts, data_url_kind, source_of
 from shmring.frontend.settings import MediaCounts
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("part", "source"),
     [
         ({"type": "image_url", "image_url": {"url": "u", "detail": "low"}}, MediaSource("image", "p.image_url", url="u")),
@@ -33,13 +34,13 @@ def test_parts_say_where_their_medium_comes_from(part: object, source: MediaSour
     assert source_of(decoded, "p") == source
 
 
-@pytest.mark.parametrize("part", [{"type": "file"}, {"type": "image_url", "image_url": 5}, {"image_url": {"url": "u"}}, "text"])
+@for_each("part", [{"type": "file"}, {"type": "image_url", "image_url": 5}, {"image_url": {"url": "u"}}, "text"])
 def test_what_is_no_part_is_refused(part: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(part, ContentPart)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "kind"),
     [
         ("data:image/png;base64,AA==", "image"),

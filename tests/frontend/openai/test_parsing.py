@@ -11,6 +11,7 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.openai import parsing
 from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
+from tests.tables import for_each
 
 HEAD = b'{"model": "m", "messages": [{"role": "user", "content": "x"}]'
 
@@ -45,7 +46,7 @@ def test_what_is_not_json_is_refused(body: bytes) -> None:
     assert refused(body).code == "invalid_json"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "param"),
     [
         (b', "seed": 99999999999999999999999999', "seed"),
@@ -90,7 +91,7 @@ def test_messages_stay_short_whatever_was_sent() -> None:
     assert len(str(raised.value)) < 400
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "param"),
     [
         (b"{}", "model"),
@@ -110,7 +111,7 @@ def test_the_error_about_a_part_of_unknown_type_lists_all_types() -> None:
     assert caught.value.param == "messages[0].content[0].type"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "names"),
     [
         ({}, []),
@@ -140,7 +141,7 @@ def test_the_error_about_a_part_of_unknown_type_lists_all_types() -> None:
         ({str(number): 1 for number in range(1000)}, [str(number) for number in range(16)]),
     ],
 )
-@pytest.mark.parametrize("space", [b"", b" \n" * 5000])
+@for_each("space", [b"", b" \n" * 5000])
 def test_fields_that_are_not_known_are_named(fields: dict[str, Any], names: list[str], space: bytes) -> None:
     known_fields = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     body = space + msgspec.json.encode(known_fields | fields)
