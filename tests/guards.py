@@ -838,22 +838,22 @@ GUARDS = (
     Guard(
         "a record is copied out of its ring before it is parsed",
         "shmring/core/message_ring.pyx",
-        "                if taker.take_hot(self._copy, nbytes):",
-        f"                if taker.take_hot({_IN_THE_RING}, nbytes):",
+        "                if taker.handle_hot(self._copy, nbytes):",
+        f"                if taker.handle_hot({_IN_THE_RING}, nbytes):",
         "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
         "a record that is delivered between two turns is copied as well",
         "shmring/core/message_ring.pyx",
-        "                is_hot = taker.take_hot(self._copy, nbytes)",
-        f"                is_hot = taker.take_hot({_IN_THE_RING}, nbytes)",
+        "                is_hot = taker.handle_hot(self._copy, nbytes)",
+        f"                is_hot = taker.handle_hot({_IN_THE_RING}, nbytes)",
         "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
         "a record that is not read in C is handed on as it is",
         "shmring/core/message_ring.pyx",
-        "            take = taker.take_message\n",
-        "            take = taker.take_record\n",
+        "            take = taker.handle_message\n",
+        "            take = taker.handle_record\n",
         "tests/core/test_message_ring.py::test_a_record_that_is_not_taken_in_c_is_not_read_there_again",
     ),
     Guard(
@@ -1133,11 +1133,11 @@ GUARDS = (
     Guard(
         "a request that waits for space leaves its turn to others",
         "shmring/client/sending.py",
-        """        flight.leave()
+        """        flight.end()
         slot = await self._host_slots.acquire(nbytes, held=False)
 """,
         """        slot = await self._host_slots.acquire(nbytes, held=False)
-        flight.leave()
+        flight.end()
 """,
         "tests/test_client.py::test_who_waits_for_space_leaves_its_turn_to_others",
     ),
@@ -1319,8 +1319,8 @@ GUARDS = (
     Guard(
         "no content is kept in memory for which a frontend waits",
         "shmring/core/engine_book.pyx",
-        "if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_take(slot.blocks):",
-        "if not self.kept.may_take(slot.blocks):",
+        "if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):",
+        "if not self.kept.may_keep(slot.blocks):",
         "tests/test_kept.py::test_a_window_waits_for_what_is_pinned_and_for_nothing_else",
     ),
     Guard(

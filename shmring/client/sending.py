@@ -48,11 +48,11 @@ class _Flight:
             await self._sending.turn(again=self._had_turn)
         self._counts = self._had_turn = True
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """Gives its turn to the next one."""
         if self._counts:
             self._counts = False
-            self._sending.end.leave()
+            self._sending.end.end_flight()
 
 
 class Sending:
@@ -114,20 +114,20 @@ class Sending:
                 if submission is not None:
                     return submission
         except BaseException:
-            flight.leave()
+            flight.end()
             raise
 
     async def turn(self, *, again: bool) -> None:
         """Waits until this request may be in flight, which it then is."""
         self.end.crowded = True
-        await (self._again if again else self._turns).wait(lambda _: self.end.leave())
+        await (self._again if again else self._turns).wait(lambda _: self.end.end_flight())
 
     def lose(self) -> list[Place[None]]:
         """The session has ended; returns what somebody waits for."""
         self.end.crowded = False
         return [*self._again, *self._turns]
 
-    def request_left(self) -> None:
+    def flight_ended(self) -> None:
         """For the end: fewer requests are in flight, and others wait for that."""
         line = self._again if self._again.is_waited_in else self._turns
         if line.give_first(None):
@@ -160,7 +160,7 @@ class Sending:
         slot = self._host_slots.book.acquire(nbytes, held=False)
         if slot is not None:
             return slot
-        flight.leave()
+        flight.end()
         slot = await self._host_slots.acquire(nbytes, held=False)
         try:
             await flight.begin()
@@ -220,7 +220,7 @@ class Sending:
         try:
             return self._send_nowait(self.end.pack(payload), name, ask=ask)
         except BaseException:
-            self.end.leave()
+            self.end.end_flight()
             raise
 
     async def submit_unless_full(self, payload: object, name: str, *, ask: bool) -> Submission:
@@ -236,7 +236,7 @@ class Sending:
                 raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
             return submission
         except BaseException:
-            self.end.leave()
+            self.end.end_flight()
             raise
 
     def _begin_nowait(self) -> None:
@@ -248,7 +248,7 @@ class Sending:
             limit = self._life.welcome.max_inflight
             raise WouldBlock(f"{limit} requests are in flight, the engine takes no more (max_inflight)")
         if not self._link.can_write:
-            self.end.leave()
+            self.end.end_flight()
             raise WouldBlock(_READS_SLOWLY)
 
     def _send_nowait(self, packed: Packed, name: str, *, ask: bool) -> Submission:

@@ -27,6 +27,7 @@ from shmring.client.slot import DeviceSlot, Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.compiled import (
+    BaseSubmission,
     ClientEnd,
     ClientSlotRecord,
     LoadPage,
@@ -34,7 +35,6 @@ from shmring.core.compiled import (
     Packed,
     Regions,
     RingMemory,
-    SubmissionEnd,
 )
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -169,7 +169,7 @@ class Session:
         )
         self.end.reader = self.link.reader
         self.end.device_slots = self.device_slots
-        self.take_record = self.end
+        self.handle_record = self.end
         self.sending = Sending(
             life, self.end, self.link, self.host_slots, self.device_slots, copier, slab, lambda: len(self.kept)
         )
@@ -178,7 +178,7 @@ class Session:
         # For the end: it asks its shell for these.
         self.check_alive, self.check_loop = life.check_alive, life.check_loop
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
-        self.slot_is_viewed, self.request_left = self.host_slots.left_viewed, self.sending.request_left
+        self.slot_is_viewed, self.flight_ended = self.host_slots.left_viewed, self.sending.flight_ended
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 
@@ -248,7 +248,7 @@ class Session:
 
     # -- what the connection reports -----------------------------------------------------------------------------------
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         """A message came that is no reply and no end of a request that has finished."""
         message = decode_engine_message(record)
         match message:
@@ -402,7 +402,7 @@ class Session:
             reason += f", and {unread} replies were not read, which keep their space"
         return reason
 
-    def abort(self, submission: SubmissionEnd, error: Exception) -> None:
+    def abort(self, submission: BaseSubmission, error: Exception) -> None:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
         if submission.ended:
             return

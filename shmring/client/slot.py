@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shmring.core.compiled import SlotEnd
+from shmring.core.compiled import BaseSlot
 from shmring.core.messages import TensorRef, item_nbytes
 from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
@@ -29,7 +29,7 @@ from shmring.memory.views import gpu_dtype
 __all__ = ["DeviceSlot", "Slot"]
 
 
-class Slot(SlotEnd):
+class Slot(BaseSlot):
     """Memory to write tensors into. Use it as ``async with client.slot(nbytes) as slot:`` (or ``with``, or :meth:`close`).
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from shmring.core.compiled import Awaited, SubmissionEnd
+from shmring.core.compiled import Awaited, BaseSubmission
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
 
 __all__ = ["Submission"]
@@ -12,7 +12,7 @@ __all__ = ["Submission"]
 _Reply = TypeVar("_Reply")
 
 
-class Submission(SubmissionEnd):
+class Submission(BaseSubmission):
     """A request that was sent: its replies, and its end. From :meth:`~shmring.Client.submit`.
 
     Its caller must wait until it ends, or abort it; ``request`` and ``stream`` do that by themselves.
@@ -46,7 +46,7 @@ class Submission(SubmissionEnd):
         def next(self, reply_type: Any = ...) -> Awaited[Any]: ...
 
         def next(self, reply_type: Any = Any) -> Awaited[Any]:
-            """See :class:`~shmring.core.compiled.SubmissionEnd`, which has it."""
+            """See :class:`~shmring.core.compiled.BaseSubmission`, which has it."""
 
     @overload
     async def result(self, reply_type: type[_Reply]) -> _Reply: ...

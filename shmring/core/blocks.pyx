@@ -89,7 +89,7 @@ cdef class RunAllocator:
 
     def carve(self, start: int, length: int) -> bool:
         """Takes exactly ``[start, start + length)``; returns False, and takes nothing, unless all of it is free."""
-        return length >= 1 and self.start <= start and start + length <= self.end and self.take_at(start, length)
+        return length >= 1 and self.start <= start and start + length <= self.end and self.carve_run(start, length)
 
     def free(self, start: int, length: int) -> None:
         """Gives ``[start, start + length)`` back and merges it with its free neighbours.
@@ -117,7 +117,7 @@ cdef class RunAllocator:
         self.free_units -= length
         return <int64_t>start
 
-    cdef bint take_at(self, uint64_t start, uint64_t length) except -1:
+    cdef bint carve_run(self, uint64_t start, uint64_t length) except -1:
         """As :meth:`carve`, for a run that lies in the range."""
         cdef uint64_t key, run_start, run_length
         if not self._by_start.last_below(_key(start + 1, 0), &key):

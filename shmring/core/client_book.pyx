@@ -272,7 +272,7 @@ cdef class ClientBook:
         """As :meth:`acquire`."""
         if nbytes > self._capacity_nbytes:
             self.check_capacity(nbytes)
-        return None if self._waiters else self.take_slot(nbytes, held)
+        return None if self._waiters else self.find_slot(nbytes, held)
 
     def queue(self, ticket, nbytes: int, *, bint held) -> list[ClientEffect]:
         """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
@@ -307,7 +307,7 @@ cdef class ClientBook:
                 capacity=self._capacity_nbytes,
             )
 
-    cdef ClientSlotRecord take_slot(self, uint64_t nbytes, bint held):
+    cdef ClientSlotRecord find_slot(self, uint64_t nbytes, bint held):
         """Takes a slot of a size that can be had, whoever waits; None if there is no room for it."""
         cdef uint64_t blocks = slot_blocks(nbytes)
         cdef int64_t start
@@ -357,7 +357,7 @@ cdef class ClientBook:
         effects, spare = [], []
         while self._waiters:
             ticket, waiter = next(iter(self._waiters.items()))
-            slot = self.take_slot(waiter.nbytes, waiter.held)
+            slot = self.find_slot(waiter.nbytes, waiter.held)
             if slot is None:
                 first = waiter
                 break

@@ -199,7 +199,7 @@ cdef class AcquiringSlot(Awaited):  # type: Awaited[Slot]
     cdef object device
     cdef object key
     cdef str engine
-    cdef SlotEnd slot
+    cdef BaseSlot slot
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientEnd end = self.client._end

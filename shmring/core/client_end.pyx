@@ -36,7 +36,7 @@ MAX_UNREAD_REPLIES: int = 65536
 cdef uint64_t _NO_CACHE_IS_SO_LARGE = UINT64_MAX >> 2
 
 
-cdef class SubmissionEnd:
+cdef class BaseSubmission:
     """A request in flight: replies that came and were not taken yet, and how it ended. The shell's submission is a subclass.
 
     Attributes:
@@ -167,11 +167,11 @@ cdef class SubmissionEnd:
 cdef class _Waiting(Awaited):
     """Somebody who waits for a request."""
 
-    cdef SubmissionEnd submission
+    cdef BaseSubmission submission
 
     cdef PyObject* wait_for_more(self) except NULL:
         """Waits until a reply or the end comes."""
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if submission._end.is_forked():
             submission._end.shell.check_alive()
         if submission._waiter is not None:
@@ -194,10 +194,10 @@ cdef class _Waiting(Awaited):
 
 @cython.final
 cdef class _UntilEnd(_Waiting):
-    """What :meth:`SubmissionEnd.wait` returns."""
+    """What :meth:`BaseSubmission.wait` returns."""
 
     cdef PyObject* happen(self) except NULL:
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if not submission.ended:
             submission._end.hear()  # it may be there, and nobody has looked yet
         if not submission.ended:
@@ -210,12 +210,12 @@ cdef class _UntilEnd(_Waiting):
 
 @cython.final
 cdef class _NextReply(_Waiting):
-    """What :meth:`SubmissionEnd.next` returns."""
+    """What :meth:`BaseSubmission.next` returns."""
 
     cdef object reply_type
 
     cdef PyObject* happen(self) except NULL:
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if not submission.ended and not submission._replies:
             submission._end.hear()  # it may be there, and nobody has looked yet
         if submission._replies:
@@ -234,7 +234,7 @@ for _kind in (_UntilEnd, _NextReply):
     may_be_awaited(_kind)
 
 
-cdef class SlotEnd:
+cdef class BaseSlot:
     """Memory of the slab in its caller's hands; the shell's slot is a subclass, which also knows device memory.
 
     Attributes:
@@ -386,7 +386,7 @@ cdef class SlotEnd:
         self._close()
 
 
-cdef class ClientEnd(RecordTaker):
+cdef class ClientEnd(RecordHandler):
     """A frontend's end.
 
     Args:
@@ -396,8 +396,8 @@ cdef class ClientEnd(RecordTaker):
         mapping: the slab's.
         packer: of payloads.
         writer: of the ring to the engine.
-        submission_type: a subclass of :class:`SubmissionEnd`.
-        slot_type: a subclass of :class:`SlotEnd`.
+        submission_type: a subclass of :class:`BaseSubmission`.
+        slot_type: a subclass of :class:`BaseSlot`.
         maker: of torch tensors in slots.
         dtypes: DLPack's code and bits, and the bytes of an item, of the dtypes that it makes, by dtype.
         epoch: of this life of the engine.
@@ -489,8 +489,8 @@ cdef class ClientEnd(RecordTaker):
         Mapping mapping not None,
         Packer packer not None,
         RecordWriter writer not None,
-        submission_type: type[SubmissionEnd],
-        slot_type: type[SlotEnd],
+        submission_type: type[BaseSubmission],
+        slot_type: type[BaseSlot],
         TensorMaker maker not None,
         dtypes: dict[torch.dtype, tuple[int, int, int]],
         clock: Callable[[], float],
@@ -590,7 +590,7 @@ cdef class ClientEnd(RecordTaker):
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
-        cdef SlotEnd slot = new_instance(self._slot_type, ())
+        cdef BaseSlot slot = new_instance(self._slot_type, ())
         slot._end = self
         slot._record = record
         slot.nbytes = record.nbytes
@@ -602,7 +602,7 @@ cdef class ClientEnd(RecordTaker):
         self.held.hold(record, slot._address, record.nbytes)
         return slot
 
-    def hold_lent(self, slot_type: type[SlotEnd], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:
+    def hold_lent(self, slot_type: type[BaseSlot], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:
         """Hands an acquired slot in device memory to the caller.
 
         Args:
@@ -611,12 +611,12 @@ cdef class ClientEnd(RecordTaker):
             region: its bytes; ``device_slots`` leaves it.
             drain: as of :meth:`hold`.
         """
-        cdef SlotEnd slot = slot_type(self, record, region.address, drain)
+        cdef BaseSlot slot = slot_type(self, record, region.address, drain)
         slot._lent_region = region
         self.held.hold(record, slot._address, record.nbytes)
         return slot
 
-    cdef int _leave(self, SlotEnd slot) except -1:
+    cdef int _leave(self, BaseSlot slot) except -1:
         cdef Lent* region = slot._region
         self.held.leave(slot._address)
         slot._region = NULL
@@ -658,11 +658,11 @@ cdef class ClientEnd(RecordTaker):
         self.in_flight += 1
         return True
 
-    cpdef int leave(self) except -1:
+    cpdef int end_flight(self) except -1:
         """A request is in flight no more."""
         self.in_flight -= 1
         if self.crowded:
-            self.shell.request_left()
+            self.shell.flight_ended()
         return 0
 
     def pass_on(self) -> None:
@@ -737,7 +737,7 @@ cdef class ClientEnd(RecordTaker):
             sent = self.send_now(packed, name, None)
         finally:
             if sent is None:
-                self.leave()
+                self.end_flight()
         return sent
 
     def content_address(self, ClientSlotRecord slot not None) -> int:
@@ -789,7 +789,7 @@ cdef class ClientEnd(RecordTaker):
         """
         cdef SlotNumbers few[_FEW_SUBMITTED]
         cdef SlotNumbers* numbers = few
-        cdef SubmissionEnd submission
+        cdef BaseSubmission submission
         cdef ClientSlotRecord record
         cdef uint32_t count = <uint32_t>len(packed.slots) + (slot is not None), i = 0
         cdef uint64_t request_id, nbytes
@@ -882,7 +882,7 @@ cdef class ClientEnd(RecordTaker):
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         """Takes a reply, or the end of a request that is finished."""
         cdef Cursor cursor, released
         cdef Content content
@@ -906,12 +906,12 @@ cdef class ClientEnd(RecordTaker):
         self._finished(request_id)
         return True
 
-    def take_message(self, bytes record not None, /) -> None:
+    def handle_message(self, bytes record not None, /) -> None:
         """Hands any other message to the shell."""
-        self.shell.take_message(record)
+        self.shell.handle_message(record)
 
     cdef int _finished(self, uint64_t request_id) except -1:
-        cdef SubmissionEnd submission = self.forget(request_id)
+        cdef BaseSubmission submission = self.forget(request_id)
         if not submission.ended:  # else it was aborted here before its end came
             self.finished += 1
             submission._finish(None)
@@ -943,21 +943,21 @@ cdef class ClientEnd(RecordTaker):
         self._away = 0
         self.turnover_nbytes = max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)
 
-    cpdef SubmissionEnd forget(self, uint64_t request_id):  # type: Any
+    cpdef BaseSubmission forget(self, uint64_t request_id):  # type: Any
         """A request has ended; returns its submission.
 
         Raises:
             RemoteProtocolError: it is not in flight.
         """
-        cdef SubmissionEnd submission = self.pending.take(request_id)
+        cdef BaseSubmission submission = self.pending.take(request_id)
         if submission is None:
             raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
-        self.leave()
+        self.end_flight()
         return submission
 
     cdef int _deliver(self, uint64_t request_id, Content content) except -1:
         """Keeps a reply for its caller, or gives it back if nobody will take it."""
-        cdef SubmissionEnd submission = self.pending.get(request_id)
+        cdef BaseSubmission submission = self.pending.get(request_id)
         cdef SlotNumbers* slot
         if submission is None:
             raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")

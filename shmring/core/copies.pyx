@@ -102,7 +102,7 @@ cdef class CopyLane:
         cdef Run* run
         cdef uint32_t i
         assert placement.point == NULL and placement.target is not None
-        point = self._gpu.take_point(placement.run_count)
+        point = self._gpu.new_point(placement.run_count)
         placement.point, placement.queued, placement.code = point, 0, 0
         try:
             for i in range(placement.run_count):
@@ -128,7 +128,7 @@ cdef class CopyLane:
         cdef const char* part_end
         cdef Run* run
         cdef uint32_t i
-        placement.code = self._gpu.enter()
+        placement.code = self._gpu.push_context()
         if placement.code:
             return
         for i in range(placement.run_count):
@@ -141,7 +141,7 @@ cdef class CopyLane:
                 )
                 placement.queued += not placement.code
                 at = part_end
-        self._gpu.leave()
+        self._gpu.pop_context()
 
     cdef const char* _end_of_part(self, const char* at, const char* end) noexcept nogil:
         """Returns how far one copy may go from ``at`` on."""
@@ -167,12 +167,12 @@ cdef class CopyLane:
         if not placement.queued:
             self._gpu.give_point(point)
         else:
-            record_code = self._gpu.enter()
+            record_code = self._gpu.push_context()
             if not record_code:
                 record_code = self._gpu.calls.cuEventRecord(point.event, self._stream)
                 if not record_code and not placement.code:
                     wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)
-                self._gpu.leave()
+                self._gpu.pop_context()
             if record_code:
                 self._watch.keep(point)
                 raise self._gpu.failure("cuEventRecord", record_code)

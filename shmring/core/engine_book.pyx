@@ -226,7 +226,7 @@ cdef class EngineBook:
             if lease.live.units == lease.kept_blocks and (client.dead or lease.given_up):
                 self._lending(lease).change(lease, PROOF)
                 blocks += lease.blocks - lease.kept_blocks
-                self._take_back(client, lease)
+                self._return_lease(client, lease)
         if blocks:
             effects.append(Reclaimed(client.client_id, blocks * BLOCK_NBYTES))
         if not client.leases and not client.replies and not client.pins and not client.slots:
@@ -286,14 +286,14 @@ cdef class EngineBook:
             leases.append(lease)
         for lease in leases:
             self._lending(lease).change(lease, RETURN)
-            self._take_back(client, lease)
+            self._return_lease(client, lease)
         self._serve_wants(effects)
         return effects
 
     cdef Lending _lending(self, LeaseRecord lease):
         return <Lending>self.lendings[lease.memory]
 
-    cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1:
+    cdef int _return_lease(self, ClientRecord client, LeaseRecord lease) except -1:
         return self._lending(lease).take_back(client, lease)
 
     cdef int _serve_wants(self, list effects) except -1:
@@ -619,7 +619,7 @@ cdef class EngineBook:
             return None
         if slot.blocks > self.kept.max_blocks:
             return "large"
-        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_take(slot.blocks):
+        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):
             return "full"
         return None
 
@@ -637,7 +637,7 @@ cdef class EngineBook:
             if counts[generation] > client.pins.get(generation, 0):
                 raise RemoteProtocolError(f"client {client_id} takes back a pin of {generation}, which it does not have")
         for generation, count in counts.items():
-            self._take_pins_back(client, generation, count)
+            self._return_pins(client, generation, count)
         return self._served(effects)
 
     cdef int _pin(self, ClientRecord client, KeptRecord kept) except -1:
@@ -650,7 +650,7 @@ cdef class EngineBook:
             self.kept.pin(kept)
         return 0
 
-    cdef int _take_pins_back(self, ClientRecord client, generation, uint64_t count) except -1:
+    cdef int _return_pins(self, ClientRecord client, generation, uint64_t count) except -1:
         cdef KeptRecord kept = <KeptRecord>self.kept.by_generation[generation]
         client.pin_count -= count
         if client.pins[generation] > count:
@@ -664,7 +664,7 @@ cdef class EngineBook:
         """A client has gone, and views nothing any more but this."""
         for generation, count in list(client.pins.items()):
             if generation not in still_pinned:
-                self._take_pins_back(client, generation, count)
+                self._return_pins(client, generation, count)
         return 0
 
     cdef int _unpin(self, KeptRecord kept) except -1:
@@ -713,7 +713,7 @@ cdef class EngineBook:
         for other in self._reply_wants.values():
             if not self._is_over_reply_quota(other):
                 return None
-        return self._take_reply(want)
+        return self._acquire_reply(want)
 
     def queue_reply(self, uint64_t client_id, ticket, nbytes: int) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
@@ -807,7 +807,7 @@ cdef class EngineBook:
         cdef uint64_t held = (<ClientRecord>self.clients[want.client_id]).reply_blocks
         return len(self.clients) > 1 and held > 0 and held + want.blocks > self._reply_reserve_blocks // 2
 
-    cdef object _take_reply(self, ReplyWant want):
+    cdef object _acquire_reply(self, ReplyWant want):
         cdef int64_t start = -1 if self._is_over_reply_quota(want) else self._replies.take(want.blocks)
         cdef ClientRecord client
         if start < 0:
@@ -828,7 +828,7 @@ cdef class EngineBook:
         for ticket, want in list(self._reply_wants.items()):
             if self._is_over_reply_quota(want):
                 continue
-            slot = self._take_reply(want)
+            slot = self._acquire_reply(want)
             if slot is None:
                 break  # nobody overtakes the first that needs space
             del self._reply_wants[ticket]

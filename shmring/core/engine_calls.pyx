@@ -81,7 +81,7 @@ cdef class EngineCalls:
         while True:
             with nogil:
                 goes_on = looking.goes_on()
-            claim = end.take_now() if goes_on else None
+            claim = end.claim_now() if goes_on else None
             if claim is not None or not goes_on:
                 return claim
 
@@ -96,7 +96,7 @@ cdef class _Claiming(Awaited):
 
     cdef PyObject* happen(self) except NULL:
         cdef EngineEnd end = self.ring._end
-        claim = end.take_now()
+        claim = end.claim_now()
         if claim is None:
             claim = self.ring.look()
         if claim is None:
@@ -109,7 +109,7 @@ cdef class _Claiming(Awaited):
             return owned(claim)
         claims = [claim]
         while len(claims) < self.most:
-            claim = self.ring._end.take_now()
+            claim = self.ring._end.claim_now()
             if claim is None:
                 break
             claims.append(claim)

@@ -1,7 +1,7 @@
 """The engine's end: what it does with every message.
 
 Theory of operation. :class:`EngineEnd` has the book, the requests that wait, and the claims. A record that a frontend has written
-comes to its :class:`FrontendEnd`; a submission is checked and booked here, and waits. Taking it up checks the headers of its slots,
+comes to its :class:`BaseFrontend`; a submission is checked and booked here, and waits. Taking it up checks the headers of its slots,
 decodes its payload into views, and makes a claim of it. Leaving the claim releases its slots and finishes the request, of which
 one record tells the frontend. All of that is C, calls no event loop, and looks at no clock.
 
@@ -49,7 +49,7 @@ cdef int _RUNNING = list(Request).index(Request.RUNNING)
 cdef object _RELEASED = object()
 
 
-cdef class FrontendEnd(RecordTaker):
+cdef class BaseFrontend(RecordHandler):
     """A frontend, as far as every message needs it; the shell's frontend is a subclass.
 
     Args:
@@ -90,7 +90,7 @@ cdef class FrontendEnd(RecordTaker):
             self.end._frontends.remove(self)
         self._writer, self._reader = None, None
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         """Takes a submission."""
         cdef Cursor cursor
         cdef uint64_t tag, members
@@ -104,10 +104,10 @@ cdef class FrontendEnd(RecordTaker):
 cdef class Line:
     """Requests that wait, in order of arrival."""
 
-    cdef ClaimEnd first
-    cdef ClaimEnd last
+    cdef BaseClaim first
+    cdef BaseClaim last
 
-    cdef int append(self, ClaimEnd claim) except -1:
+    cdef int append(self, BaseClaim claim) except -1:
         """A request waits, behind the others."""
         claim._before = <PyObject*>self.last
         if self.last is None:
@@ -117,9 +117,9 @@ cdef class Line:
         self.last = claim
         return 0
 
-    cdef int withdraw(self, ClaimEnd claim) except -1:
+    cdef int withdraw(self, BaseClaim claim) except -1:
         """A request waits no more."""
-        cdef ClaimEnd before = <ClaimEnd>claim._before, after = claim._after
+        cdef BaseClaim before = <BaseClaim>claim._before, after = claim._after
         if before is None:
             self.first = after
         else:
@@ -134,7 +134,7 @@ cdef class Line:
 
 @cython.no_gc_clear
 @cython.trashcan(True)
-cdef class ClaimEnd:
+cdef class BaseClaim:
     """A request, from its submission to its end; the shell's claim is a subclass.
 
     What is done with it is the :class:`EngineEnd`'s; the subclass has what users may do.
@@ -153,7 +153,7 @@ cdef class ClaimEnd:
     cdef readonly bint released
     cdef readonly bint ended
     cdef readonly bint aborted
-    cdef FrontendEnd _frontend
+    cdef BaseFrontend _frontend
     cdef RequestRecord _request
     cdef object _payload
     cdef list _abort_callbacks
@@ -165,7 +165,7 @@ cdef class ClaimEnd:
     cdef uint64_t _client_id
     cdef uint64_t _request_id
     cdef PyObject* _other    # in the same list of the table
-    cdef ClaimEnd _after     # that waits behind it
+    cdef BaseClaim _after     # that waits behind it
     cdef PyObject* _before   # that waits before it; Py_None: none does
 
     @property
@@ -251,7 +251,7 @@ cdef class EngineEnd:
         regions: of its slots.
         mapping: the slab's.
         decoder: of payloads.
-        claim_type: a subclass of :class:`ClaimEnd`.
+        claim_type: a subclass of :class:`BaseClaim`.
         epoch: of this life of the engine.
         max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         inline_nbytes: of tensors in a record, at most.
@@ -308,7 +308,7 @@ cdef class EngineEnd:
         Regions regions not None,
         Mapping mapping not None,
         PayloadDecoder decoder not None,
-        claim_type: type[ClaimEnd],
+        claim_type: type[BaseClaim],
         *,
         epoch: int,
         max_tensors: int,
@@ -354,7 +354,7 @@ cdef class EngineEnd:
 
     cdef int hear(self) except -1:
         """Takes in what frontends have sent: sooner than the loop would."""
-        cdef FrontendEnd frontend
+        cdef BaseFrontend frontend
         cdef Py_ssize_t place = 0
         while place < len(self._frontends):  # which may be fewer meanwhile
             frontend = self._frontends[place]
@@ -367,9 +367,9 @@ cdef class EngineEnd:
                     frontend.link.violated(error)
         return 0
 
-    cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
+    cdef int _submit(self, BaseFrontend frontend, Submit submit) except -1:
         cdef Content content = submit.content
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef bint is_on_device = False
         cdef uint32_t i
         if submit.epoch != self.epoch:
@@ -412,31 +412,31 @@ cdef class EngineEnd:
         if self._load is not None:
             self._load.put(self._known, self.waiting_count, self.received_nbytes)
 
-    cpdef object take_now(self):  # type: Claim | None
+    cpdef object claim_now(self):  # type: Claim | None
         """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
         if not self.is_usable() or self.is_crowded:
             return None
         if not self.waiting_count:
             self.hear()
-        return self.take_next() if self.is_open else None
+        return self.claim_next() if self.is_open else None
 
-    cpdef object take_next(self):  # type: Claim | None
+    cpdef object claim_next(self):  # type: Claim | None
         """Takes the next request up that is worth a claim; None if none is waiting, or the turn is over."""
-        cdef ClaimEnd claim, taken
+        cdef BaseClaim claim, taken
         while not self.is_turn_over:
             claim = self._next()
             if claim is None:
                 break
             self._withdraw(claim)
-            taken = self._take_up(claim)
+            taken = self._claim(claim)
             self._charge(claim._submit.content)
             if taken is not None:
                 return taken
         return None
 
-    cdef ClaimEnd _next(self):
+    cdef BaseClaim _next(self):
         """The request that is to be taken up next; None if none is waiting."""
-        cdef FrontendEnd frontend
+        cdef BaseFrontend frontend
         if not self._costly:
             return self._line.first
         if self._line.first is not None and self._overtaken < _OVERTAKING:
@@ -461,9 +461,9 @@ cdef class EngineEnd:
         self._turn_left = _TURN_COUNT
         self.is_turn_over = False
 
-    cdef int _append(self, ClaimEnd claim) except -1:
+    cdef int _append(self, BaseClaim claim) except -1:
         """A request waits, behind the others."""
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef Line line = self._line
         self._know(claim)
         if claim._is_costly:
@@ -477,9 +477,9 @@ cdef class EngineEnd:
         self._publish_load()
         return 0
 
-    cdef int _withdraw(self, ClaimEnd claim) except -1:
+    cdef int _withdraw(self, BaseClaim claim) except -1:
         """A request waits no more."""
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         if not claim._is_costly:
             self._line.withdraw(claim)
         else:
@@ -492,21 +492,21 @@ cdef class EngineEnd:
 
     def forget_waiting(self, client_id: int, request_id: int) -> None:
         """A request has ended that was not taken up, and will not be."""
-        cdef ClaimEnd claim = self._find(client_id, request_id)
+        cdef BaseClaim claim = self._find(client_id, request_id)
         if claim is None:
             raise KeyError((client_id, request_id))
         self._withdraw(claim)
 
     def forget_claim(self, client_id: int, request_id: int):
         """A request that was taken up has ended; returns its claim, or None if there is none (any more)."""
-        cdef ClaimEnd claim = self._find(client_id, request_id)
+        cdef BaseClaim claim = self._find(client_id, request_id)
         if claim is not None:
             self._unknow(claim)
         return claim
 
     # Claims by client and request: a table of lists, without references. A claim that is dropped takes itself out.
 
-    cdef int _know(self, ClaimEnd claim) except -1:
+    cdef int _know(self, BaseClaim claim) except -1:
         cdef PyObject** place
         if self._known >= self._lists:
             self._spread(2 * self._lists)
@@ -530,24 +530,24 @@ cdef class EngineEnd:
         for i in range(former_lists):
             while former[i] != NULL:
                 claim = former[i]
-                former[i] = (<ClaimEnd>claim)._other
-                place = self._list_of((<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id)
-                (<ClaimEnd>claim)._other, place[0] = place[0], claim
+                former[i] = (<BaseClaim>claim)._other
+                place = self._list_of((<BaseClaim>claim)._client_id, (<BaseClaim>claim)._request_id)
+                (<BaseClaim>claim)._other, place[0] = place[0], claim
         free(former)
         return 0
 
     cdef PyObject** _list_of(self, uint64_t client_id, uint64_t request_id) noexcept:
         return &self._claims[(31 * client_id + request_id) & (self._lists - 1)]
 
-    cdef ClaimEnd _find(self, uint64_t client_id, uint64_t request_id):
+    cdef BaseClaim _find(self, uint64_t client_id, uint64_t request_id):
         cdef PyObject* claim = self._list_of(client_id, request_id)[0]
         while claim != NULL:
-            if (<ClaimEnd>claim)._request_id == request_id and (<ClaimEnd>claim)._client_id == client_id:
-                return <ClaimEnd>claim
-            claim = (<ClaimEnd>claim)._other
+            if (<BaseClaim>claim)._request_id == request_id and (<BaseClaim>claim)._client_id == client_id:
+                return <BaseClaim>claim
+            claim = (<BaseClaim>claim)._other
         return None
 
-    cdef void _unknow(self, ClaimEnd claim) noexcept:
+    cdef void _unknow(self, BaseClaim claim) noexcept:
         cdef PyObject** place
         if not claim._is_known:
             return
@@ -555,7 +555,7 @@ cdef class EngineEnd:
         self._known -= 1
         place = self._list_of(claim._client_id, claim._request_id)
         while place[0] != <PyObject*>claim:
-            place = &(<ClaimEnd>place[0])._other
+            place = &(<BaseClaim>place[0])._other
         place[0] = claim._other
         self._publish_load()
 
@@ -565,8 +565,8 @@ cdef class EngineEnd:
     @property
     def waiting(self) -> dict[tuple[int, int], Any]:
         """Requests that wait, by client and request: the quick ones in order of arrival, then the costly ones of each frontend."""
-        cdef ClaimEnd claim
-        cdef FrontendEnd frontend
+        cdef BaseClaim claim
+        cdef BaseFrontend frontend
         cdef Line line
         waiting = {}
         for line in [self._line, *[frontend._costly for frontend in self._costly]]:
@@ -581,14 +581,14 @@ cdef class EngineEnd:
         """Those that were taken up and have not ended, by client and request."""
         cdef PyObject* claim
         cdef uint64_t i
-        cdef ClaimEnd taken
+        cdef BaseClaim taken
         in_hands = []
         for i in range(self._lists):  # nothing here runs a collection, which could end a claim: a tuple that is made does
             claim = self._claims[i]
             while claim != NULL:
-                if (<ClaimEnd>claim)._is_in_hands:
-                    in_hands.append(<ClaimEnd>claim)
-                claim = (<ClaimEnd>claim)._other
+                if (<BaseClaim>claim)._is_in_hands:
+                    in_hands.append(<BaseClaim>claim)
+                claim = (<BaseClaim>claim)._other
         claims = {}
         for taken in in_hands:
             claims[taken._client_id, taken._request_id] = taken
@@ -599,7 +599,7 @@ cdef class EngineEnd:
         """Requests that were taken up and have not ended, whose claim somebody has."""
         return self._known - self.waiting_count
 
-    cdef ClaimEnd _take_up(self, ClaimEnd claim):
+    cdef BaseClaim _claim(self, BaseClaim claim):
         cdef Content content = claim._submit.content
         cdef bint is_payload_shared = content.payload_nbytes != 0
         self.book.claim_request(claim._request)
@@ -610,17 +610,17 @@ cdef class EngineEnd:
                 content.check_payload(self._payload_in_slot(content), self._bounds)
             placement = None
             if content.fence:
-                placement = self.shell.take_up_device(claim._client_id, claim._submit)
+                placement = self.shell.claim_on_device(claim._client_id, claim._submit)
             claim._payload = self._decoder.decode(claim._regions, placement)
             if claim._request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
                 raise AbortedError(
                     f"request {claim._submit.request_id} was aborted while it was taken up", request_id=claim._submit.request_id
                 )
         except RemoteProtocolError as error:
-            self.shell.take_up_failed(claim, error, breaks_rules=not is_payload_shared)
+            self.shell.claim_failed(claim, error, breaks_rules=not is_payload_shared)
             return None
         except Exception as error:
-            self.shell.take_up_failed(claim, error, breaks_rules=False)
+            self.shell.claim_failed(claim, error, breaks_rules=False)
             return None
         self._know(claim)
         claim._is_in_hands = True
@@ -632,7 +632,7 @@ cdef class EngineEnd:
             self._mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
         )
 
-    cdef int _check_headers(self, ClaimEnd claim) except -1:
+    cdef int _check_headers(self, BaseClaim claim) except -1:
         """Compares what stands in shared memory with the descriptors that were accepted; each is read once."""
         cdef SlotNumbers* slot
         cdef uint64_t numbers[2]
@@ -652,11 +652,11 @@ cdef class EngineEnd:
 
     # -- what is done with a claim -----------------------------------------------------------------------------------
 
-    def frontend_of(self, ClaimEnd claim not None) -> Frontend:
+    def frontend_of(self, BaseClaim claim not None) -> Frontend:
         """Returns the frontend whose request it is; it may be forgotten here."""
         return claim._frontend
 
-    def check_running(self, ClaimEnd claim not None) -> None:
+    def check_running(self, BaseClaim claim not None) -> None:
         """Raises unless the request can still be answered.
 
         Raises:
@@ -666,14 +666,14 @@ cdef class EngineEnd:
         if claim.ended:
             self.shell.refuse(claim)
 
-    cpdef object finish(self, ClaimEnd claim):  # type: None
+    cpdef object finish(self, BaseClaim claim):  # type: None
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
         if claim.ended:
             self.release(claim)
         else:
             self._finish(claim, None, None)
 
-    def release(self, ClaimEnd claim not None, *, copying: bool = False) -> None:
+    def release(self, BaseClaim claim not None, *, copying: bool = False) -> None:
         """Releases the slots; twice is once.
 
         Args:
@@ -699,7 +699,7 @@ cdef class EngineEnd:
         if effects:
             self.shell.carry_out(effects)
 
-    def mark_ended(self, ClaimEnd claim not None, *, aborted: bool = False) -> None:
+    def mark_ended(self, BaseClaim claim not None, *, aborted: bool = False) -> None:
         """Nothing more may be sent in answer; the callbacks for this are called soon."""
         callbacks = (claim._end_callbacks or []) + ((claim._abort_callbacks or []) if aborted else [])
         claim._abort_callbacks = claim._end_callbacks = None
@@ -708,20 +708,20 @@ cdef class EngineEnd:
         if callbacks:
             self.shell.call_soon(callbacks)
 
-    def call_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
+    def call_on_end(self, BaseClaim claim not None, callback: Callable[[], object]) -> None:
         """Keeps a callback for the request's end, in whichever way."""
         if claim._end_callbacks is None:
             claim._end_callbacks = []
         claim._end_callbacks.append(callback)
 
-    def forget_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
+    def forget_on_end(self, BaseClaim claim not None, callback: Callable[[], object]) -> None:
         """Takes that back, if it was not called yet."""
         if claim._end_callbacks and callback in claim._end_callbacks:
             claim._end_callbacks.remove(callback)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
+    cdef int _lend_reply(self, BaseClaim claim, slot, SlotNumbers* numbers) except -1:
         """A reply slot is its frontend's from now on."""
         if slot is None:
             return 0
@@ -730,7 +730,7 @@ cdef class EngineEnd:
         self.book.reply_sent(claim._frontend.client_id, slot.generation)
         return 0
 
-    def send_reply(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+    def send_reply(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
         """Sends a reply.
 
         Args:
@@ -743,7 +743,7 @@ cdef class EngineEnd:
         Raises:
             AbortedError, LocalProtocolError: the request has ended.
         """
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef SlotNumbers numbers
         cdef uint64_t request_id = claim._submit.request_id
         if claim.ended:  # whatever has run since its caller looked
@@ -765,7 +765,7 @@ cdef class EngineEnd:
         self._count_reply(reply)
         return True
 
-    def finish_with(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+    def finish_with(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
         """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
 
         Args:
@@ -789,7 +789,7 @@ cdef class EngineEnd:
 
     # -- claims end --------------------------------------------------------------------------------------------------
 
-    cdef list _release(self, ClaimEnd claim, bint copying, uint64_t* released, Py_ssize_t* count):
+    cdef list _release(self, BaseClaim claim, bint copying, uint64_t* released, Py_ssize_t* count):
         """Releases a claim's slots in the book; those that are viewed drain. ``released``: generations to be told of."""
         cdef uint8_t few[_FEW_RELEASED]
         cdef uint8_t* viewed = few
@@ -822,12 +822,12 @@ cdef class EngineEnd:
             if viewed != few:
                 free(viewed)
 
-    cdef bint _finish(self, ClaimEnd claim, Packed reply, slot) except -1:
+    cdef bint _finish(self, BaseClaim claim, Packed reply, slot) except -1:
         """Releases and finishes a request that has not ended: one record tells its frontend.
 
         Releasing drops the payload, and so may run its code: whether the request still runs is asked after it.
         """
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef SlotNumbers numbers
         cdef bint is_sent = False
         cdef uint64_t few[_FEW_RELEASED]
@@ -864,7 +864,7 @@ cdef class EngineEnd:
         return is_sent
 
     cdef int _send_done(
-        self, FrontendEnd frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
+        self, BaseFrontend frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
     ) except -1:
         try:
             if frontend._writer is not None and frontend._writer.is_writable() \

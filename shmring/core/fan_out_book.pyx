@@ -83,7 +83,7 @@ cdef class WorkerRecord:
     cdef readonly uint64_t sent
     cdef RecordWriter writer   # None: it gets nothing
     cdef RecordReader reader   # None: nothing is read of it, or somebody else sees to that
-    cdef RecordTaker taker     # of what is read
+    cdef RecordHandler taker     # of what is read
     cdef object _page
     cdef uint8_t* _at
 
@@ -271,7 +271,7 @@ cdef class FanOutBook:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    cdef int64_t take_blocks(self, uint64_t blocks) except -2:
+    cdef int64_t reserve_blocks(self, uint64_t blocks) except -2:
         """Takes memory for a message that is not published yet; -1: there is none now."""
         return self._memory.take(blocks)
 
@@ -280,8 +280,8 @@ cdef class FanOutBook:
         return 0
 
     def take(self, blocks: int) -> int | None:
-        """As ``take_blocks``, for Python; None: there are none now."""
-        start = self.take_blocks(blocks)
+        """As ``reserve_blocks``, for Python; None: there are none now."""
+        start = self.reserve_blocks(blocks)
         return None if start < 0 else start
 
     def give(self, start: int, blocks: int) -> None:

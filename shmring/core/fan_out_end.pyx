@@ -44,7 +44,7 @@ cdef class ClaimedSlots(HeldSlots):
     cdef EngineEnd _end
     cdef uint64_t _address
     cdef uint64_t _nbytes
-    cdef ClaimEnd _last      # in which something was found last
+    cdef BaseClaim _last      # in which something was found last
     cdef bint _is_filled     # all that are in hand are in HeldSlots' table, by address
 
     def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
@@ -53,7 +53,7 @@ cdef class ClaimedSlots(HeldSlots):
         self._address, self._nbytes = address, nbytes
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef uint64_t start
         if address - self._address >= self._nbytes:
             return False
@@ -71,7 +71,7 @@ cdef class ClaimedSlots(HeldSlots):
 
     cdef int _fill(self) except -1:
         """Writes down where the slots of all claims are."""
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef uint64_t start
         cdef uint32_t i
         claims = self._end.claims  # which may run a collection, and a finaliser with a message of its own: nothing after this does
@@ -85,7 +85,7 @@ cdef class ClaimedSlots(HeldSlots):
                     self._slots[start] = claim
         return 0
 
-    cdef int look_in(self, ClaimEnd claim) except -1:
+    cdef int look_in(self, BaseClaim claim) except -1:
         """Looks in this claim first: also one that is in hand though its request has ended, because its frontend gave it up."""
         self._last = claim
         return 0
@@ -99,7 +99,7 @@ cdef class ClaimedSlots(HeldSlots):
         return 0
 
     cdef bint _find_in(
-        self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
+        self, BaseClaim claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
     ) except -1:
         cdef SlotNumbers* slot
         cdef uint64_t start
@@ -124,7 +124,7 @@ cdef class ClaimedSlots(HeldSlots):
         return False
 
 
-cdef class JoinedWorker(RecordTaker):
+cdef class JoinedWorker(RecordHandler):
     """A worker, as far as every reply needs it; the shell's worker is a subclass.
 
     Args:
@@ -145,12 +145,12 @@ cdef class JoinedWorker(RecordTaker):
         self.record = record
         record.reader, record.taker = reader, self
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        return self.end._take_answer(self.record, record, nbytes)
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        return self.end._handle_answer(self.record, record, nbytes)
 
-    def take_answer(self, bytes record not None) -> bool:
+    def handle_answer(self, bytes record not None) -> bool:
         """Takes a reply of any length; returns False if the record is none."""
-        return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
+        return self.end._handle_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
 
 @cython.final
 @cython.no_gc
@@ -289,7 +289,7 @@ cdef class FanOutEnd:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def broadcast(
-        self, payload, to: Sequence[int] | None, timeout: float | None, *, ClaimEnd claim=None
+        self, payload, to: Sequence[int] | None, timeout: float | None, *, BaseClaim claim=None
     ) -> Awaitable[tuple[int, ...]]:
         """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
         cdef Broadcasting sending
@@ -307,7 +307,7 @@ cdef class FanOutEnd:
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
 
-    def send_now(self, payload, to: Sequence[int] | None, *, ClaimEnd claim=None) -> tuple[int, ...] | None:
+    def send_now(self, payload, to: Sequence[int] | None, *, BaseClaim claim=None) -> tuple[int, ...] | None:
         """Sends a payload if nothing has to be waited for. ``claim``: as of :meth:`broadcast`.
 
         Returns:
@@ -344,9 +344,9 @@ cdef class FanOutEnd:
             raise self.shell.closed()
         return 0
 
-    cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared):
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags, BaseClaim shared):
         cdef Parcel parcel
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef SlotNumbers* slot
         cdef uint32_t count, place, i
         self._check_open()
@@ -398,15 +398,15 @@ cdef class FanOutEnd:
                 parcel.slot_count += 1
         return parcel
 
-    def take_memory(self, Parcel parcel not None) -> bool:
+    def reserve_memory(self, Parcel parcel not None) -> bool:
         """Takes memory for what is copied, if it needs any; False: there is none now."""
         if not parcel.packed.slot_nbytes or parcel.start >= 0:
             return True
         if self._memory is None:
             return True  # there is nobody to send it to
-        parcel.start = self.book.take_blocks(parcel.blocks)
+        parcel.start = self.book.reserve_blocks(parcel.blocks)
         if parcel.start < 0 and self.book.sweep():
-            parcel.start = self.book.take_blocks(parcel.blocks)
+            parcel.start = self.book.reserve_blocks(parcel.blocks)
         parcel.had_memory = parcel.start >= 0
         return parcel.had_memory
 
@@ -456,7 +456,7 @@ cdef class FanOutEnd:
         if not self._has_room(mask, parcel):
             return False
         mask = self._mask(parcel)  # without those who have broken the rules
-        if not self.take_memory(parcel):
+        if not self.reserve_memory(parcel):
             return False
         if parcel.start < 0:
             self._publish(mask, parcel)
@@ -560,7 +560,7 @@ cdef class FanOutEnd:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1:
+    cdef bint _handle_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1:
         """A record came from a worker; returns False if it is no reply.
 
         Raises:
@@ -590,7 +590,7 @@ cdef class FanOutEnd:
                 gathering._take(worker, answer)
         return True
 
-    def take_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
+    def handle_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
         """A worker has no reply to a message.
 
         Raises:
@@ -639,7 +639,7 @@ cdef class Broadcasting(Awaited):  # type: Awaited[tuple[int, ...]]
     cdef object payload
     cdef object to
     cdef object timeout
-    cdef ClaimEnd claim          # whose payload it is; None: a message of the engine's own
+    cdef BaseClaim claim          # whose payload it is; None: a message of the engine's own
 
     cdef PyObject* happen(self) except NULL:
         cdef Parcel parcel = self.end._pack(self.payload, self.to, 0, self.claim)

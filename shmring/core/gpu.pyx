@@ -110,11 +110,11 @@ cdef class Gpu:
             free(point)
             point = following
 
-    cdef int enter(self) noexcept nogil:
+    cdef int push_context(self) noexcept nogil:
         """Makes this GPU's context the thread's current one; returns the driver's code."""
         return self.calls.cuCtxPushCurrent_v2(self._context)
 
-    cdef void leave(self) noexcept nogil:
+    cdef void pop_context(self) noexcept nogil:
         """Makes the one before the current one again."""
         cdef void* context
         self.calls.cuCtxPopCurrent_v2(&context)
@@ -130,12 +130,12 @@ cdef class Gpu:
             raise self.failure(call, code)
         return 0
 
-    cdef int _enter(self) except -1:
-        return self._check("cuCtxPushCurrent_v2", self.enter())
+    cdef int _push_context(self) except -1:
+        return self._check("cuCtxPushCurrent_v2", self.push_context())
 
     # -- points ------------------------------------------------------------------------------------------------------
 
-    cdef Point* take_point(self, uint32_t kept) except NULL:
+    cdef Point* new_point(self, uint32_t kept) except NULL:
         """Returns a point that nobody uses, with room for so many regions."""
         cdef Point* point
         if self._idle == NULL:
@@ -157,10 +157,10 @@ cdef class Gpu:
         if point == NULL:
             raise MemoryError
         point.next, point.kept, point.count = NULL, point.few, 0
-        code = self.enter()
+        code = self.push_context()
         if not code:
             code = self.calls.cuEventCreate(&point.event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING)
-            self.leave()
+            self.pop_context()
         if code:
             free(point)
             raise self.failure("cuEventCreate", code)
@@ -185,9 +185,9 @@ cdef class Gpu:
     def is_idle(self, uint64_t stream) -> bool:
         """Whether a stream has come to the end of all that was queued on it."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuStreamQuery(<void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         if code != CUDA_ERROR_NOT_READY:
             self._check("cuStreamQuery", code)
         return not code
@@ -197,10 +197,10 @@ cdef class Gpu:
         cdef Mark mark = Mark.__new__(Mark)
         cdef int code
         mark._gpu = self
-        mark._point = self.take_point(0)
-        self._enter()
+        mark._point = self.new_point(0)
+        self._push_context()
         code = self.calls.cuEventRecord(mark._point.event, <void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         self._check("cuEventRecord", code)
         return mark
 
@@ -214,9 +214,9 @@ cdef class Gpu:
         """Returns a new event that other processes can wait for."""
         cdef void* event = NULL
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS)
-        self.leave()
+        self.pop_context()
         self._check("cuEventCreate", code)
         return <uintptr_t>event
 
@@ -224,9 +224,9 @@ cdef class Gpu:
         """Returns the handle by which other processes open an event of :meth:`create_shared`."""
         cdef CUipcEventHandle handle
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuIpcGetEventHandle(&handle, <void*><uintptr_t>event)
-        self.leave()
+        self.pop_context()
         self._check("cuIpcGetEventHandle", code)
         return (<char*>&handle)[:sizeof(handle)]
 
@@ -238,26 +238,26 @@ cdef class Gpu:
         if len(handle) != sizeof(taken):
             raise self.failure("cuIpcOpenEventHandle", 1)
         memcpy(&taken, <const char*><bytes>handle, sizeof(taken))
-        self._enter()
+        self._push_context()
         code = self.calls.cuIpcOpenEventHandle(&event, taken)
-        self.leave()
+        self.pop_context()
         self._check("cuIpcOpenEventHandle", code)
         return <uintptr_t>event
 
     def record_shared(self, uint64_t event, uint64_t stream) -> None:
         """Records an event of :meth:`create_shared` behind all that is queued on a stream."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuEventRecord(<void*><uintptr_t>event, <void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         self._check("cuEventRecord", code)
 
     def wait(self, uint64_t stream, uint64_t event) -> None:
         """Has all later work of a stream wait for an event as it was recorded last. Returns at once."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuStreamWaitEvent(<void*><uintptr_t>stream, <void*><uintptr_t>event, 0)
-        self.leave()
+        self.pop_context()
         self._check("cuStreamWaitEvent", code)
 
 
@@ -276,9 +276,9 @@ cdef class Mark:
     def has_come(self) -> bool:
         """Whether the GPU has come to it. Does not wait."""
         cdef int code
-        self._gpu._enter()
+        self._gpu._push_context()
         code = self._gpu.calls.cuEventQuery(self._point.event)
-        self._gpu.leave()
+        self._gpu.pop_context()
         if code != CUDA_ERROR_NOT_READY:
             self._gpu._check("cuEventQuery", code)
         return not code
@@ -313,7 +313,7 @@ cdef class GpuMemory:
 
     def __dealloc__(self) -> None:
         if self._lender != NULL:
-            leave_owner(&self._lender.owner)
+            drop_owner(&self._lender.owner)
 
     @property
     def lent(self) -> int:
@@ -407,14 +407,14 @@ cdef class Watch:
                     continue
                 if region == NULL:
                     region = regions.lend_for(key_high, key_low, NULL, 0, NULL)
-                point = self.gpu.take_point(1)
+                point = self.gpu.new_point(1)
             except BaseException:
                 self._kept += 1
                 raise
-            code = self.gpu.enter()
+            code = self.gpu.push_context()
             if not code:
                 code = self.gpu.calls.cuEventRecord(point.event, <void*><uintptr_t>stream)
-                self.gpu.leave()
+                self.gpu.pop_context()
             if code:
                 self._kept += 1
                 raise self.gpu.failure("cuEventRecord", code)
@@ -436,20 +436,20 @@ cdef class Watch:
 
     cdef int _see_out(self) noexcept nogil:
         cdef Point* point
-        cdef int code = self.gpu.enter()
+        cdef int code = self.gpu.push_context()
         while True:
             while self._next == NULL and not self._take():
                 PyThread_acquire_lock(self._news, WAIT_LOCK)
             point = self._next
             self._next = point.next
             if point.event == NULL:
-                self.gpu.leave()
+                self.gpu.pop_context()
                 return 0
             if not code:
                 code = self.gpu.calls.cuEventSynchronize(point.event)
             if code:
                 self._lost += 1
-                self.gpu.leave()
+                self.gpu.pop_context()
                 return code
             self.gpu.point_came(point)
 

@@ -79,7 +79,7 @@ cdef class KeptBook:
         self.evictions += 1
         return 0
 
-    cdef bint may_take(self, uint64_t blocks) except -1:
+    cdef bint may_keep(self, uint64_t blocks) except -1:
         """Whether so much more can be kept, if what is not pinned goes."""
         if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept:
             return False

@@ -272,7 +272,7 @@ cdef class Lending:
             if start <= kept.start and kept.start + kept.blocks <= start + length:
                 self._forget(kept)
             else:
-                is_taken = self._free.take_at(kept.start, kept.blocks)
+                is_taken = self._free.carve_run(kept.start, kept.blocks)
                 assert is_taken, "what was given back is free"
         return length != 0
 
@@ -495,7 +495,7 @@ cdef class Lending:
             blocks = min(start + blocks, end)
             start = max(start, at)
             blocks -= start
-            is_taken = self._free.take_at(start, blocks)
+            is_taken = self._free.carve_run(start, blocks)
             assert is_taken, "the free runs changed under us"
             self._apart.append((start, blocks))
             self._apart_blocks += blocks

@@ -68,7 +68,7 @@ cdef void keep_mapped(Mapped* mapped) noexcept nogil:
     take_reference(&mapped.references)
 
 
-cdef void leave_mapped(Mapped* mapped) noexcept nogil:
+cdef void drop_mapped(Mapped* mapped) noexcept nogil:
     if drop_reference(&mapped.references):
         return
     if mapped.nbytes and mapped.forks == forks():
@@ -162,7 +162,7 @@ cdef class Mapping:
 
     def __dealloc__(self) -> None:
         if self.mapped != NULL:
-            leave_mapped(self.mapped)
+            drop_mapped(self.mapped)
 
     @property
     def address(self) -> int:

@@ -55,7 +55,7 @@ cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
 
 LARGEST_RECORD_NBYTES: int = _LARGEST_RECORD_NBYTES
 
-cpdef enum:  # what :func:`take_bells` has found, added up
+cpdef enum:  # what :func:`receive_bells` has found, added up
     ENDED = 1
     GAVE_UP = 2
     FOREIGN = 4
@@ -72,7 +72,7 @@ cdef enum:
     MOST_READS = 16  # of other things, at a time
 
 
-def take_bells(connected: int) -> int:
+def receive_bells(connected: int) -> int:
     """Reads what has come over a socket, without waiting.
 
     To the end of it in one go: a loop may say only once that a socket has ended (uvloop does, where the peer left bells unread).
@@ -339,14 +339,14 @@ cdef class RecordWriter:
         return True
 
 
-cdef class RecordTaker:
+cdef class RecordHandler:
     """Who is handed records in C, of those kinds that come with every message; for the subclass."""
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """Takes a record, which is only there during the call; returns False if it is for :meth:`take_message`."""
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """Takes a record, which is only there during the call; returns False if it is for :meth:`handle_message`."""
         return False
 
-    def take_message(self, record: bytes, /) -> None:
+    def handle_message(self, record: bytes, /) -> None:
         """Takes a record of any other kind; for the subclass.
 
         Raises:
@@ -354,18 +354,18 @@ cdef class RecordTaker:
         """
         raise NotImplementedError
 
-    def take_record(self, bytes record not None, /) -> None:
+    def handle_record(self, bytes record not None, /) -> None:
         """Takes any record.
 
         Raises:
             RemoteProtocolError: it breaks the rules.
         """
-        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
-            self.take_message(record)
+        if not self.handle_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
+            self.handle_message(record)
 
     def __call__(self, record: bytes, /) -> None:
-        """As :meth:`take_record`."""
-        self.take_record(record)
+        """As :meth:`handle_record`."""
+        self.handle_record(record)
 
 
 cdef class RecordReader:
@@ -403,7 +403,7 @@ cdef class RecordReader:
     cdef readonly bint late
     cdef readonly bint stopped
     cdef bint _is_ending
-    cdef uint8_t* _copy         # of the record that a RecordTaker has; NULL: none had one
+    cdef uint8_t* _copy         # of the record that a RecordHandler has; NULL: none had one
     cdef uint64_t _left_nbytes  # that are delivered before the end
 
     def __init__(self, memory: Buffer, bell: int) -> None:
@@ -431,7 +431,7 @@ cdef class RecordReader:
         """Takes records, and hands each over, until there are no more.
 
         Args:
-            take: called with each record. What it raises ends this. A :class:`RecordTaker` is called in C.
+            take: called with each record. What it raises ends this. A :class:`RecordHandler` is called in C.
             most: how many records, at most.
             clock, until: it ends with the record after which ``clock()`` is later than that; :attr:`late` says so. After records
                 that are taken in C, which are short work unless they are long, only every eighth time.
@@ -445,9 +445,9 @@ cdef class RecordReader:
         cdef Py_ssize_t count = 0, limit = most
         cdef double deadline = until
         cdef uint32_t nbytes
-        cdef RecordTaker taker = take if isinstance(take, RecordTaker) else None
+        cdef RecordHandler taker = take if isinstance(take, RecordHandler) else None
         if taker is not None:
-            take = taker.take_message
+            take = taker.handle_message
             self._make_copy()
         self.late = False
         while count < limit and not self.stopped and self.next_nbytes(&nbytes):
@@ -464,7 +464,7 @@ cdef class RecordReader:
                 take(record)
             else:
                 self.take(self._copy, nbytes)
-                if taker.take_hot(self._copy, nbytes):
+                if taker.handle_hot(self._copy, nbytes):
                     if count % _SHORT_RECORDS and nbytes < _LONG_NBYTES:
                         continue
                 else:
@@ -482,7 +482,7 @@ cdef class RecordReader:
                 raise MemoryError
         return 0
 
-    cdef bint hear(self, RecordTaker taker) except -1:
+    cdef bint hear(self, RecordHandler taker) except -1:
         """Takes what has come, sooner than the next turn would, and within what is left of this one.
 
         Returns:
@@ -504,9 +504,9 @@ cdef class RecordReader:
                 self.delivered += 1
                 self.heard = True
                 self.take(self._copy, nbytes)
-                is_hot = taker.take_hot(self._copy, nbytes)
+                is_hot = taker.handle_hot(self._copy, nbytes)
                 if not is_hot:  # which may be long work: what is behind it waits for the next call, or turn
-                    taker.take_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
+                    taker.handle_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
         finally:
             kept.is_reading = False
         self.wake_writer()

@@ -51,7 +51,7 @@ cdef inline uint64_t read_little_endian(const uint8_t* at, int nbytes) noexcept 
     return number
 
 
-cdef inline bint _take_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
+cdef inline bint _read_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
     if cursor.end - cursor.at < nbytes:
         return False
     number[0] = read_big_endian(cursor.at, nbytes)
@@ -59,7 +59,7 @@ cdef inline bint _take_number(Cursor* cursor, int nbytes, uint64_t* number) noex
     return True
 
 
-cdef inline bint _take_data(Cursor* cursor, Value* value, uint64_t nbytes) noexcept nogil:
+cdef inline bint _read_data(Cursor* cursor, Value* value, uint64_t nbytes) noexcept nogil:
     if <uint64_t>(cursor.end - cursor.at) < nbytes:
         return False
     value.data = cursor.at
@@ -68,14 +68,14 @@ cdef inline bint _take_data(Cursor* cursor, Value* value, uint64_t nbytes) noexc
     return True
 
 
-cdef inline bint _take_sized(Cursor* cursor, Value* value, int length_nbytes, bint typed) noexcept nogil:
+cdef inline bint _read_sized(Cursor* cursor, Value* value, int length_nbytes, bint typed) noexcept nogil:
     """Data behind its length, and behind its type if it is an extension."""
     cdef uint64_t nbytes = 0
     cdef uint64_t type = 0
-    if not _take_number(cursor, length_nbytes, &nbytes) or (typed and not _take_number(cursor, 1, &type)):
+    if not _read_number(cursor, length_nbytes, &nbytes) or (typed and not _read_number(cursor, 1, &type)):
         return False
     value.type = <uint8_t>type
-    return _take_data(cursor, value, nbytes)
+    return _read_data(cursor, value, nbytes)
 
 
 cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
@@ -96,7 +96,7 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
         value.kind, value.number = ARRAY, head & 0x0F
     elif head < 0xC0:
         value.kind = TEXT
-        whole = _take_data(cursor, value, head & 0x1F)
+        whole = _read_data(cursor, value, head & 0x1F)
     elif head >= 0xE0 or head == 0xC2 or head == 0xC3:
         value.kind = OTHER
     elif head == 0xC0:
@@ -105,33 +105,33 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
         whole = False  # the one byte that msgpack never uses
     elif head <= 0xC6:
         value.kind = BINARY
-        whole = _take_sized(cursor, value, 1 << (head - 0xC4), False)
+        whole = _read_sized(cursor, value, 1 << (head - 0xC4), False)
     elif head <= 0xC9:
         value.kind = EXTENSION
-        whole = _take_sized(cursor, value, 1 << (head - 0xC7), True)
+        whole = _read_sized(cursor, value, 1 << (head - 0xC7), True)
     elif head <= 0xCB:
         value.kind = OTHER
-        whole = _take_data(cursor, value, 4 << (head - 0xCA))
+        whole = _read_data(cursor, value, 4 << (head - 0xCA))
     elif head <= 0xCF:
         value.kind = UNSIGNED
-        whole = _take_number(cursor, 1 << (head - 0xCC), &value.number)
+        whole = _read_number(cursor, 1 << (head - 0xCC), &value.number)
     elif head <= 0xD3:
         value.kind = OTHER
-        whole = _take_data(cursor, value, 1 << (head - 0xD0))
+        whole = _read_data(cursor, value, 1 << (head - 0xD0))
     elif head <= 0xD8:
         value.kind = EXTENSION
         type = 0
-        whole = _take_number(cursor, 1, &type) and _take_data(cursor, value, 1 << (head - 0xD4))
+        whole = _read_number(cursor, 1, &type) and _read_data(cursor, value, 1 << (head - 0xD4))
         value.type = <uint8_t>type
     elif head <= 0xDB:
         value.kind = TEXT
-        whole = _take_sized(cursor, value, 1 << (head - 0xD9), False)
+        whole = _read_sized(cursor, value, 1 << (head - 0xD9), False)
     elif head <= 0xDD:
         value.kind = ARRAY
-        whole = _take_number(cursor, 2 << (head - 0xDC), &value.number)
+        whole = _read_number(cursor, 2 << (head - 0xDC), &value.number)
     else:
         value.kind = MAP
-        whole = _take_number(cursor, 2 << (head - 0xDE), &value.number)
+        whole = _read_number(cursor, 2 << (head - 0xDE), &value.number)
     if not whole:
         value.kind = TRUNCATED
     return value.kind

@@ -79,13 +79,13 @@ cdef void* CLOSED = &_closed
 # -- regions, in C ---------------------------------------------------------------------------------------------------------
 
 
-cdef void _leave_departures(Departures* departures) noexcept nogil:
+cdef void _drop_departures(Departures* departures) noexcept nogil:
     if not drop_reference(&departures.references):
         close(departures.bell)
         free(departures)
 
 
-cdef void leave_owner(Owner* owner) noexcept nogil:
+cdef void drop_owner(Owner* owner) noexcept nogil:
     """Drops one reference."""
     if not drop_reference(&owner.references):
         owner.gone(owner)
@@ -93,9 +93,9 @@ cdef void leave_owner(Owner* owner) noexcept nogil:
 
 cdef void _free(Lent* region) noexcept nogil:
     if region.owner != NULL:
-        leave_owner(region.owner)
+        drop_owner(region.owner)
     if region.mapped != NULL:
-        leave_mapped(region.mapped)
+        drop_mapped(region.mapped)
     free(region)
 
 
@@ -128,7 +128,7 @@ cdef void drop_region(Lent* region) noexcept nogil:
     if not region.is_told or not _push(departures, region):
         _free(region)
     if departures != NULL:
-        _leave_departures(departures)  # the region's own: kept until here, since the bell was needed after the push
+        _drop_departures(departures)  # the region's own: kept until here, since the bell was needed after the push
 
 
 cdef bint is_region_viewed(const Lent* region) noexcept nogil:
@@ -155,7 +155,7 @@ cdef bint leave_region(Lent* region) noexcept:
         return True
     _unlink(departures, region)  # the last view has died just now, and saw our reference
     _free(region)
-    _leave_departures(departures)
+    _drop_departures(departures)
     return False
 
 
@@ -328,7 +328,7 @@ cdef class Regions:
         while top != NULL:
             region, top = top, top.next
             _free(region)
-        _leave_departures(departures)
+        _drop_departures(departures)
 
 
 @cython.final

@@ -55,12 +55,12 @@ cdef double _ROOM_S = 0.01  # after which who waits for room looks, for another 
 # -- acknowledging, in C -----------------------------------------------------------------------------------------------------
 
 
-cdef void _leave_page(Page* page) noexcept nogil:
+cdef void _drop_page(Page* page) noexcept nogil:
     if drop_reference(&page.references):
         return
     if page.forks == forks():
         close(page.bell)
-    leave_mapped(page.mapped)
+    drop_mapped(page.mapped)
     free(page)
 
 
@@ -77,11 +77,11 @@ cdef void _acknowledge(Owner* owner) noexcept nogil:
         wanted = load_acquire_u64(at + AT_WANT)
         if wanted and left.sequence >= wanted and exchange_u64(at + AT_WANT, 0):
             send(page.bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
-    _leave_page(page)
+    _drop_page(page)
     free(left)
 
 
-cdef class MessageEnd:
+cdef class BaseMessage:
     """A message, from its receipt until it is left; the shells' messages are subclasses.
 
     A shell has ``check_process()``; ``fail_answer(sequence, error)``, which tells the engine that no reply to a message will come, in
@@ -137,7 +137,7 @@ cdef class MessageEnd:
 
     def __dealloc__(self) -> None:
         if self._acknowledgement != NULL:
-            leave_owner(&self._acknowledgement.owner)
+            drop_owner(&self._acknowledgement.owner)
 
     @property
     def payload(self):
@@ -180,7 +180,7 @@ cdef class MessageEnd:
             self._regions = None
         self._acknowledgement = NULL
         if acknowledgement != NULL:
-            leave_owner(&acknowledgement.owner)
+            drop_owner(&acknowledgement.owner)
         return True
 
 
@@ -195,13 +195,13 @@ cdef class WorkerEnd:
         decoder: of payloads.
         shared_decoder: of a pair of a claim's payload and what goes beside it.
         packer: of replies.
-        message_type: a subclass of :class:`MessageEnd`.
+        message_type: a subclass of :class:`BaseMessage`.
         max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         max_payload_nbytes: of a payload.
 
     Attributes:
         received: messages so far.
-        shell: whose end this is; it says so. See :class:`MessageEnd`.
+        shell: whose end this is; it says so. See :class:`BaseMessage`.
     """
 
     cdef readonly RecordReader reader
@@ -230,7 +230,7 @@ cdef class WorkerEnd:
         PayloadDecoder decoder not None,
         PayloadDecoder shared_decoder not None,
         Packer packer not None,
-        message_type: type[MessageEnd],
+        message_type: type[BaseMessage],
         *,
         max_tensors: int,
         max_values: int,
@@ -259,7 +259,7 @@ cdef class WorkerEnd:
 
     def __dealloc__(self) -> None:
         if self._page != NULL:
-            _leave_page(self._page)
+            _drop_page(self._page)
 
     def close(self) -> None:
         """Leaves what was not received; what was stays until it is left. Nothing is received any more.
@@ -282,7 +282,7 @@ cdef class WorkerEnd:
 
     def leave_unread(self, bytes record not None) -> None:
         """Leaves the message of a record without opening it."""
-        cdef MessageEnd message = self._begin(record, None, None)
+        cdef BaseMessage message = self._begin(record, None, None)
         if message is not None:
             message._leave_end()
 
@@ -299,7 +299,7 @@ cdef class WorkerEnd:
                 and so do the next waits: a sleeper gets the core back when it is rung, and who looks does not.
 
         Returns:
-            A message; the bytes of a record of another kind; or what :func:`take_bells` would, ``ENDED`` also if the engine is
+            A message; the bytes of a record of another kind; or what :func:`receive_bells` would, ``ENDED`` also if the engine is
             dead: there was no record before, and there may be one now. 0: nothing came in time.
 
         Raises:
@@ -337,17 +337,17 @@ cdef class WorkerEnd:
         message = self._open(record)
         return record if message is None else message
 
-    def open(self, bytes record not None) -> MessageEnd | None:
+    def open(self, bytes record not None) -> BaseMessage | None:
         """Returns the message of a record; None: it is of another kind. Raises as :meth:`receive`."""
         return self._open(record)
 
-    cdef MessageEnd _begin(self, bytes record, Content content, Mapping mapping):
+    cdef BaseMessage _begin(self, bytes record, Content content, Mapping mapping):
         """Reads the head of a message, and its content if one is given; returns it with its acknowledgement, or None."""
         cdef Cursor cursor
         cdef Value value
         cdef uint64_t members, tag, sequence, stamp, flags, slots, i
         cdef Acknowledgement* acknowledgement
-        cdef MessageEnd message
+        cdef BaseMessage message
         cdef SlotNumbers* slot
         if not read_head(&cursor, <const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), &tag, &members) \
                 or tag != BROADCAST:
@@ -381,10 +381,10 @@ cdef class WorkerEnd:
                 raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
         return message
 
-    cdef MessageEnd _open(self, bytes record):
+    cdef BaseMessage _open(self, bytes record):
         cdef Content content = Content.__new__(Content)
         cdef Mapping mapping = self._mapping  # kept by this call
-        cdef MessageEnd message
+        cdef BaseMessage message
         cdef ContentRegions regions
         cdef SlotNumbers* slot
         if self.reader is None:
@@ -438,7 +438,7 @@ cdef class WorkerEnd:
         packed.put_content(put_unsigned(to, number), NULL)
         return record
 
-    def mark_answered(self, MessageEnd message not None) -> bool:
+    def mark_answered(self, BaseMessage message not None) -> bool:
         """A message has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
 
         Raises:
@@ -451,7 +451,7 @@ cdef class WorkerEnd:
         message.answered = True
         return message.wants_reply
 
-    def unmark_answered(self, MessageEnd message not None) -> None:
+    def unmark_answered(self, BaseMessage message not None) -> None:
         """Takes that back: nothing was sent. If the message was left meanwhile, the engine is told that no reply will come."""
         message.answered = False
         if message.left:

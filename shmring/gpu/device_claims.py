@@ -103,7 +103,7 @@ class DeviceClaims:
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def take_up(self, client_id: int, submit: Submit) -> Placement:
+    def claim(self, client_id: int, submit: Submit) -> Placement:
         """Has this thread's stream wait for what a request's frontend has queued. Returns at once, where its tensors here are.
 
         Raises:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmring.cancellation import retrieve, uninterrupted
-from shmring.core.compiled import ClientSlotRecord, Gpu, Mapping, Mark, SlotEnd
+from shmring.core.compiled import BaseSlot, ClientSlotRecord, Gpu, Mapping, Mark
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
@@ -74,7 +74,7 @@ class DeviceSlots(Slots):
     """
 
     def __init__(
-        self, owner: Owner, engine_name: str, cuda: Cuda, memory: DeviceMemory, copier: Copier, slot_type: type[SlotEnd]
+        self, owner: Owner, engine_name: str, cuda: Cuda, memory: DeviceMemory, copier: Copier, slot_type: type[BaseSlot]
     ) -> None:
         self._start = owner.welcome.slab_nbytes
         self._handle = owner.welcome.device_slab

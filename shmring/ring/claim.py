@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from shmring.core.compiled import ClaimEnd, done
+from shmring.core.compiled import BaseClaim, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.gpu.cuda import Stream
@@ -27,7 +27,7 @@ _NOTHING: Any = object()
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Claim(ClaimEnd, Generic[_Payload]):
+class Claim(BaseClaim, Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``.
 
     Leaving the block releases the slots and tells the frontend that the request is done, or that it failed with the exception,
@@ -39,7 +39,7 @@ class Claim(ClaimEnd, Generic[_Payload]):
         request_id: the request, as that frontend numbers its submissions.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
-        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.ClaimEnd`.
+        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.BaseClaim`.
         aborted: whether the frontend gave the request up, or has gone.
         released: whether its slots were released, or will be when their copy to a GPU is over.
     """

@@ -1,6 +1,6 @@
 """A connected frontend, as the engine has it: what its messages ask for, and how its connection ends.
 
-Theory of operation: submissions are the :class:`~shmring.core.compiled.FrontendEnd`'s. :class:`Frontend` takes all other
+Theory of operation: submissions are the :class:`~shmring.core.compiled.BaseFrontend`'s. :class:`Frontend` takes all other
 messages; each is one event of the book.
 
 What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
@@ -20,7 +20,16 @@ from typing import Any
 
 import msgspec
 
-from shmring.core.compiled import ENDED, EngineEnd, FrontendEnd, RingMemory, check_count, check_kept, decode_values, take_bells
+from shmring.core.compiled import (
+    ENDED,
+    BaseFrontend,
+    EngineEnd,
+    RingMemory,
+    check_count,
+    check_kept,
+    decode_values,
+    receive_bells,
+)
 from shmring.core.effects import EngineEffect
 from shmring.core.messages import (
     MAX_FINDS,
@@ -62,7 +71,7 @@ _FAILED_NBYTES = 4 * _MAX_ERROR_TEXT + 2048  # at most, of the end of a request 
 _OTHER_UNREAD_NBYTES = 4 << 20  # of leases, and of slots that drained: far more than there are
 
 
-class Frontend(FrontendEnd):
+class Frontend(BaseFrontend):
     """A connected frontend.
 
     Args:
@@ -132,7 +141,7 @@ class Frontend(FrontendEnd):
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         """One message, other than a submission, is one event."""
         client_id, book, carry_out, config = self.client_id, self._book, self._carry_out, self._life.config
         message = decode_frontend_message(record)
@@ -251,7 +260,7 @@ class Frontend(FrontendEnd):
     def _hear_last_use(self) -> None:
         """The end of the socket: it uses nothing any more of what its goodbye named. Or it rang before the goodbye."""
         assert self._lingering is not None
-        heard = take_bells(self._lingering.fileno())
+        heard = receive_bells(self._lingering.fileno())
         if not heard:
             return
         self._end_lingering()

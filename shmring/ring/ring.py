@@ -78,7 +78,7 @@ class Ring(EngineCalls, Generic[_Payload]):
             ClosedError: the ring is closed.
         """
         self._shell.check_claiming()
-        claim: Claim[_Payload] | None = self._shell.end.take_now()
+        claim: Claim[_Payload] | None = self._shell.end.claim_now()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim

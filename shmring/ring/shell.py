@@ -24,7 +24,7 @@ import torch
 
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig
-from shmring.core.compiled import ClaimEnd, EngineBook, EngineEnd, Placement, Submit
+from shmring.core.compiled import BaseClaim, EngineBook, EngineEnd, Placement, Submit
 from shmring.core.effects import (
     Answered,
     ClientGone,
@@ -107,7 +107,7 @@ class Shell:
         listener: Listener,
         payload_type: Any,
         calls: Mapping[str, CallHandler],
-        claim_type: type[ClaimEnd],
+        claim_type: type[BaseClaim],
     ) -> None:
         config = life.config
         self.life = life
@@ -164,16 +164,16 @@ class Shell:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    async def claim_in_turn(self) -> ClaimEnd:
+    async def claim_in_turn(self) -> BaseClaim:
         """For :meth:`Ring.claim`: a request has to be waited for."""
         self.life.check_loop()
         while True:
             self.check_claiming()
-            if not self._claimers and (claim := self.end.take_now()) is not None:
+            if not self._claimers and (claim := self.end.claim_now()) is not None:
                 return claim
             await self._request_arrived()
             self.check_claiming()
-            if (claim := self.end.take_next()) is not None:
+            if (claim := self.end.claim_next()) is not None:
                 if self._claimers:
                     self.request_arrived()
                 return claim
@@ -184,7 +184,7 @@ class Shell:
         if self._is_draining:
             raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
 
-    async def next_in_turn(self) -> ClaimEnd:
+    async def next_in_turn(self) -> BaseClaim:
         """For the iteration over claims: a request has to be waited for."""
         try:
             return await self.claim_in_turn()
@@ -217,12 +217,12 @@ class Shell:
             self.end.begin_turn()
             self.request_arrived()
 
-    def take_up_device(self, client_id: int, submit: Submit) -> Placement:
+    def claim_on_device(self, client_id: int, submit: Submit) -> Placement:
         """For the end: a request has slots in device memory. Returns where their tensors are made."""
         [device_claims] = self._device_claims  # what has no fence has no such slots, and what has one was checked
-        return device_claims.take_up(client_id, submit)
+        return device_claims.claim(client_id, submit)
 
-    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
+    def claim_failed(self, claim: BaseClaim, error: Exception, *, breaks_rules: bool) -> None:
         """For the end: a request can't be taken up.
 
         Args:
@@ -277,7 +277,7 @@ class Shell:
         lent = lent_tensors(submit.content, self._slab.address, SLOT_HEADER_NBYTES)
         logger.warning("request %d is left with living views of its payload; it was %s", submit.request_id, report(lent))
 
-    def refuse(self, claim: ClaimEnd) -> None:
+    def refuse(self, claim: BaseClaim) -> None:
         """For the end: raises why a request can't be answered any more."""
         raise self.life.ended_error(claim)
 
@@ -290,12 +290,12 @@ class Shell:
         for callback in callbacks:
             self.loop.call_soon(callback)
 
-    def end_claim(self, claim: ClaimEnd, event: RequestEvent, error: BaseException) -> None:
+    def end_claim(self, claim: BaseClaim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
         self.end.forget_claim(claim.client_id, claim.request_id)
         self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
-    def _end_request(self, claim: ClaimEnd, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
+    def _end_request(self, claim: BaseClaim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
         frontend = self.end.frontend_of(claim)
         description = frontend.describe(error)  # before anything is noted: it runs the error's code
         self.end.mark_ended(claim)

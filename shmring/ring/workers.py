@@ -26,7 +26,7 @@ from typing import Any
 
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
-    ClaimEnd,
+    BaseClaim,
     EngineEnd,
     FanOutBook,
     FanOutEnd,
@@ -100,24 +100,24 @@ class _Worker(JoinedWorker):
     def __str__(self) -> str:
         return f"worker {self.rank} ({self.name or 'unnamed'}, pid {self.pid})"
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         message = decode_worker_message(record)
         if isinstance(message, AnswerPart):
-            self._take_part(message)
+            self._handle_part(message)
         elif isinstance(message, AnswerFailed):
             type_name, text = printable(message.type_name), printable_lines(message.message)
-            self.end.take_failure(self.record, message.sequence, type_name, text)
+            self.end.handle_failure(self.record, message.sequence, type_name, text)
         else:
             raise RemoteProtocolError("a worker joins once")
 
-    def _take_part(self, part: AnswerPart) -> None:
+    def _handle_part(self, part: AnswerPart) -> None:
         self.parts.append(part.data)
         self.parts_nbytes += len(part.data)
         if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.life.config.max_payload_nbytes):
             raise RemoteProtocolError(f"a reply in parts exceeds {_MOST_ANSWERS} times max_payload_nbytes")
         if not part.more:
             record, self.parts, self.parts_nbytes = b"".join(self.parts), [], 0
-            if not self.take_answer(record):
+            if not self.handle_answer(record):
                 raise RemoteProtocolError("what came in parts is no reply")
 
     def rang(self) -> None:
@@ -194,12 +194,12 @@ class Workers:
         return self._sent_now(self.end.send_now(payload, _ranks(to)))
 
     def share(
-        self, claim: ClaimEnd, beside: object, to: Iterable[int] | None, timeout: float | None
+        self, claim: BaseClaim, beside: object, to: Iterable[int] | None, timeout: float | None
     ) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Claim.share`."""
         return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, claim=claim)
 
-    def share_nowait(self, claim: ClaimEnd, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
+    def share_nowait(self, claim: BaseClaim, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Claim.share_nowait`."""
         return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), claim=claim))
 
@@ -256,7 +256,7 @@ class Workers:
             self.check_loop()
             await self._take_turn()
             try:
-                while not self.end.take_memory(parcel):
+                while not self.end.reserve_memory(parcel):
                     self._check_open()
                     await self._changed(self.book.want_memory)
                 if not parcel.is_copied and (address := self.end.address_of(parcel)):

@@ -24,7 +24,7 @@ from typing_extensions import TypeVar
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, check_timeout, configured, require_busy_poll
-from shmring.core.compiled import ClaimEnd, Gathering
+from shmring.core.compiled import BaseClaim, Gathering
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.ring.serving import create_shell
@@ -222,8 +222,8 @@ class _Shell(Shell):
     def client_lost(self, client_id: int) -> None:
         self._arrivals.client_gone(client_id)
 
-    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
-        super().take_up_failed(claim, error, breaks_rules=breaks_rules)
+    def claim_failed(self, claim: BaseClaim, error: Exception, *, breaks_rules: bool) -> None:
+        super().claim_failed(claim, error, breaks_rules=breaks_rules)
         client_id, request_id = claim.client_id, claim.request_id
         text = f"request {request_id} of client {client_id} can't be taken up: {type(error).__name__}: {error}"
         self._arrivals.lost((client_id, request_id), RemoteProtocolError(text))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 from typing_extensions import TypeVar
 
 from shmring.config import WorkerConfig, WorkerOptions, configured, require_busy_poll
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, MessageEnd, Origin, RecordReader, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, BaseMessage, Origin, RecordReader, RecordWriter, receive_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.errors import (
@@ -49,7 +49,7 @@ __all__ = ["Message", "Worker", "join"]
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Message(MessageEnd, Generic[_Payload]):
+class Message(BaseMessage, Generic[_Payload]):
     """A message of the engine, for any thread: ``with message:``. Its attributes are those of :class:`shmring.Message`."""
 
     __slots__ = ()
@@ -152,7 +152,7 @@ class _Connection:
         return fresh(error)
 
     def _hear(self, heard: int) -> None:
-        """As of :func:`~shmring.core.compiled.take_bells`. What was published before the end is still read."""
+        """As of :func:`~shmring.core.compiled.receive_bells`. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
         elif heard & ENDED:
@@ -297,7 +297,7 @@ class _Connection:
         self._end.close()
         self._reader.mute()
         self._writer.mute()
-        take_bells(self._socket.fileno())
+        receive_bells(self._socket.fileno())
         self._socket.close()
         os.close(pidfd)
 

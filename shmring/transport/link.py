@@ -32,7 +32,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordReader, RecordTaker, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordHandler, RecordReader, RecordWriter, receive_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.loops import check_loop
@@ -49,7 +49,7 @@ _LIST_NBYTES = 64  # of a message around a list of ids, at most
 class LinkOwner(Protocol):
     """What a link reports to its owner; always in the loop."""
 
-    def take_record(self, record: bytes, /) -> None:
+    def handle_record(self, record: bytes, /) -> None:
         """A record came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
 
     def peer_gave_up(self) -> None:
@@ -320,7 +320,7 @@ class Link:
             deadline_s = time.perf_counter() + LINK_S
         reader.is_reading = True
         try:
-            take = self._owner if isinstance(self._owner, RecordTaker) else self._owner.take_record
+            take = self._owner if isinstance(self._owner, RecordHandler) else self._owner.handle_record
             count = reader.deliver(take, reader.records_left, time.perf_counter, deadline_s)
             reader.records_left = 0 if reader.late else reader.records_left - count
             if reader.stopped and not self._deaf:  # those were the last words
@@ -350,7 +350,7 @@ class Link:
         """Something came over the socket."""
         if self._origin.forked:
             return
-        heard = take_bells(self._fd)
+        heard = receive_bells(self._fd)
         if heard and not self._deaf:
             if heard & FOREIGN:
                 self.violated(RemoteProtocolError("what came over the socket is no bell"))
@@ -453,7 +453,7 @@ class Link:
         else:
             with contextlib.suppress(OSError):  # the peer has closed it already
                 self._socket.shutdown(socket.SHUT_RDWR)
-            take_bells(self._fd)
+            receive_bells(self._fd)
             self._socket.close()
         del self.writer, self.reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()

@@ -16,8 +16,8 @@ from typing import Any
 from shmring.config import WorkerConfig
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
+    BaseMessage,
     Mapping,
-    MessageEnd,
     Packer,
     PayloadDecoder,
     RecordReader,
@@ -55,7 +55,7 @@ class Joined:
     max_payload_nbytes: int
 
     def make_end(
-        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[MessageEnd], payload_type: Any
+        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[BaseMessage], payload_type: Any
     ) -> WorkerEnd:
         """Returns the compiled end of a worker, which is the shell.
 

@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 
 from shmring.cancellation import retrieve
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.compiled import MessageEnd, Origin
+from shmring.core.compiled import BaseMessage, Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
@@ -40,7 +40,7 @@ _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
 
-class Message(MessageEnd, Generic[_Payload]):
+class Message(BaseMessage, Generic[_Payload]):
     """A message of the engine. Use it as ``with message:``; leaving acknowledges it, when the last view of it has died.
 
     Attributes:
@@ -199,7 +199,7 @@ class _Connection:
 
     # -- for the link ------------------------------------------------------------------------------------------------
 
-    def take_record(self, record: bytes) -> None:
+    def handle_record(self, record: bytes) -> None:
         """For the link: a record came."""
         if len(record) > 1 and record[1] != Refused.__struct_config__.tag:
             self._records.append(record)

@@ -107,7 +107,7 @@ FAULTS = (
         ),
         (
             "the bell of regions that have gone stays open",
-            "    if departures != NULL:\n        _leave_departures(departures)  # the region's own",
+            "    if departures != NULL:\n        _drop_departures(departures)  # the region's own",
             "    pass  # the region's own",
             "tests/core/test_views.py::test_views_outlive_whatever_they_came_from",
         ),
