@@ -1,7 +1,7 @@
-"""Msgpack as far as records need it: reading what anybody may have written, and writing to a place that is large enough.
+"""The part of msgpack that records need: reading bytes of any origin, and writing to a place that is large enough.
 
 Reading makes no Python object and moves one value at a time: :c:func:`read_value` returns the next scalar, text or extension,
-or the head of the next array or map, whose members are the next values. Nothing is read behind the end.
+or the head of the next array or map, whose members are the next values. No byte after the end is read.
 
 Every ``*_nbytes`` is exactly what the ``put_*`` of the same name writes, so that a record's length is known before it is written.
 """
@@ -11,10 +11,10 @@ from libc.string cimport memcpy
 
 
 cdef enum Kind:
-    TRUNCATED   # the bytes end within the value, or are no msgpack
+    TRUNCATED   # the bytes end in the middle of the value, or are no msgpack
     NIL
     UNSIGNED    # number
-    OTHER       # a negative number, a truth value, a float: nothing that records use outside of payloads
+    OTHER       # a negative number, a truth value, a float: records use these only in payloads
     TEXT        # data, nbytes
     BINARY      # data, nbytes
     EXTENSION   # type, data, nbytes
@@ -146,7 +146,7 @@ cdef inline bint read_unsigned(Cursor* cursor, uint64_t* number) noexcept nogil:
 
 
 cdef inline bint read_array(Cursor* cursor, uint64_t* count) noexcept nogil:
-    """The head of an array; no longer than the bytes that are left, each member taking one at least."""
+    """The head of an array. It can't have more members than there are bytes left, since each member takes one at least."""
     cdef Value value
     if read_value(cursor, &value) != ARRAY or value.number > <uint64_t>(cursor.end - cursor.at):
         return False

@@ -1,4 +1,5 @@
-"""What the core calls of Python's C interface and Cython does not declare, or declares for objects that it counts itself."""
+"""Functions of Python's C interface that the core calls, and that Cython does not declare, or declares for objects that it
+counts itself."""
 
 from cpython.object cimport PyObject, PyTypeObject, visitproc
 from libc.stdint cimport int64_t
@@ -10,7 +11,7 @@ cdef extern from "Python.h":
     Py_ssize_t references_of "Py_REFCNT"(PyObject*) noexcept
     PyTypeObject* type_of "Py_TYPE"(object) noexcept
 
-    # What is awaited.
+    # # Awaitables.
     ctypedef enum PySendResult:
         PYGEN_RETURN
         PYGEN_NEXT
@@ -21,7 +22,7 @@ cdef extern from "Python.h":
         PyAsyncMethods* tp_as_async
     int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
 
-    # What the collector of garbage sees.
+    # # Garbage collection.
     ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept
     ctypedef int (*inquiry)(PyObject*) noexcept
     ctypedef struct CollectedType "PyTypeObject":
