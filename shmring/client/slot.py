@@ -1,12 +1,12 @@
-"""A slot in the hands of a frontend's caller: memory of one of the engine's slabs to write a tensor into, in place.
+"""A slot that a frontend's caller holds: memory of one of the engine's slabs, to write tensors into.
 
 A slot is the caller's from ``client.slot(nbytes)`` until the block is left; in between it may be submitted, and submitted
-again once the engine has released it. Views of it are for use inside the block, like those of a file that is open. Where
-something may go on writing after the block was left (a thread that a cancellation leaves behind), ``drain=True`` keeps the
-memory until the last view has died.
+again once the engine has released it. Views of it are for use inside the block, like those of a file that is open. If a thread
+may go on writing after the block was left (because a cancellation does not stop it), ``drain=True`` keeps the memory until the
+last view has died.
 
-A slot in device memory holds torch tensors only. It is written by what its caller queues on the current stream of the GPU, and
-nobody has to wait for that: submitting it and leaving it come behind what is queued by then.
+A slot in device memory holds torch tensors only. Work that its caller queues on the current stream of the GPU writes to it, and
+no call has to wait for that: submitting and leaving it are ordered after the work that is queued by then.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Slot(BaseSlot):
         return name
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """For :meth:`tensor`: makes what is not of the common kind, or says why it can't be made."""
+        """For :meth:`tensor`: makes an uncommon tensor, or raises an error that says why it can't be made."""
         name = torch_dtype_name(dtype)
         view = self._view(tuple(shape), name, dtype.itemsize)
         assert isinstance(view, torch.Tensor)

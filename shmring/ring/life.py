@@ -1,4 +1,5 @@
-"""One life of an engine, as all parts of its end see it: who it is, where it lives, and whether it may be used here and now."""
+"""One life of an engine, for all its parts: its name and configuration, its loop, and whether it may be used now, in this
+process."""
 
 from __future__ import annotations
 

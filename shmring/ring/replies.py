@@ -1,8 +1,8 @@
-"""Replies on their way to a frontend, and what they wait for: space in the reply reserve, and a frontend that reads.
+"""Replies that wait: for space in the reply reserve, and for a frontend to read.
 
 Theory of operation: a reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message.
-The slot is the engine's until the record that names it was written, and then its frontend's. Whoever waits for one stands in
-line in the book.
+The slot is the engine's until the record that names it was written, and then its frontend's. Replies that wait for a slot stand
+in line in the book.
 
 Invariant: a slot whose reply is not sent goes back.
 """
@@ -118,7 +118,7 @@ class Replies:
     def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
         """Describes a reply's slot.
 
-        A caller may keep all its replies, and wait for more: views of them must never hold all of the reserve.
+        A caller may keep all its replies, and wait for more. So views of them must never hold all of the reserve.
         """
         if slot is None:
             return None
@@ -152,7 +152,7 @@ class Replies:
             place.set_exception(self._life.ended_error(claim))
 
     def granted(self, place: Place[ReplySlot], slot: ReplySlot) -> list[EngineEffect]:
-        """Somebody who waits has its slot; returns what follows."""
+        """A waiting reply has its slot; returns the effects that follow."""
         return [] if give(place, slot) else self._discarded(slot)
 
     def _gave_up_waiting(self, place: Place[ReplySlot]) -> None:
