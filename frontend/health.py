@@ -25,7 +25,7 @@ from shmring.frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
 
-_MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; whoever comes now waits as long
+_MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; the next request would wait as long
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
-"""What of a medium is missing, and how much may be: one rule for all formats.
+"""Which part of a medium is missing, and how much may be: one rule for all formats.
 
-What a file promises is compared with what could be read of it. What it promises is said by whatever says how much there is:
+A file promises something: a number of bytes, samples, frames or rows. This promise is compared with the part that could be
+read. Each format says in its own way how much there is:
 
 ===================================  ==========================================================
 WAV                                  bytes of samples; sizes that mean "written to a pipe" are no promise
@@ -11,13 +12,13 @@ FLAC, AIFF, CAF, AVI                 samples or frames, in the header
 JPEG, PNG, BMP, GIF                  rows
 ===================================  ==========================================================
 
-Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: what is there is all. An Ogg and a GIF at least mark their
-end, so that a missing one is told. Besides, packets that can't be decoded are left out and counted.
+Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF
+at least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
 
 If the share that is missing is larger than is accepted (:attr:`shmring.frontend.media.options.MediaLimits.max_missing_share`),
-the medium is refused. If it is smaller, the medium is taken as far as it goes, and its caller is told what is missing. Either
-text names what was promised. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in several
-passes) are refused whenever something is missing.
+the medium is refused. If it is smaller, the medium is used as far as it can be read, and its caller is told how much is
+missing. Both texts name the promise. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in
+several passes) are refused whenever something is missing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""When a slot in device memory may be used again: its last view has died, and the GPU is done with what was queued on it.
+"""When a slot in device memory may be used again: its last view has died, and the GPU has finished the work that was queued on
+it.
 
-Theory of operation: the death of the last view says that nobody in this process will queue anything on a slot any more; the
-GPU may still be at what was queued before. So when a slot was left and its last view has died, each stream that it was used on
-is asked whether it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it
-has come, that is told like the death of a view (``core/views.pyx``). Both ends do the same: the engine with slots that it was
-handed, a frontend with slots that it gives up.
+Theory of operation: after the death of the last view, no more work is queued on a slot in this process, but the GPU may still
+be busy with earlier work. So when a slot was left and its last view has died, each stream that it was used on is asked whether
+it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it has come, this is
+reported like the death of a view (``core/views.pyx``). Both sides do the same: the engine with slots that were handed to it, a
+frontend with slots that it leaves.
 
-Nothing of CUDA is called where a view dies, which is anywhere: only in the loop, when it hears of it.
+A view may die anywhere, and CUDA is not called there, but only in the loop, when the death is reported.
 
 Invariants:
 

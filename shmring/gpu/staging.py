@@ -1,12 +1,12 @@
 """Device memory that copies land in: allocated once, lent out in parts, reused when the GPU is done with them.
 
-Theory of operation: a part goes to one request. Its tensors are views of one region, whose departure says that nobody will
-queue anything on them any more (``core/views.pyx``). The GPU may still be at work on what was queued before: if the stream
-that used them is not idle then, a mark in it says when that is over. Only then is the part free.
+Theory of operation: a part goes to one request. Its tensors are views of one region. When the last of them has died
+(``core/views.pyx``), no more work is queued on them. The GPU may still be at work on what was queued before: if the stream that
+used them is not idle then, a mark in it says when that is over. Only then is the part free.
 
-The mark is made in the loop, a moment after the departure, and so covers at least what was queued until then. It is
-asked for (never waited for) when somebody needs space, and every millisecond while somebody waits for it: an engine
-whose staging memory suffices never asks twice.
+The mark is made in the loop, a moment after the departure, and so covers at least what was queued until then. The mark is
+queried (never waited for) when a request needs space, and every millisecond while a request waits: an engine with enough
+staging memory never queries twice.
 
 Invariants:
 
@@ -40,7 +40,7 @@ _dlpack: Any = torch.utils.dlpack  # which is not annotated
 
 #: What parts are counted in: what torch's own allocator aligns to, so that no kernel finds an address it can't vectorise.
 UNIT_NBYTES = 512
-#: How often the GPU is asked while somebody waits for space.
+#: How often the GPU is queried while a request waits for space.
 _POLL_S = 0.001
 
 

@@ -34,9 +34,7 @@ __all__ = ["Joining", "Message", "Worker", "join"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
-_LARGEST_FAILURE_NBYTES = (
-    8192  # of messages that can't wait: failures of messages that are left without a reply, one for each outstanding message
-)
+_LARGEST_FAILURE_NBYTES = 8192  # of failures, which can't wait: one for each message that may be outstanding
 _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
