@@ -32,7 +32,7 @@ LONG_NBYTES = 1 << 20
 
 _MAX_STRINGS = 2 * MAX_VALUES + 16  # a name and a text for each value; more are no JSON, but would still be counted
 
-# # Possessive: no part of a string is scanned twice. Where a string does not end, a search for one would begin anew at each
+# Possessive: no part of a string is scanned twice. Where a string does not end, a search for one would begin anew at each
 # quote in it; so the search is among those that end.
 _REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'  # of a string, behind its first quote
 _REST_OF_STRING = re.compile(_REST, re.DOTALL)
@@ -40,7 +40,7 @@ _STRING = re.compile(b'"' + _REST, re.DOTALL)
 _ALL_THAT_END = re.compile(b'[^"]*+(?:"' + _REST + b'[^"]*+)*+', re.DOTALL)
 _BEGINNING = re.compile(rb"[A-Za-z0-9+/=:;,.-]{0,64}")  # of a text, that stands in its place: a data: URL's type is in it
 
-# # A caller can't guess it; and in a caller's own text it has no effect.
+# A caller can't guess it; and in a caller's own text it has no effect.
 _MARK = f"...cut-{secrets.token_hex(16)}-"
 
 
@@ -61,7 +61,7 @@ class BodyScan:
 
     def __init__(self, nbytes: int = 0) -> None:
         self.long_texts: dict[str, bytearray] = {}
-        # # The body so far, as long as it can't have too many values.
+        # The body so far, as long as it can't have too many values.
         self._unread: bytearray | None = bytearray() if nbytes <= LONG_NBYTES else None
         self._at_most = 1  # values in it
         self._values = 1

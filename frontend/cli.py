@@ -16,7 +16,7 @@ from shmring.engine.settings import MAX_ENGINES
 
 __all__ = ["main"]
 
-# # Imported when they are run; --help shows these texts.
+# Imported when they are run; --help shows these texts.
 _ELSEWHERE = {
     "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
     "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),

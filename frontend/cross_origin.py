@@ -23,7 +23,7 @@ RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 #: Returns the CORS headers of an answer, from the request's headers, whose names are in lower case.
 HeadersFor: TypeAlias = Callable[[RawHeaders], list[tuple[bytes, bytes]]]
 
-# # The headers of an answer that pages of other sites may read.
+# The headers of an answer that pages of other sites may read.
 _EXPOSED_HEADERS = (
     *("X-Request-Id", "Retry-After", "X-Shmring-Slab-Bytes", "X-Shmring-Copies"),
     *("X-Shmring-Synthetic", "X-Shmring-Media-Shortfall", "X-Shmring-Ignored-Fields"),

@@ -219,7 +219,7 @@ def _schema(name: str) -> dict[str, Any]:
 
 
 def _stream() -> dict[str, Any]:
-    # # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
+    # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
     return {
         "schema": {"type": "string", "description": _STREAM},
         "x-itemSchema": {"$ref": "#/components/schemas/ChatCompletionChunk"},

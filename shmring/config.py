@@ -116,7 +116,7 @@ def _require(condition: bool, message: str) -> None:
 
 def require_busy_poll(seconds: float) -> None:
     """Raises ``ValueError`` unless an end may look for so long before it sleeps."""
-    # # Looking for longer does not reduce latency further, but keeps a core busy: vLLM's readers spin for a second, one core
+    # Looking for longer does not reduce latency further, but keeps a core busy: vLLM's readers spin for a second, one core
     # each.
     _require(0 <= seconds <= _MAX_BUSY_POLL_S, f"busy_poll_s must be between 0 and {_MAX_BUSY_POLL_S} seconds")
 
@@ -320,7 +320,7 @@ class WorkerConfig:
         _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")
 
 
-# # ``**overrides`` for type checkers. A test compares them with the fields.
+# ``**overrides`` for type checkers. A test compares them with the fields.
 
 
 class RingOptions(TypedDict, total=False):

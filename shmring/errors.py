@@ -63,7 +63,7 @@ class ShmringError(Exception):
     """Base of every error that shmring raises on purpose. It can be pickled and copied, with its attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # # Exception's own method calls the class with the text alone, but the subclasses take other arguments.
+        # Exception's own method calls the class with the text alone, but the subclasses take other arguments.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 

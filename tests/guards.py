@@ -40,7 +40,7 @@ GUARDS = (
     Guard(
         "a reply of a request that has ended is refused, whatever has run since its caller looked",
         "shmring/core/engine_end.pyx",
-        "if claim.ended:  # whatever has run since its caller looked",
+        "if claim.ended:  # checked here: code may have run since the caller's check",
         "if False:",
         "tests/test_ends_inside_calls.py::test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look",
     ),
@@ -1599,7 +1599,7 @@ GUARDS = (
     Guard(
         "a reply that is waited for does not count in a turn's budget",
         "shmring/core/fan_out_end.pyx",
-        "                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the one that was asked for\n",
+        "                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the reply that was waited for\n",
         "",
         "tests/test_served_by.py::test_more_replies_are_found_by_looking_than_a_turn_delivers",
     ),

@@ -20,10 +20,10 @@ __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
 
-# # At the end, held-back tokens are decoded together with so many tokens before them: spaces depend on one neighbour.
+# At the end, held-back tokens are decoded together with so many tokens before them: spaces depend on one neighbour.
 _CONTEXT = 8
 
-# # After so many tokens, a text that never becomes complete is given out as it is: decoding noise would take ever more time.
+# After so many tokens, a text that never becomes complete is given out as it is: decoding noise would take ever more time.
 _MAX_HELD = 256
 
 

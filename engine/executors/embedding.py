@@ -47,7 +47,7 @@ class Embedder:
         self._model = model
         self._pooling = pooling
         self._max_model_len = max_model_len
-        # # Measured, and not read from the configuration: some architectures project their hidden states before they return
+        # Measured, and not read from the configuration: some architectures project their hidden states before they return
         # them.
         self.size = int(model.read({"input_ids": torch.tensor([[1]])}).shape[1])
 

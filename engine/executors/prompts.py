@@ -41,7 +41,7 @@ _OVERSAMPLING = 4
 _NUM_FRAMES = 16
 _MAX_FRAME_PIXELS = 512 * 512
 
-# # Arguments of the processor that users must not set: they make the outputs fit the model.
+# Arguments of the processor that users must not set: they make the outputs fit the model.
 _RESERVED = frozenset(
     {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
 )

@@ -20,7 +20,7 @@ __all__ = ["Sampler"]
 
 _LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# # Below it, a division would overflow float32 for ordinary logits; such a temperature means greedy anyway.
+# Below it, a division would overflow float32 for ordinary logits; such a temperature means greedy anyway.
 _GREEDY_BELOW = 1e-4
 
 # torch takes seeds of 64 bits; callers' seeds are any integers.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 __all__ = ["StopTexts"]
 
-# # OpenAI's API takes 4 of them. Each is searched for at every token, so there is a limit.
+# OpenAI's API takes 4 of them. Each is searched for at every token, so there is a limit.
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1024
 

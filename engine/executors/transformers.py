@@ -61,7 +61,7 @@ logger = logging.getLogger("shmring.engine.executors.transformers")
 # Keys and values of this many contexts fit beside a model of some billions of parameters; the model's own option says better.
 _MAX_NUM_SEQS = 16
 
-# # The estimated cost of an input to encode, in seconds: with any model, requests with one input come first.
+# The estimated cost of an input to encode, in seconds: with any model, requests with one input come first.
 _FORWARD_S = 0.003
 
 _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors

@@ -278,7 +278,7 @@ def _check_size(nbytes: int, max_nbytes: int, name: str) -> None:
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?|(?!//))(/[^?#]*)", re.IGNORECASE | re.ASCII)
 _MAX_FILE_URL_CHARACTERS = 3 * 4096 + 64  # Linux takes paths of 4096 bytes; each can be spelled as %xx
 
-# # One answer for all of these, so that callers can't find out which files exist outside of the directory.
+# One answer for all of these, so that callers can't find out which files exist outside of the directory.
 _NO_SUCH_FILE = "the file: URL names no readable file in the directory that this server takes media from"
 _CALLERS_FAULT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG})
 

@@ -90,14 +90,14 @@ class Sending:
         self._copier = copier
         self._slab = slab
         self._count_pins = count_pins
-        # # Lines of requests that wait until fewer are in flight. Those in the second line have space already, and come first.
+        # Lines of requests that wait until fewer are in flight. Those in the second line have space already, and come first.
         self._turns: Line[None] = Line()
         self._again: Line[None] = Line()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit_in_turn(self, payload: object, name: str) -> Submission:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
-        # # The stream of now: while this waits, another task may make another stream the current one.
+        # The stream of now: while this waits, another task may make another stream the current one.
         stream = self._device_slots.current_stream() if self._device_slots.held else None
         self._link.poll()  # slots that the engine has released meanwhile may be used again
         if self._copier.copied_in_turn:

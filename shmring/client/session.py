@@ -485,7 +485,7 @@ class Session:
             self.link.send(Goodbye((), generations, more=True))
         for generations in self.link.split(pinned):
             self.link.send(Goodbye((), (), more=True, pinned_generations=generations))
-        # # The named memory may be used as long as the slab is mapped, which may be longer than the loop lives.
+        # The named memory may be used as long as the slab is mapped, which may be longer than the loop lives.
         lingers = bool(kept or replies or pinned)
         self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped, lingers=lingers))
         self.link.close(self._hand_socket_on if lingers else None)

@@ -66,7 +66,7 @@ class Submission(BaseSubmission):
         try:
             reply = await self.next(reply_type)
         except StopAsyncIteration:
-            # # If an engine finishes a request without a reply, that is its bug, and no reply of None.
+            # If an engine finishes a request without a reply, that is its bug, and no reply of None.
             raise RemoteError(
                 "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
             ) from None

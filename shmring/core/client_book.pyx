@@ -57,7 +57,7 @@ cdef int KEPT = ClientSlot.KEPT
 cdef int KEEP = ClientSlotEvent.KEEP
 
 cdef enum:
-    # # A lease that was sized for one large slot gets only slots of at least this share of its size. By ``bench allocator``:
+    # A lease that was sized for one large slot gets only slots of at least this share of its size. By ``bench allocator``:
     # without this rule, slabs are 78 % full before a slot has to wait; with a share of 0.5, 85 %; with 0.9, 91 %. Slots of one
     # stream of equal or nearly equal sizes go on using their lease without asking.
     LARGE_SHARE = 9
@@ -363,7 +363,7 @@ cdef class ClientBook:
                 break
             del self._waiters[ticket]
             effects.append(Acquired(ticket, slot))
-        # # The first waiter's slot fits into no empty lease, or the waiter would have it.
+        # The first waiter's slot fits into no empty lease, or the waiter would have it.
         for lease in self.leases.values():
             if lease.is_empty() and (lease.recalled or first is not None):
                 spare.append(lease)

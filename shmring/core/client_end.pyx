@@ -825,7 +825,7 @@ cdef class ClientEnd(RecordHandler):
             submission.request_id = request_id
             submission.name = name
             self.pending.put(request_id, submission)
-            # # The ring may be full after all: code that has run since may have written to it.
+            # The ring may be full after all: code that has run since may have written to it.
             if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
                 self._writer.wake_reader()
                 if self._writer.told:
@@ -934,7 +934,7 @@ cdef class ClientEnd(RecordHandler):
             self.stale_releases += not self.device_slots.release(generation)
         else:
             if generation == self._away:
-                # # The engine may not have read yet what this end has sent.
+                # The engine may not have read yet what this end has sent.
                 self._came_back(max(self._received() - self._away_since, self.slot_nbytes_submitted - self._sent_before))
             self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0

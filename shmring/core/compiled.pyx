@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # needed only by types
     import torch
     from typing_extensions import Buffer
 
-    # # Objects that callers await return objects of the shells, which are above the core.
+    # Objects that callers await return objects of the shells, which are above the core.
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
     from shmring.core.effects import ClientEffect, EngineEffect
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # needed only by types
 
     _Result = TypeVar("_Result", covariant=True)
 
-# # Functions that are not ours.
+# Functions that are not ours.
 include "system_calls.pyx"
 include "atomics.pyx"
 include "python_api.pyx"
@@ -52,7 +52,7 @@ include "blocks.pyx"
 include "numbered.pyx"
 include "transitions.pyx"
 
-# # Messages.
+# Messages.
 include "message_ring.pyx"
 include "load.pyx"
 include "looking.pyx"
@@ -71,7 +71,7 @@ include "engine_book.pyx"
 include "client_book.pyx"
 include "fan_out_book.pyx"
 
-# # The sides, and the calls that are awaited.
+# The sides, and the calls that are awaited.
 include "held_slots.pyx"
 include "payload.pyx"
 include "kept_content.pyx"

@@ -36,7 +36,7 @@ cdef enum:
     _FEW_RELEASED = 4
     _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
-    # # A value counts at most 40 ns. Copying and checking 128 bytes of text takes as long.
+    # A value counts at most 40 ns. Copying and checking 128 bytes of text takes as long.
     _TURN_COUNT = 65536   # in a turn: 2 ms, as long as half a thousand small requests take
     _CLAIM_COUNT = 64     # a claim without its payload
     _LIGHT_COUNT = 16384  # 0.5 ms

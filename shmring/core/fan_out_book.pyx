@@ -46,7 +46,7 @@ cdef enum:
 
 
 cdef struct Outstanding:
-    # # A message that a worker may still read.
+    # A message that a worker may still read.
     uint64_t sequence      # 0: none
     uint64_t pending       # places of the workers that have not left it
     int64_t start          # blocks that it has in the memory of broadcasts
@@ -384,7 +384,7 @@ cdef class FanOutBook:
         while left:
             worker = <WorkerRecord>self._places[lowest_bit(left)]
             left &= left - 1
-            # # Acquire: the worker's reads of the message come before its stamp.
+            # Acquire: the worker's reads of the message come before its stamp.
             if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence \
                     or (not worker.is_member and self._has_closed_before(worker, message.sequence)):
                 self._strike(message, stamp, worker)

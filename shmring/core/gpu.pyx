@@ -32,7 +32,7 @@ cdef enum:
 
 
 cdef struct Point:
-    # # An event, and the regions that are kept until the GPU has reached it.
+    # An event, and the regions that are kept until the GPU has reached it.
     void* event
     Point* next
     uint32_t count
@@ -41,7 +41,7 @@ cdef struct Point:
 
 
 cdef struct _Lender:
-    # # The owner of memory on a GPU.
+    # The owner of memory on a GPU.
     Owner owner
     DLManagedTensor* tensor   # keeps the memory until its last use; NULL: its owner does that
 

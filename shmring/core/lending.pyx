@@ -61,7 +61,7 @@ cdef int GRANT = LeaseEvent.GRANT
 
 
 cdef enum:
-    # # How many contents are tried, to make room for a lease by dropping the least recently used. Trying one takes half a
+    # How many contents are tried, to make room for a lease by dropping the least recently used. Trying one takes half a
     # microsecond.
     MOST_TRIED = 128
 
@@ -297,7 +297,7 @@ cdef class Lending:
                     and (self.contents is None or not self.contents.unpinned_blocks)
                 ):
                     continue  # there is no room for it, and another client has the window: nothing can be done
-                # # When a window was closed: begin again with the first request, which the window may have kept out.
+                # When a window was closed: begin again with the first request, which the window may have kept out.
                 begin_again = self._serve_one(<ClientRecord>self.clients[want.client_id], want, effects)
                 if begin_again:
                     break
@@ -307,7 +307,7 @@ cdef class Lending:
         """Serves a waiting request as far as possible; returns whether a window was closed."""
         cdef uint64_t start, blocks
         if self._is_over_quota(client, want.blocks):
-            # # It waits for memory that its own client returns, so no other request waits for it.
+            # It waits for memory that its own client returns, so no other request waits for it.
             if self._window is None or self._window.client_id != client.client_id:
                 return False
             self._close_window()
@@ -389,7 +389,7 @@ cdef class Lending:
         if not self._is_over_quota(client, want.preferred_blocks) and self._make_room(want.preferred_blocks):
             at = self._free.take(want.preferred_blocks)
         if at < 0 and want.blocks != want.preferred_blocks and self._make_room(want.blocks):
-            # # The least size is within its quota, the preferred size may not be.
+            # The least size is within its quota, the preferred size may not be.
             blocks[0] = want.blocks
             at = self._free.take(want.blocks)
         start[0] = <uint64_t>at

@@ -26,7 +26,7 @@ from shmring.errors import ClosedError
 
 
 cdef struct Mapped:
-    # # Memory that stays mapped as long as there is a reference to it.
+    # Memory that stays mapped as long as there is a reference to it.
     int32_t references
     int forks         # of the process that mapped it: in a forked child it is not ours to unmap
     char* address
@@ -150,7 +150,7 @@ cdef class Mapping:
         self.mapped.address = <char*>address
         self.mapped.nbytes = size  # from here on, also if the rest fails, its end unmaps all of it
         if tail:
-            # # In place of the addresses beyond the end of the first file, which are not used yet.
+            # In place of the addresses beyond the end of the first file, which are not used yet.
             with nogil:
                 address = mmap(self.mapped.address + head, tail, tail_protection, MAP_SHARED | MAP_FIXED, tail_descriptor, 0)
             if address == MAP_FAILED:

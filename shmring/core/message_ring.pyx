@@ -67,7 +67,7 @@ GIVING_UP: bytes = b"\1"
 cdef enum:
     BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
     _SHORT_RECORDS = 8  # that are delivered in C between two looks at the clock
-    # # A longer record has a long payload, since tensors in a record are short: checking 60,000 values takes 0.2 ms.
+    # A longer record has a long payload, since tensors in a record are short: checking 60,000 values takes 0.2 ms.
     _LONG_NBYTES = 16 << 10
     _SHARE_SHIFT = 12  # a long record counts as one for each 4 KiB: so 64 of them take a millisecond, long or short
     MOST_READS = 16  # of other things, at a time

@@ -37,7 +37,7 @@ from shmring.errors import CapacityError, RemoteProtocolError
 
 
 cdef struct Growing:
-    # # Bytes that are being written: first into a small buffer, and on the heap when they no longer fit there.
+    # Bytes that are being written: first into a small buffer, and on the heap when they no longer fit there.
     uint8_t* start
     uint8_t* at
     uint8_t* end
@@ -46,7 +46,7 @@ cdef struct Growing:
 
 
 cdef struct TensorMemory:
-    # # Functions of torch's own C interface, which return 0 if they succeed; and the offset of their argument in a tensor's
+    # Functions of torch's own C interface, which return 0 if they succeed; and the offset of their argument in a tensor's
     # object.
     int (*storage_nbytes)(void*, int64_t*) noexcept
     int (*storage_offset)(void*, int64_t*) noexcept
@@ -310,7 +310,7 @@ cdef class Packer:
             return self._put_dict(out, <dict>value, depth)
         if kind is list:
             return self._put_list(out, <list>value, depth)
-        # # A named tuple is a tuple; a class with a metaclass may be something else to msgspec.
+        # A named tuple is a tuple; a class with a metaclass may be something else to msgspec.
         if kind is tuple or (PyTuple_Check(value) and type(kind) is type):
             return self._put_tuple(out, <tuple>value, depth)
         if value is None or kind is bool:
@@ -465,7 +465,7 @@ cdef class Packer:
             self._table.dltensor_from_py_object(<void*>tensor, described)
         except (RuntimeError, BufferError):
             return None
-        # # DLPack does not report torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and lets
+        # DLPack does not report torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and lets
         # other threads run, so it is not asked about a tensor that was just made in a slot.
         address = <uint64_t>described.data + described.byte_offset
         is_on_host = described.device.device_type == ON_CPU

@@ -38,7 +38,7 @@ cdef enum:
 
 
 cdef struct Departures:
-    # # The stack of regions whose last view has died, and its bell. Lives until its owner and the last region have gone.
+    # The stack of regions whose last view has died, and its bell. Lives until its owner and the last region have gone.
     int32_t references
     int forks           # of the process that made it: a forked child does not ring
     int bell            # an eventfd
@@ -48,7 +48,7 @@ cdef struct Departures:
 
 
 cdef struct Owner:
-    # # Something that regions keep, and that is called when the last of them has gone. The first member of its structure, so
+    # Something that regions keep, and that is called when the last of them has gone. The first member of its structure, so
     # that `gone` can find the rest.
     int32_t references
     void (*gone)(Owner*) noexcept nogil   # frees it; on any thread, with the interpreter's lock or without

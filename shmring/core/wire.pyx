@@ -207,7 +207,7 @@ cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
     nbytes = bound = item
     for i in range(tensor.ndim):
         extent = read_little_endian(tensor.shape + 8 * i, 8)
-        # # Checked without the extents that are 0, which would hide the others: no view of such a shape can be made.
+        # Checked without the extents that are 0, which would hide the others: no view of such a shape can be made.
         if multiply_overflows(bound, extent or 1, &bound) or bound >= _MAX_NUMBER:
             raise RemoteProtocolError(f"a tensor of shape {_tensor_ref(tensor, 0).shape} is larger than any memory")
         nbytes *= extent

@@ -39,7 +39,7 @@ cdef struct Page:
 
 
 cdef struct Acknowledgement:
-    # # Acknowledges a message when neither its owner nor a view keeps it any more.
+    # Acknowledges a message when neither its owner nor a view keeps it any more.
     Owner owner         # the first member: see Owner
     Page* page
     uint64_t sequence

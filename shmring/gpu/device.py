@@ -4,11 +4,11 @@ Theory of operation: like the slab in host memory, it is one allocation with one
 frontend opens it once, and from then on slots are offsets, with no call of CUDA for each. In host memory, messages order writes
 before reads; here this needs events: the producer records an event behind its writes, the event's handle travels with the
 descriptor, and the consumer's stream waits for it. (If the producer's stream is idle by then, no event is needed: finished
-writes are visible to all.) Each end keeps the events it made, or opened: making one, exporting it and opening it take longer
-than a small copy, recording it again does not.
+writes are visible to all.) Each side keeps the events that it has made or opened, and records them again: making, exporting and
+opening an event takes longer than a small copy, recording it again does not.
 
 GPUs are named by their UUID. Index 0 of one process may be index 3 of another (``CUDA_VISIBLE_DEVICES``), and opening a handle
-under the wrong index makes a context on somebody else's GPU (sglang #22662).
+under the wrong index makes a context on another process's GPU (sglang #22662).
 
 Invariants:
 
@@ -107,7 +107,7 @@ class DeviceSlab:
             nbytes: size; rounded up to 2 MiB.
 
         Raises:
-            CudaError: CUDA is not there, the memory is not, or it can't be shared. Nothing is left allocated.
+            CudaError: there is no CUDA, or not enough memory, or the memory can't be shared. Nothing is left allocated.
         """
         _check_available(cuda, nbytes)
         nbytes = whole_nbytes(nbytes)
@@ -171,7 +171,7 @@ class DeviceSlab:
             or the process ends.
 
         Raises:
-            CudaError: CUDA did not take it back; it stays until the process ends.
+            CudaError: CUDA failed to free or unmap it; it stays until the process ends.
         """
         with _lock:
             if not self._closed:
@@ -243,7 +243,7 @@ class OpenedFences:
         return len(self._events)
 
     def wait(self, stream: int, handle: bytes) -> None:
-        """Has a stream wait for what the frontend queued before it sent a handle.
+        """Lets a stream wait for the work that the frontend had queued when it sent a handle.
 
         Raises:
             RemoteProtocolError: it is no handle, or one more than the frontend can need.
@@ -268,7 +268,7 @@ class OpenedFences:
 
 
 def whole_nbytes(nbytes: int) -> int:
-    """Returns the size of the slab that is made when somebody asks for ``nbytes``."""
+    """Returns the size of the slab that is allocated for ``nbytes``."""
     return -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
 
 

@@ -154,7 +154,7 @@ class DeviceClaims:
         given = {}
         for number, slot, key in self._here(client_id, submit):
             self._views.use(key, stream)
-            # # A slot of no bytes counts as one byte: it has a block, and CUDA knows no empty ranges.
+            # A slot of no bytes counts as one byte: it has a block, and CUDA knows no empty ranges.
             start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
             given[number] = self._views.region(key, self._slab.memory, start, nbytes)
         return given

@@ -22,7 +22,7 @@ __all__ = ["cache_nbytes", "copy_into_cache", "copy_past_cache", "last_level_cac
 
 _UNKNOWN_CACHE_NBYTES = 64 << 20  # assumed where the kernel does not say; more than most have
 
-# # A larger cache belongs to dozens of cores, and others use most of it: of 480 MiB that a kernel reported, we could use 150.
+# A larger cache belongs to dozens of cores, and others use most of it: of 480 MiB that a kernel reported, we could use 150.
 _MOST_CACHE_NBYTES = 32 << 20
 
 

@@ -203,7 +203,7 @@ class Frontend(BaseFrontend):
             with contextlib.suppress(PeerLostError):  # then it goes nowhere
                 await self.link.drain()
         except Exception as error:
-            # # The caller handles the error of a method: it travels there, with its type.
+            # The caller handles the error of a method: it travels there, with its type.
             if not isinstance(error, LookupError | RemoteProtocolError | msgspec.MsgspecError):
                 logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)

@@ -31,7 +31,7 @@ __all__ = ["Handshakes"]
 
 logger = logging.getLogger("shmring.ring")
 
-# # Connections of one process that have ended, but whose memory may still be in use: each costs a pidfd, an entry in the books
+# Connections of one process that have ended, but whose memory may still be in use: each costs a pidfd, an entry in the books
 # and its leases. A client that is lost, or is closed while views live, leaves one behind; 16 are a fault.
 _MAX_GONE = 16
 _ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
@@ -150,7 +150,7 @@ class Handshakes:
             refuse(peer.socket, reason)
             raise RemoteProtocolError(reason)
         client_id = next(self._client_ids)
-        # # This comes first, so that the frontend can't die unnoticed at any moment.
+        # This comes first, so that the frontend can't die unnoticed at any moment.
         watch = ProcessWatch(self._life.loop, peer.pidfd, lambda: frontend.died())
         try:
             frontend = self._make_welcome(client_id, peer, hello, watch)

@@ -85,7 +85,7 @@ class Shell:
         listener: accepts frontends and workers; taken over.
         payload_type: that payloads are decoded into.
         calls: control calls, by name.
-        claim_type: of requests that are taken up.
+        claim_type: the class of claims.
 
     Attributes:
         life: see above.
@@ -233,13 +233,13 @@ class Shell:
         client_id, request_id = claim.client_id, claim.request_id
         self.end.release(claim)
         if breaks_rules:
-            # # The frontend may be forgotten here: decoding the payload may have read its end.
+            # The frontend may be forgotten here: decoding the payload may have read its end.
             self.end.frontend_of(claim).protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
             return
         kind: FailureKind = "invalid"
         if isinstance(error, CudaError):
             kind = "error"
-            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
+            # Logged as text: a log handler that keeps the error would keep its frames, and so the views of the request's slots.
             logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
         elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
             text = printable_lines("".join(traceback.format_exception(error)))
@@ -278,7 +278,7 @@ class Shell:
         logger.warning("request %d is left with living views of its payload; it was %s", submit.request_id, report(lent))
 
     def refuse(self, claim: BaseClaim) -> None:
-        """For the end: raises why a request can't be answered any more."""
+        """For the end: raises the error that says why a request can't be answered any more."""
         raise self.life.ended_error(claim)
 
     def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
@@ -297,7 +297,7 @@ class Shell:
 
     def _end_request(self, claim: BaseClaim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
         frontend = self.end.frontend_of(claim)
-        description = frontend.describe(error)  # before anything is noted: it runs the error's code
+        description = frontend.describe(error)  # first: it runs code of the error
         self.end.mark_ended(claim)
         if self._book.end(claim.client_id, claim.request_id, event):
             self._counters.failed += 1

@@ -183,7 +183,7 @@ def blocking_stream(
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Generator[Any, None, None]:
         stream = getattr(self._in_loop, name)(*arguments, **named)
         step = self._ordered(_next_of)
-        # # A stream that raises, or is cancelled, has ended. If the thread leaves the stream between two replies, the stream is
+        # A stream that raises, or is cancelled, has ended. If the thread leaves the stream between two replies, the stream is
         # ended.
         while came := self._thread.call(step, stream, undo=lambda _: _end(stream)):
             step = _next_of

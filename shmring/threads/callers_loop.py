@@ -390,7 +390,7 @@ class CallersLoop(LoopRunner):
         self._is_asleep, self._insider = True, _NOBODY
         self._lock.release()
         try:
-            # # A thread that posts a call from now on carries it out itself. Calls that were posted before are carried out
+            # A thread that posts a call from now on carries it out itself. Calls that were posted before are carried out
             # here.
             came = select(0.0 if self._queue else seconds)
         finally:

@@ -406,7 +406,7 @@ class LoopRunner:
             call.on_end.append(functools.partial(self._running.pop, call))
 
     def _carry_out(self) -> None:
-        # # All queued calls, not only the one of this wake-up: a thread can be interrupted before it has woken the loop.
+        # All queued calls, not only the one of this wake-up: a thread can be interrupted before it has woken the loop.
         for _ in range(len(self._queue)):
             item = self._queue.popleft()
             if isinstance(item, LoopCall):

@@ -212,7 +212,7 @@ class _Shell(Shell):
         self.end.is_awaited = True
 
     def request_arrived(self) -> None:
-        while (claim := self.end.take_next()) is not None:
+        while (claim := self.end.claim_next()) is not None:
             self._arrivals.arrived(claim)
 
     def is_connected(self, client_id: int) -> bool:

@@ -280,7 +280,7 @@ class _Connection:
 
     def _tidy_up(self) -> None:
         """Cleans up. If another thread is inside, that thread does it when it leaves."""
-        # # Checked again after each try: a thread that left meanwhile may have found this thread inside, and relies on it.
+        # Checked again after each try: a thread that left meanwhile may have found this thread inside, and relies on it.
         while self._pidfd >= 0 and not (self.receiving.is_taken or self._sending.is_taken):
             if self.receiving.take_now():
                 try:

@@ -310,7 +310,7 @@ class _Engine:
 
     def work(self, client_id: int) -> None:
         """The engine takes the next request up, or finishes one of this client that it has taken up."""
-        claim = self.end.take_next()
+        claim = self.end.claim_next()
         if claim is not None:
             self.claims.append(claim)
             return
@@ -427,7 +427,7 @@ def slot_headers(data: bytes) -> None:
     slot = SlotRef(1, BLOCK_NBYTES, nbytes, generation)
     engine.write(slot.offset, header)
     engine.frontends[1].handle_record(_submit(np.ones(nbytes, np.uint8), slot))
-    claim = engine.end.take_next()
+    claim = engine.end.claim_next()
     if header == _header(slot):
         assert claim.payload.nbytes == nbytes
         engine.end.finish(claim)
@@ -552,7 +552,7 @@ def workers(data: bytes) -> None:
     slot = SlotRef(1, BLOCK_NBYTES, 100, (1 << GENERATION_BITS) + 1)
     engine.write(slot.offset, _header(slot))
     engine.frontends[1].handle_record(_submit(_PIXELS, slot))
-    claim = engine.end.take_next()
+    claim = engine.end.claim_next()
     fan_out = _FanOut(engine)
     book = fan_out.book
     place = 0
@@ -635,7 +635,7 @@ class _Sharing:
         slot = SlotRef(client, (1 + 2 * (client - 1) + block) * BLOCK_NBYTES, 100, generation)
         self.engine.write(slot.offset, _header(slot))
         self.engine.frontends[client].handle_record(_submit(_PIXELS, slot, request_id=self.generations[client]))
-        claim = self.engine.end.take_next()
+        claim = self.engine.end.claim_next()
         assert claim is not None
         self.claims[client, block] = claim
 
