@@ -130,7 +130,7 @@ class RingConfig:
         backing: where the slab lies; ``"auto"``: in ``/dev/shm`` where it fits, else in a memfd.
 
             The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the machine's
-            and the container's memory, and that nobody can truncate. The part for replies is always a memfd, which only the
+            and the container's memory, and that no process can truncate. The part for replies is always a memfd, which only the
             engine can write.
         reply_nbytes: the part of it that is kept for replies; ``None``: a sixteenth of the slab.
 
@@ -184,7 +184,7 @@ class RingConfig:
             further messages to it wait, and so does the engine. Before that, a slow worker delays nobody.
         broadcast_nbytes: memory for the copies of tensors that are sent to workers. Reserved when the first worker joins; only
             the engine can write it. The copies of all messages that workers have not left yet must fit.
-        debug: log which views outlive their claim, where that was left, and who holds them. Looking stops the loop for a
+        debug: log which views outlive their claim, where that was left, and what holds them. Looking stops the loop for a
             moment.
     """
 
@@ -268,9 +268,10 @@ class ClientConfig:
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes no
             memory but page tables (2 MiB per GiB). From then on, the slab counts as resident in this process.
         busy_poll_s: as in :class:`RingConfig`, for this end.
-        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
-            else is a fault here instead of somebody's wrong tensor.
-        debug: log which views outlive their slot, where that was left, and who holds them. Looking stops the loop for a moment.
+        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere else is a
+            fault here instead of another process's wrong tensor.
+        debug: log which views outlive their slot, where that was left, and what holds them. Looking stops the loop for a
+            moment.
     """
 
     lease_nbytes: int | str = "16MiB"

@@ -192,7 +192,7 @@ class RankTakenError(ShmringError):
 
 
 class ProtocolError(ShmringError):
-    """Somebody broke the rules of the protocol."""
+    """The rules of the protocol were broken."""
 
 
 class LocalProtocolError(ProtocolError):

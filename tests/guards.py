@@ -1599,7 +1599,7 @@ GUARDS = (
     Guard(
         "a reply that is waited for does not count in a turn's budget",
         "shmring/core/fan_out_end.pyx",
-        "                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the reply that was waited for\n",
+        "                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the awaited reply\n",
         "",
         "tests/test_served_by.py::test_more_replies_are_found_by_looking_than_a_turn_delivers",
     ),

@@ -150,7 +150,7 @@ class Attachment:
         """Attaches to the engine, if there is one.
 
         Raises:
-            EngineDeadError: nobody listens there.
+            EngineDeadError: no engine listens there.
             RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
         """
         session = await Session.open(

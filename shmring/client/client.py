@@ -316,7 +316,7 @@ class Client(ClientCalls):
 
         Args:
             method: its name.
-            arguments: whatever msgpack can hold.
+            arguments: values that msgpack can hold.
             engine: which one; None: the only one. To call several engines, call this for each name in :attr:`names`.
             timeout: seconds.
 
@@ -383,8 +383,8 @@ class Client(ClientCalls):
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
         """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.
 
-        If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on,
-        as a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, and the call waits
+        If all tensors of the payload lie in one slot of this client, nothing is copied: the whole slot is the engine's from now
+        on, and you must not write to it any more. Otherwise they are copied to a slot of their own, and the call waits
         for that slot. If there is content under this key already, that is returned: the first is kept.
 
         Args:
@@ -593,8 +593,8 @@ class Client(ClientCalls):
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
         """Waits until the slabs' pages are mapped in this process (at once, without ``prefault``), of each engine attached.
 
-        It takes some 0.2 s per GB, beside whatever else goes on. If a server must be fast from its first request on, await this
-        before it says that it is ready.
+        It takes some 0.2 s per GB, beside other work. If a server must be fast from its first request on, await this before it
+        says that it is ready.
         """
         with self._deadlines.within(timeout, lambda: "the slabs' pages to be mapped in this process"):
             while True:

@@ -197,7 +197,7 @@ class Session:
         """Attaches to the engine at a path.
 
         Raises:
-            EngineDeadError: nobody listens there.
+            EngineDeadError: no engine listens there.
             RemoteProtocolError: the engine refuses this client.
             SlabError: its slab can't be mapped.
         """

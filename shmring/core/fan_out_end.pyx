@@ -727,7 +727,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
                 if worker is not None and worker.reader is not None:
                     worker.reader.stay_awake()
                     worker.reader.is_roused = True
-                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the reply that was waited for
+                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the awaited reply
                     roused.append(worker)
             try:
                 self._look()

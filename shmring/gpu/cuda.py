@@ -8,7 +8,7 @@ the context that torch uses.
 Invariants:
 
 - every call names its device, because the current one belongs to a thread: on a worker thread it is GPU 0, and a call
-  there would make a context of some hundred megabytes on a GPU that is somebody else's (sglang #22662);
+  there would make a context of some hundred megabytes on a GPU of another process (sglang #22662);
 - no call of CUDA is made before a caller asks for one: importing this does nothing, and neither does making a
   :class:`TorchCuda`;
 - a failed call raises a :class:`CudaError`, and leaves no pending error that the next kernel of this thread would report.
@@ -132,7 +132,7 @@ class TorchCuda:
         return None
 
     def current_device(self) -> int:
-        # Whoever chose another device has initialised CUDA by that.
+        # Choosing another device initialises CUDA.
         return int(torch._C._cuda_getDevice()) if _cuda.is_initialized() else 0
 
     def host_register(self, device_index: int, address: int, nbytes: int) -> None:

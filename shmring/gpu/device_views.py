@@ -13,7 +13,7 @@ Invariants:
 
 - a slot is reported once, and only after the work on all of its streams, or never: where CUDA fails to say when that is over,
   the slot is kept for good, and counted;
-- the loop thread's stream of the moment is always among them: whoever used another one has the current one wait for it.
+- the current stream of the loop's thread is always among them: a user of another stream lets the current one wait for it.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class DeviceViews:
         return region is not None and region.is_viewed
 
     def leave(self, key: Key, *, drain: bool = True) -> bool:
-        """Nobody makes further views of an open slot.
+        """No further views of an open slot are made.
 
         Args:
             drain: whether the views that live are waited for.
 
         Returns:
-            Whether nobody uses it any more. Else :meth:`collect` will report it.
+            Whether it is no longer used. Otherwise :meth:`collect` will report it.
         """
         region = self._lent.pop(key, None)
         if region is not None:
@@ -97,7 +97,7 @@ class DeviceViews:
         return self._is_over(key)
 
     def collect(self) -> list[Key]:
-        """Returns the slots that nobody uses any more, since the last call."""
+        """Returns the slots that are no longer used, since the last call."""
         return [key for key in self._regions.collect() if key not in self._streams or self._is_over(key)]
 
     def abandon(self) -> None:
@@ -111,7 +111,7 @@ class DeviceViews:
         return self._watcher.close(timeout_s)
 
     def end(self) -> None:
-        """Nobody collects any more."""
+        """The owner no longer collects."""
         self._regions.close()
 
     def _is_over(self, key: Key) -> bool:
