@@ -267,8 +267,8 @@ FAULTS = (
         ),
         (
             "small replies overtake the first that needs space",
-            "break  # nobody overtakes",
-            "continue  # nobody overtakes",
+            "break  # the first that needs space",
+            "continue  # the first that needs space",
             "tests/core/test_engine_book.py::test_nobody_overtakes_the_first_who_waits_for_space",
         ),
         (

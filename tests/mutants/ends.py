@@ -407,7 +407,7 @@ FAULTS = (
         (
             "who was to get a message and has broken the rules just now gets it",
             """\
-        mask = self._mask(parcel)  # without those who have broken the rules
+        mask = self._mask(parcel)  # without workers that have broken the rules
 """,
             "",
             "tests/test_workers.py::test_counts_that_can_not_be_true_end_one_worker",
@@ -429,8 +429,8 @@ FAULTS = (
         ),
         (
             "no fence between acknowledging a message and the look whether the engine waits for it",
-            "fence_full()  # before the look: the engine says",
-            "pass  # before the look: the engine says",
+            "fence_full()  # before the look: the engine writes",
+            "pass  # before the look: the engine writes",
             "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
         ),
         (
