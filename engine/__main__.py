@@ -2,7 +2,7 @@
 
 It ends on SIGTERM, SIGINT and SIGHUP, and with its supervisor.
 
-Options are checked before torch is imported. Under the supervisor its settings come through a socket instead.
+Options are checked before torch is imported. Under the supervisor, settings come through a socket instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What executors answer, checked before a caller sees it.
+"""Checks of executors' answers, before a caller gets them.
 
 An executor is a plug-in, and its answers are not trusted to be what :mod:`shmring.engine.executors.interface` asks for: a wrong
-one fails its own request, with a text that tells whoever wrote the executor what is wrong with it.
+one fails its own request, with a text that tells the executor's author what is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["checked", "without_frames"]
 
 
 def checked(output: object, payload: EngineRequestPayload | None) -> StepOutput | Exception:
-    """An executor's answer for one request, or what is wrong with it.
+    """An executor's answer for one request, or the error that says what is wrong with it.
 
     Args:
         payload: of the request, in its first step.

@@ -1,14 +1,14 @@
 """The engine core: ring, scheduler and executor around one event loop.
 
 Theory of operation: requests are claimed as they arrive and stand in the scheduler's line. Each turn of :meth:`EngineCore.run`
-is a step: what ended is taken out, what has room is admitted, and the executor runs on a thread, so that the loop goes on
-handling frontends, leases, control calls and aborts. Between two steps, and only there, running requests leave: an abort, a
-deadline or a pause releases their slots when no step is reading them. What waits leaves at once.
+is a step: ended requests are removed, waiting requests are admitted if there is room, and the executor runs on a thread, so
+that the loop goes on handling frontends, leases, control calls and aborts. Running requests are removed only between two steps:
+an abort, a deadline or a pause releases their slots when no step is reading them. Waiting requests are removed at once.
 
 The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
 
-What ends the engine: an executor that says it is dead (:class:`~shmring.engine.executors.ExecutorDeadError`), or that raises
-what is no ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call
+The engine ends if an executor says that it is dead (:class:`~shmring.engine.executors.ExecutorDeadError`), or raises something
+that is no ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends get the reason. A step or call
 that takes longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
 
@@ -72,14 +72,14 @@ class EngineCore:
         self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
         self._ended = False
         self._paused = False
-        self._giving_up = False  # paused, and what runs is to end at the next boundary
-        self._work = asyncio.Event()  # there may be something to do
+        self._giving_up = False  # paused, and running requests end at the next boundary
+        self._work = asyncio.Event()  # there may be work
         self._boundary = asyncio.Condition()  # notified between two steps
         self._ring: shmring.Ring | None = None
 
     @property
     def ring(self) -> shmring.Ring:
-        """Where requests come from."""
+        """The ring from which requests come."""
         assert self._ring is not None, "made by create()"
         return self._ring
 
@@ -99,7 +99,7 @@ class EngineCore:
 
         Args:
             name: what frontends connect to.
-            executor: what computes; closed with the core.
+            executor: computes; closed with the core.
             ring_config: of the ring; ``overrides`` are fields of it.
             scheduler_config: by default, steps of as many requests as the executor takes.
             step_timeout_s: a step that takes longer makes the engine report that it is not well.
@@ -174,7 +174,7 @@ class EngineCore:
     def _given_up(self, request: EngineRequest) -> None:
         if self._scheduler.withdraw(request):
             request.leave()
-        self._work.set()  # a running one leaves at the next boundary, also if nothing else is to be done
+        self._work.set()  # a running one is removed at the next boundary, even if there is no other work
 
     def _expired(self, request: EngineRequest) -> None:
         self.metrics.timed_out_requests += 1
@@ -205,7 +205,7 @@ class EngineCore:
             await self._work.wait()
 
     def _dismiss(self) -> None:
-        """Takes out of what runs what has ended, in whichever way. No step is running."""
+        """Removes running requests that have ended. No step is running."""
         for request in self._scheduler:
             if self._giving_up and not request.over:
                 request.fail(PausedError("the engine was paused and gave this request up; send it again"))
@@ -232,7 +232,7 @@ class EngineCore:
         if not output.keep_inputs:
             request.claim.release()
         if request.over:
-            return  # aborted or out of time during the step; it is dismissed before the next one
+            return  # aborted or out of time during the step; it is removed before the next one
         if isinstance(output.reply, GenerateReply):
             self.metrics.generated_tokens += len(output.reply.token_ids)
         self.metrics.finished_requests += output.finished
@@ -255,7 +255,7 @@ class EngineCore:
             self.dead_error = error
             raise
         finally:
-            batch.clear()  # whoever keeps an error of this step keeps this frame, and it the payloads
+            batch.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
             self.metrics.step_seconds += time.monotonic() - started
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -278,7 +278,7 @@ class EngineCore:
     # -- control calls: what they do is said by EngineClientProtocol ---------------------------------------------------
 
     async def health(self) -> None:
-        """Raises RuntimeError if the executor's thread has been busy for too long, or nothing is executed any more.
+        """Raises RuntimeError if the executor's thread has been busy for too long, or if no more steps are executed.
 
         The loop that answers is the loop that schedules.
         """
@@ -337,7 +337,7 @@ class EngineCore:
             One result for each of its workers; there is one.
 
         Raises:
-            LookupError: it has no such method, or that is not to be called from afar.
+            LookupError: it has no such method, or the method must not be called remotely.
         """
         function = None if method.startswith("_") or method in _NOT_REMOTE else getattr(self._executor, method, None)
         if not callable(function):
@@ -372,7 +372,7 @@ class EngineCore:
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Calls a method of the executor. What is no ordinary exception would end the caller's task, or no task at all."""
+    """Calls a method of the executor. An error that is no ordinary exception would end the caller's task, or no task at all."""
     try:
         return function(*arguments, **keywords)
     except (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
@@ -380,7 +380,7 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapp
 
 
 def _execute(executor: Executor, to_forget: list[int], batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
-    """One step, on the executor's thread. What it raises has no frames: they would keep the batch's slots."""
+    """One step, on the executor's thread. Its errors have no frames, which would keep the batch's slots."""
     for number in to_forget:
         try:
             executor.forget(number)
@@ -401,7 +401,7 @@ def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepO
         outputs = list(executor.execute(batch))
     except ExecutorDeadError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever an executor raises fails requests, and nothing else
+    except Exception as error:  # noqa: BLE001 - any error of an executor fails requests, and nothing else
         logger.error("the executor failed a step of %d\n%s", len(batch), traceback.format_exc())
         if len(batch) == 1:
             return [without_frames(error)]

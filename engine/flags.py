@@ -1,11 +1,11 @@
-"""Settings are the one place of an option. Its name, type and default are a field; its help is in the docstring of the class.
+"""Settings are the only place of an option. A field has its name, type and default; the docstring of the class has its help.
 
-Command line, variable, line of a configuration file and page are made from that. Names say what they need to say: a field
-that ends in ``_nbytes`` is a size, one that ends in ``_s`` is a number of seconds above 0, another integer is a count of at
-least 1. :class:`Flag` says what is different.
+Command line, variable, line of a configuration file and page are made from that. Names imply rules: a field that ends in
+``_nbytes`` is a size, one that ends in ``_s`` is a number of seconds above 0, another integer is a count of at least 1. A
+:class:`Flag` says where an option differs.
 
 In a docstring, the first paragraph about a field is its help; the others, which give reasons, are for pages only. A sentence
-"None: ..." or "Empty: ..." says what holds where nothing is given.
+"None: ..." or "Empty: ..." says what holds if the option is not given.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _FIELD = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n(?: {5}.*)?)*)", re.MULTILIN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is written on a command line, where its name and type do not say it. For ``Annotated``.
+    """How a field is written on a command line, if its name and type do not say it. For ``Annotated``.
 
     Attributes:
         names: of the option. Empty: the field's, with dashes and without ``_s``.
-        kind: the type of what is given. None: the field's.
+        kind: the type of the given value. None: the field's.
         least, most: of a number.
         path: a path that must be there: "file" or "directory".
-        parse: makes the field's value from what was given, or raises ``ValueError``, which says what is wrong.
-        default: as somebody would give it. None: the field's.
+        parse: makes the field's value from the given one, or raises ``ValueError``, which says what is wrong.
+        default: as it would be given. None: the field's.
         metavar: what stands for the value in the help.
         text: its help. None: what the docstring says.
     """

@@ -1,4 +1,5 @@
-"""What an executor takes, so that frontends prepare it. Without torch: the processes that decode media don't import that."""
+"""The inputs that an executor takes, so that frontends prepare them. This file does not import torch, because the processes
+that decode media don't."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class VideoSpec(msgspec.Struct, frozen=True):
 
 
 class InputSpec(msgspec.Struct, frozen=True):
-    """What an executor takes; None (False) is what it refuses. With ``checksum``, frontends add one to each medium."""
+    """The inputs that an executor takes; it refuses those that are None (False). With ``checksum``, frontends add one to each
+    medium."""
 
     text: bool = False
     picture: PictureSpec | None = None

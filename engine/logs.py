@@ -1,9 +1,9 @@
-"""What the processes of a server log, and how often: engine, frontends and supervisor write one format to stderr.
+"""The log of a server's processes: engine, frontends and supervisor write one format to stderr, and repeat no line too often.
 
-Whoever connects ten thousand times, or sends as many bad requests, must not write ten thousand lines. So warnings and
-information of one kind are one line when the first comes, and one more at the end of each interval in which others came, with
-how many they were and what the last one said. A kind is what the source code calls a message: its logger, level and text before
-arguments are put in. Errors are this server's own faults and are all written; so is everything at the level DEBUG.
+A caller that connects ten thousand times, or sends ten thousand bad requests, must not cause ten thousand lines. So the first
+warning (or information) of a kind is one line. At the end of each interval in which more of that kind came, there is one more
+line, with their number and the last one. A kind is a logger, a level and a text before arguments are put in. Errors are this
+server's own faults, and all of them are written; so is everything at the level DEBUG.
 
 Texts must therefore be constants, with what differs (who, why) as arguments, and errors that a peer can provoke at will are
 warnings.
@@ -22,7 +22,7 @@ from shmring.core.printable import printable_lines
 __all__ = ["CollapsingHandler", "PrintableFormatter", "configure_logging"]
 
 _INTERVAL_S = 10.0
-_MAX_KINDS = 256  # the sources have some fifty; a text that is no constant would make any number of them
+_MAX_KINDS = 256  # the sources have some fifty kinds; a text that is no constant would make any number of them
 
 
 def configure_logging(level: str, process: str) -> None:
@@ -38,7 +38,7 @@ def configure_logging(level: str, process: str) -> None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Whatever callers of the server have got into a text, no terminal carries it out."""
+    """Makes a text printable: callers can put escape sequences into it, and a terminal would carry them out."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
@@ -53,7 +53,7 @@ class _Repetitions:
 
 
 class CollapsingHandler(logging.StreamHandler[TextIO]):
-    """Writes one line a kind and interval; see the head of this file. Close it, or what was counted last is not written.
+    """Writes one line a kind and interval; see the head of this file. Close it, or the last counts are not written.
 
     Args:
         stream: to write to.
@@ -86,7 +86,7 @@ class CollapsingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Writes what was counted."""
+        """Writes the counted records."""
         with self._locked():
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What the engine says about itself, as numbers by name; frontends export them."""
+"""The engine's numbers, by name; frontends export them."""
 
 from __future__ import annotations
 

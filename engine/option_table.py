@@ -1,8 +1,8 @@
 """Makes options of commands from dataclasses of settings, as :mod:`shmring.engine.flags` says, and settings from options.
 
 An option may also stand in the environment (``SHMRING_MAX_PIXELS=1000``) and in the YAML file that ``--config`` names
-(``max-pixels: 1000``). The command line counts first, then the environment, then the file. A text means the same everywhere,
-and an error says where it stands.
+(``max-pixels: 1000``). The command line counts first, then the environment, then the file. A text means the same in each place,
+and an error says where the text stands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmring.engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, Fin
 
 __all__ = ["CONFIG", "ELSEWHERE", "Option", "SUPERVISOR_FD", "filled", "options_of"]
 
-#: For the ends of help texts and for the page of options.
+#: For the last words of help texts, and for the page of options.
 ELSEWHERE = (
     "Each option can also be a variable of the environment (SHMRING_MAX_PIXELS=1000) and, but for --api-key, a line in the "
     "YAML file that --config names (max-pixels: 1000). The command line counts first, then the environment, then the file."
@@ -43,7 +43,7 @@ class Option(click.Option):
     """An option that has a variable, and may stand in a file.
 
     Attributes:
-        path: the field of the settings that it is for, and before it those that lead there. Empty: it is for none.
+        path: the fields that lead to its field of the settings, and that field. Empty: it has none.
         reasons: what the page says behind its help.
     """
 
@@ -55,7 +55,8 @@ class Option(click.Option):
             self.envvar = "SHMRING_" + self.opts[0][2:].upper().replace("-", "_")
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Returns what its variable holds. A supervised process has been told everything, and looks at none."""
+        """Returns the value of its variable. A supervised process gets all settings from its supervisor, and reads no
+        variables."""
         if ctx.get_parameter_source(str(SUPERVISOR_FD.name)) is ParameterSource.COMMANDLINE:
             return None
         text = super().resolve_envvar_value(ctx)
@@ -63,7 +64,7 @@ class Option(click.Option):
         return None if text is not None and text.startswith("tcp://") else text
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Says where a value that is wrong stands."""
+        """Says where a wrong value stands."""
         source = ctx.get_parameter_source(self.name) if ctx and self.name else None
         if source is ParameterSource.ENVIRONMENT:
             return f"the variable {self.envvar}"
@@ -216,7 +217,7 @@ def _read_config(context: click.Context, _: click.Parameter, path: str | None) -
 
 
 def _lines_of(path: str) -> list[tuple[Any, Any]]:
-    """Returns what YAML has as nodes of keys and of values.
+    """Returns the nodes of YAML's keys and values.
 
     Raises:
         click.UsageError: the file can't be read, or is no mapping.
@@ -237,7 +238,7 @@ def _lines_of(path: str) -> list[tuple[Any, Any]]:
 
 
 def _text(node: Any) -> str:
-    """Returns what would be written on a command line: a scalar as it stands, JSON of anything else."""
+    """Returns the text for a command line: a scalar as it stands, anything else as JSON."""
     import yaml
 
     if node.id != "scalar":

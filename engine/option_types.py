@@ -1,4 +1,4 @@
-"""Types of command line options: sizes, numbers, JSON objects. Of engine, frontend and server alike."""
+"""Types of command line options: sizes, numbers, JSON objects. The commands of engine, frontend and server use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
     _ObjectType = click.ParamType[dict[str, Any]]
 else:
-    _IntegerType = _ObjectType = click.ParamType  # which older versions of click do not let be subscripted
+    _IntegerType = _ObjectType = click.ParamType  # older versions of click do not allow a subscript at run time
 
 
 class _Nbytes(_IntegerType):
@@ -51,7 +51,7 @@ class _JsonObject(_ObjectType):
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range, and a number: no comparison keeps NaN out."""
+    """A number in a range. It refuses NaN, which passes every comparison with a limit."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Returns the number."""

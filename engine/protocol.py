@@ -1,7 +1,7 @@
-"""What frontends and the engine say to each other: media, what an executor takes, requests and replies.
+"""The messages between frontends and the engine: media, the model's description, requests and replies.
 
-These are the payloads of the ring's requests and replies; how they travel is shmring's business. Frontends import this module
-and :mod:`shmring.engine.client`, and nothing else of the engine.
+These are the payloads of the ring's requests and replies. Frontends import this module and :mod:`shmring.engine.client`, and
+nothing else of the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ __all__ = [
 
 
 class Calls:
-    """Names of the engine's control calls. What they take and return: :class:`shmring.engine.client.EngineClientProtocol`."""
+    """Names of the engine's control calls. :class:`shmring.engine.client.EngineClientProtocol` has their arguments and
+    results."""
 
     HEALTH = "health"
     DESCRIBE = "describe"
@@ -147,13 +148,13 @@ class ModelDescription(msgspec.Struct, frozen=True):
 
     Attributes:
         executor: its name.
-        model: what it serves, as requests name it unless the server is told another name.
+        model: the name of the model in requests, unless the server has another name for it.
         tasks: what it can be asked for: ``"encode"``, ``"generate"``.
-        input: what it takes, and how that is prepared.
+        input: the inputs that it takes, and how they are prepared.
         max_batch_size: requests it takes in one step.
         embedding_size: dimensions of an embedding; None if it does not encode.
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
-        synthetic: whether its answers are made up, for load tests. Whoever shows them must say so.
+        synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
     """
 
     executor: str
@@ -175,7 +176,7 @@ class EncodeRequest(msgspec.Struct, tag="encode"):
     Attributes:
         inputs: what to embed.
         priority: lower is sooner; equal ones in order of arrival, round robin over frontends.
-        deadline: time of ``time.monotonic()``, which all processes of a host share, after which it is given up.
+        deadline: time of ``time.monotonic()``, which all processes of a host share, after which the request is aborted.
     """
 
     inputs: list[Text | Picture | Waveform | Spectrogram | Video]
@@ -217,7 +218,7 @@ class SamplingParams(msgspec.Struct):
         temperature: 0 is greedy.
         top_p: share of probability that is sampled from.
         top_k: tokens that are sampled from, the likeliest; 0 and -1: all.
-        min_p: tokens that have less than this share of the likeliest one's probability are left out.
+        min_p: tokens with less than this share of the likeliest token's probability are left out.
         repetition_penalty: above 1, tokens that the prompt or the answer has already are less likely.
         logit_bias: by token: what is added to its logit, -100 to 100.
         seed: makes the answer repeatable.

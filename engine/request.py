@@ -1,8 +1,8 @@
-"""A request in the engine's hands: the claim, and how its replies reach their frontend.
+"""A request in the engine: its claim, and the way of its replies to the frontend.
 
-A step must not wait for a frontend that reads slowly. So replies are sent at once where that needs no waiting, and otherwise
-kept in order, pieces of an answer joined into one, until a task has sent them. What is kept is bounded: an answer's text by its
-``max_tokens``, embeddings by the request that asked for them.
+A step must not wait for a frontend that reads slowly. So replies are sent at once if they need not wait. Otherwise they are
+kept in order, pieces of an answer joined into one, until a task has sent them. Kept replies are bounded: an answer's text by
+its ``max_tokens``, embeddings by the inputs of the request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EngineRequest:
         claim: the ring's claim.
         client_id, priority, nbytes: for the scheduler; bytes are those of its tensors.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
-        expired: whether that time has come while a step was running with it.
+        expired: whether that time has passed while a step was running with it.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
 
@@ -50,7 +50,7 @@ class EngineRequest:
 
     @property
     def payload(self) -> EncodeRequest | GenerateRequest | None:
-        """What is asked, its tensors views of the slab; None once its slots were released."""
+        """The payload, its tensors views of the slab; None once its slots were released."""
         if self.claim.released:
             return None
         payload: EncodeRequest | GenerateRequest = self.claim.payload
@@ -72,11 +72,11 @@ class EngineRequest:
         return output
 
     def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> asyncio.Task[None] | None:
-        """Sends a reply, and ends the request if it is finished; or keeps them if that would have to wait.
+        """Sends a reply, and ends the request if it is finished. If that would have to wait, keeps both for later.
 
         Returns:
-            A task that sends what had to be kept, if one was started; its end is none of the caller's business, but whoever
-            closes the ring cancels it first.
+            A task that sends kept replies, if one was started. The caller need not await it, but must cancel it before it
+            closes the ring.
         """
         if reply is not None:
             self._keep(reply)
@@ -87,7 +87,7 @@ class EngineRequest:
         return self._flushing
 
     async def _flush(self) -> None:
-        """Sends what was kept, and what is kept meanwhile. Cancelled when the request ends otherwise."""
+        """Sends kept replies, also those that are kept meanwhile. Cancelled if the request ends in another way."""
         try:
             while self._unsent:
                 await self.claim.reply(self._unsent.popleft())
@@ -111,7 +111,7 @@ class EngineRequest:
         self.claim.time_out("the request's deadline has passed in the engine")
 
     def leave(self) -> None:
-        """Releases the slots of a request that its frontend gave up."""
+        """Releases the slots of a request that its frontend has aborted."""
         self._end()
         self.claim.release()
 
@@ -138,7 +138,7 @@ class EngineRequest:
         except shmring.AbortedError:
             self._unsent.clear()
             return True
-        except (shmring.CapacityError, TypeError) as error:  # the executor answered what can't be sent
+        except (shmring.CapacityError, TypeError) as error:  # the executor's answer can't be sent
             self.fail(error)
             return True
         self._finish_if_complete()
@@ -155,7 +155,7 @@ class EngineRequest:
         if self.timer is not None:
             self.timer.cancel()
         if self._flushing is not None and self._flushing is not asyncio.current_task():
-            self._flushing.cancel()  # it may be in line for reply space, which others want
+            self._flushing.cancel()  # it may be in line for reply space
 
 
 def _has_room(piece: GenerateReply) -> bool:

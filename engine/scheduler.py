@@ -1,11 +1,11 @@
-"""Which requests make the next step: by priority, then round robin over frontends, each in order of arrival.
+"""Which requests are part of the next step: by priority, then round robin over frontends, each in order of arrival.
 
 Theory of operation: a request waits until a step has room for it, and is then part of every step until it ends. Admission is
 bounded three ways: requests in a step, bytes of media that a step reads for the first time (decoding steps read none), and
 requests that wait, beyond which a request is refused instead of being kept for longer than its caller would wait.
 
-The scheduler is a book like those of ``shmring.core``: no loop, no clock, no executor. What waits can be withdrawn at any
-time, and what runs is never taken out by the scheduler: its step may be reading its slots.
+The scheduler is a book like those of ``shmring.core``: no loop, no clock, no executor. A waiting request can be withdrawn at
+any time. The scheduler never removes a running one: its step may be reading its slots.
 
 Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` run.
 """
@@ -21,11 +21,11 @@ __all__ = ["OverloadedError", "Schedulable", "Scheduler", "SchedulerConfig"]
 
 
 class OverloadedError(Exception):
-    """The engine has as many waiting requests as it takes; the same request may succeed a moment later."""
+    """The engine has as many waiting requests as it may have; the same request may succeed a moment later."""
 
 
 class Schedulable(Protocol):
-    """What the scheduler must know of a request."""
+    """What the scheduler needs of a request."""
 
     @property
     def client_id(self) -> int:
@@ -48,7 +48,7 @@ class SchedulerConfig:
     """Bounds of a step, and of the line before it.
 
     Attributes:
-        max_num_seqs: requests in a step. More share its overhead, and all wait for its end.
+        max_num_seqs: requests in a step. More requests share its overhead, but all wait for its end.
         max_batch_nbytes: bytes of media from which a step admits no further request.
         max_waiting: requests that wait. 4096 is four times what one frontend may have in flight; their media are bounded by
             the slab anyway.
@@ -97,11 +97,11 @@ class _Line(Generic[_Request]):
 
 
 class Scheduler(Generic[_Request]):
-    """The book of what waits and what runs."""
+    """The book of waiting and running requests."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._lines: dict[int, _Line[_Request]] = {}  # by priority; those in which somebody waits
+        self._lines: dict[int, _Line[_Request]] = {}  # by priority; only lines with waiting requests
         self._waiting = 0
         self._running: dict[_Request, None] = {}
 
@@ -116,7 +116,7 @@ class Scheduler(Generic[_Request]):
         return len(self._running)
 
     def __iter__(self) -> Iterator[_Request]:
-        """Iterates over what runs, in order of admission."""
+        """Iterates over running requests, in order of admission."""
         return iter(list(self._running))
 
     def add(self, request: _Request) -> None:
@@ -151,7 +151,7 @@ class Scheduler(Generic[_Request]):
         return request in self._running
 
     def admit(self) -> list[_Request]:
-        """Moves what has room in the next step from the line to what runs.
+        """Admits the waiting requests that have room in the next step.
 
         The request that crosses ``max_batch_nbytes`` is the last one admitted, so that one of any size can be.
 
@@ -179,7 +179,7 @@ class Scheduler(Generic[_Request]):
         return request
 
     def _left(self, priority: int, line: _Line[_Request]) -> None:
-        """Somebody has left a line. One without anybody is not kept: callers may send any number of priorities."""
+        """A request has left a line. An empty line is not kept: callers may send any number of priorities."""
         self._waiting -= 1
         if not line:
             del self._lines[priority]

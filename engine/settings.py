@@ -1,4 +1,4 @@
-"""What an engine process can be told: frozen, and free of torch, so that a command line is checked before that is imported."""
+"""The settings of an engine process: frozen, and without torch, so that a command line is checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ class EngineSettings:
         name: The engine's name, which frontends connect to.
         data_parallel_size: engines on this machine that serve the same, this one included; each takes its part of the cores.
         model: A model to serve: a local path or a hub's name. The same as the argument MODEL.
-        executor: What computes: fingerprints, synthetic, transformers, or module:Class of your own. None: transformers if a
+        executor: The executor: fingerprints, synthetic, transformers, or module:Class of your own. None: transformers if a
             model is named, else fingerprints.
         executor_path: A directory that the module of module:Class lies in. The working directory is not searched.
         executor_options: Further options of the executor, as a JSON object.
-        mm_processor_kwargs: How media are prepared, as a JSON object: what the executor makes of it, frontends follow.
+        mm_processor_kwargs: How media are prepared, as a JSON object. The executor interprets it, and frontends follow the
+            executor.
         ring: the slab, and what frontends may do.
         max_num_seqs: Requests in a step. None: what the executor takes.
         max_batch_nbytes: Bytes of media from which a step admits no further request.
@@ -139,7 +140,7 @@ def _check_packages() -> None:
 
 
 def _check_model(model: str | None) -> None:
-    """A directory must be a model's; what looks like no directory is left to the hub, which is asked when it is loaded."""
+    """A directory must have a model. Any other name may be one of the hub, which is asked when the model is loaded."""
     if not model:
         raise ValueError(f"the executor {_LOADS_A_MODEL!r} needs a model: a directory, or a name on the Hugging Face hub")
     directory = Path(model).expanduser()

@@ -1,11 +1,11 @@
 """A process's end of the socket to the supervisor that started it (``shmring serve``).
 
-Down the socket come lines of JSON. The first one is :class:`Orders`: what the process is to be, whole, so that no key stands on
-a command line or in an environment. After the process has said that it is ready, a frontend is told how all frontends are
-(a list of :class:`FrontendState`) whenever that changes.
+Down the socket come lines of JSON. The first one is :class:`Orders`: all settings of the process, so that no key stands on a
+command line or in an environment. After the process has said that it is ready, a frontend is told how all frontends are (a list
+of :class:`FrontendState`) whenever that changes.
 
-Up it go single bytes: :data:`READY`, once, and :data:`ALIVE` at every heartbeat. They are sent by the event loop, so that a
-loop that stands still shows. Where the socket ends, the supervisor is gone, and so is every reason to go on.
+Up it go single bytes: :data:`READY`, once, and :data:`ALIVE` at every heartbeat. They are sent by the event loop, so a blocked
+loop sends none. When the socket ends, the supervisor is gone, and the process ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Orders(msgspec.Struct, Generic[_Settings], frozen=True):
-    """What a process is to be.
+    """The orders for a process.
 
     Attributes:
         heartbeat_s: how often it shows that it lives; 0: never.
@@ -51,7 +51,7 @@ class Orders(msgspec.Struct, Generic[_Settings], frozen=True):
 
 
 class FrontendState(msgspec.Struct, frozen=True):
-    """How a frontend of the server is, as the supervisor sees it.
+    """The state of a frontend of the server, as the supervisor sees it.
 
     Attributes:
         index: which one; it stays the same when the process is replaced.
@@ -71,7 +71,7 @@ class SupervisorLink:
     """See the head of this file. Made by :meth:`open`; used with ``async with link.held(...)``.
 
     Attributes:
-        frontends: what the supervisor said last.
+        frontends: the last states from the supervisor.
     """
 
     def __init__(self, sock: socket.socket, heartbeat_s: float) -> None:
@@ -90,7 +90,7 @@ class SupervisorLink:
         """
         sock = socket.socket(fileno=fd)
         sock.set_inheritable(False)
-        with sock.makefile("rb") as lines:  # nothing but the orders comes before we are ready
+        with sock.makefile("rb") as lines:  # only the orders come before we are ready
             line = lines.readline()
         if not line.endswith(b"\n"):
             sock.close()
@@ -119,7 +119,7 @@ class SupervisorLink:
     def say_ready(self) -> None:
         """Tells the supervisor that requests are served."""
         assert self._writer is not None, "the link is held"
-        if not self._writer.is_closing():  # else it has gone, and this process is about to be told
+        if not self._writer.is_closing():  # otherwise the supervisor has gone, and this process is about to notice
             self._writer.write(READY)
 
     async def _listen(self, reader: asyncio.StreamReader, on_lost: Callable[[], object]) -> None:
@@ -131,6 +131,6 @@ class SupervisorLink:
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while self._heartbeat_s > 0 and not writer.is_closing():
-            if not writer.transport.get_write_buffer_size():  # else the supervisor stands still, and has plenty to read
+            if not writer.transport.get_write_buffer_size():  # otherwise the supervisor has unread signs of life
                 writer.write(ALIVE)
             await asyncio.sleep(self._heartbeat_s)

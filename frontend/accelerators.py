@@ -24,7 +24,7 @@ def count_gpus(driver: Path = _DRIVER) -> int:
 
 
 def environment_of(rank: int, engines: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Returns what an engine's environment has besides its server's.
+    """Returns the variables of an engine's environment besides those of its server.
 
     Args:
         rank: of the engine, from 0.

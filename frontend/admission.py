@@ -10,10 +10,10 @@ A request passes these steps in order. A request that waits for one step holds n
 4. If it has media, it takes memory to decode them into (:mod:`shmring.frontend.decoded_memory`), and then a slot to copy them
    to.
 
-The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen.
-While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler when the
-caller is gone. If a caller hangs up while it waits for memory or a place, this is noticed once it gets them. It costs nothing
-else.
+The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So another task must
+listen. While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler
+when the caller is gone. If a caller hangs up while its request waits for memory or a place, this is noticed once the request
+gets them. Nothing else is lost.
 
 After a refusal the rest of the body is read and dropped by the server, not cut off: closing a connection that still
 receives would reset it, and the caller would see that instead of the reason.
@@ -76,7 +76,7 @@ class Admitted:
     Attributes:
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
-        long_texts: of its body, by what stands there in their place; whoever takes one takes it out.
+        long_texts: of its body, by the short texts in their place. Code that uses one removes it.
         has_turn: whether its media may be decoded although their files are large.
     """
 
@@ -116,7 +116,7 @@ class AdmissionMiddleware:
     """Middleware of a route that takes bodies.
 
     Args:
-        app: what answers.
+        app: answers requests.
         admission: is shared by all such routes.
     """
 
@@ -161,7 +161,7 @@ class Admission:
         try:
             with contextlib.suppress(HungUp):
                 read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, nbytes)
-                body = [read]  # whoever takes it out can let go of it
+                body = [read]  # so the code that removes it can let go of it
                 del read
                 async with self._place():
                     admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
@@ -214,7 +214,7 @@ async def _run_until_hang_up(answering: Awaitable[None], receive: Receive, respo
     try:
         await asyncio.wait((handler, watcher), return_when=asyncio.FIRST_COMPLETED)
         if responding.finished:
-            await asyncio.wait((handler,))  # what it still does after answering
+            await asyncio.wait((handler,))  # work after the answer
     finally:
         hung_up = handler.cancel()
         watcher.cancel()

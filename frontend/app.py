@@ -73,7 +73,7 @@ class Application:
     """An ASGI application. Made by :func:`create_app`.
 
     Attributes:
-        headers_for: what answers of the server itself say to a browser.
+        headers_for: returns the CORS headers of answers that the server makes itself.
     """
 
     def __init__(self, app: CrossOrigin, routes: _Routes) -> None:
@@ -96,7 +96,7 @@ def create_app(
     """Makes the application of a frontend process.
 
     Args:
-        engine: who computes; its owner closes it after the application.
+        engine: computes; its owner closes it after the application.
         settings: limits, and the model's name.
         frontends: returns the states of all frontends of the server, for ``/health``.
     """
@@ -126,7 +126,7 @@ def create_app(
 
 
 class _Routes:
-    """What the routes share, and their handlers."""
+    """The objects that the routes share, and their handlers."""
 
     def __init__(
         self, engine: EngineClientProtocol, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
@@ -143,7 +143,7 @@ class _Routes:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """What runs for as long as the application does."""
+        """Tasks that run as long as the application does."""
         sampling = asyncio.create_task(self._sample())
         try:
             yield
@@ -170,7 +170,7 @@ class _Routes:
         chunks = [chunk async for chunk in http_request.stream() if chunk]
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if len(body) > _LARGE_BODY_NBYTES:
-            async with self._parsing:  # what follows, until it is sent to the engine, takes some milliseconds
+            async with self._parsing:  # the rest, until it is sent to the engine, takes some milliseconds
                 await asyncio.sleep(0)
         request = parser.parse(body)
         names = parser.ignored_fields(request, body)
@@ -240,7 +240,7 @@ def _headers(taken: Completed | Embedded) -> dict[str, str]:
 
 
 def _told(answer: Answer | Completed | Embedded) -> dict[str, str]:
-    """Headers about what a caller may not expect."""
+    """Headers that warn a caller: made-up answers, ignored fields."""
     synthetic = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
     return synthetic | ({"x-shmring-media-shortfall": answer.shortfalls} if answer.shortfalls else {})
 
@@ -252,7 +252,7 @@ async def _answer_error(http_request: Request, error: Exception) -> Response:
 
 
 def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:
-    """Returns what is wrong with a request that no route takes."""
+    """Returns the error for a request without a route."""
     path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
     if error.status_code == 404:
         return ApiError(404, f"there is nothing at {path}; {DOCS_PATH} describes what there is", code="not_found")

@@ -12,8 +12,8 @@ for pictures. The bound is thus the limit, one more body, and for each connectio
 A body has a lowest rate and must not stand still. Time in which it waits for memory does not count, because that is not the
 caller's fault.
 
-A body that is refused in its midst is read to its end, and dropped: who asked for the connection to end after the answer, and
-still sends when it does, would see a reset instead of the reason.
+A body that is refused in the middle is read to its end, and dropped. If the connection ended while the caller still sends, the
+caller would see a reset instead of the reason.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _OVERDRAWING_BYTES_PER_S = 256 << 10
 
 
 class HungUp(Exception):
-    """The caller has gone; nobody is there to be answered."""
+    """The caller has gone."""
 
 
 class Body(NamedTuple):
     """A body that was read.
 
     Attributes:
-        json: what is to be decoded.
-        long_texts: what was cut out of it, by what stands there instead (:mod:`shmring.frontend.body_scan`).
+        json: the JSON to decode.
+        long_texts: long texts that were cut out of it, by the short texts in their place (:mod:`shmring.frontend.body_scan`).
     """
 
     json: bytes
@@ -60,7 +60,7 @@ class Body(NamedTuple):
 
 
 class BodyShare:
-    """The memory that one body takes. Whoever drops the body must release its share."""
+    """The memory that one body takes. Code that drops the body must release its share."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -205,10 +205,10 @@ class BodyReader:
                 share.release()
                 await self._drop(receive, pace, share)
             raise
-        return Body(cast(bytes, body), scan.long_texts)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
+        return Body(cast(bytes, body), scan.long_texts)  # ASGI asks for bytes; their readers can read it, without a copy
 
     async def _drop(self, receive: Receive, pace: _Pace, share: BodyShare) -> None:
-        """Reads what is left of a body, as much as a whole one may have."""
+        """Reads the rest of a body, at most as much as a whole one may have."""
         left, more = self._max_nbytes, True
         while more and left > 0:
             chunk, more = await _receive(receive, pace, share)

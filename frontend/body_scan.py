@@ -1,18 +1,17 @@
-"""A JSON body, looked through while its bytes come and before anything is decoded: how many values it has, and its long texts.
+"""Scans a JSON body while its bytes come and before anything is decoded: counts its values, and cuts out its long texts.
 
 A body of 16 MB may be one long text, which is decoded in milliseconds, or five million empty lists, which take seconds and a
-gigabyte: what decoding costs depends on how many values there are. msgspec looks at the length of a list only when all of it
-has been decoded, and holds the interpreter meanwhile, so a thread would not help the others either. So values are counted: one
-stands before each comma, and one is the first in brackets or braces, outside of strings.
+gigabyte: the cost of decoding depends on the number of values. msgspec checks the length of a list only when all of it has been
+decoded, and holds the interpreter meanwhile, so a thread would not help other requests. So values are counted: one stands
+before each comma, and one is the first in brackets or braces, outside of strings.
 
-What is long is a file in base64. It is cut out: in the body stands a short text in its place, which begins as it does, and its
-bytes wait beside it (:attr:`BodyScan.long_texts`) until a thread makes the file of them. So what is left of a body is decoded
-in a few milliseconds, however large the file. A text that is as long and no file is refused.
+A long text should be a file in base64. It is cut out: a short text, which begins in the same way, takes its place in the body,
+and its bytes wait beside it (:attr:`BodyScan.long_texts`) until a thread decodes the file. So the rest of a body is decoded in
+a few milliseconds, even with a large file. A long text that is no file is refused.
 
-What is looked through is the grammar of strings, and nothing else: whatever else is wrong with a body, its decoder says. That
-takes longer than decoding, where strings are short. So of a body in which no text can be long, commas and brackets are counted
-first, those in strings as well, in a thirtieth of the time; as long as that many values would be accepted, nothing is looked
-through.
+The scan only knows the grammar of strings; the decoder reports all other errors of a body. If strings are short, the scan takes
+longer than decoding. So in a body in which no text can be long, all commas and brackets are counted first, also those in
+strings, in a thirtieth of the time. As long as that many values would be accepted, there is no scan.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ __all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "is_cut"]
 #: are decoded in some 5 ms.
 MAX_VALUES = 32_768
 
-#: From which a text is cut out, or refused. A text of 1 MiB has a quarter of a million tokens.
+#: From this length on, a text is cut out or refused. A text of 1 MiB has a quarter of a million tokens.
 LONG_NBYTES = 1 << 20
 
-_MAX_STRINGS = 2 * MAX_VALUES + 16  # a name and a text for each value; more are no JSON, but would be counted all the same
+_MAX_STRINGS = 2 * MAX_VALUES + 16  # a name and a text for each value; more are no JSON, but would still be counted
 
-# Possessive: what a string may hold is never looked at twice. Where a string does not end, a search for one would begin anew at
-# each quote in it; so the search is among those that end.
+# Possessive: no part of a string is scanned twice. Where a string does not end, a search for one would begin anew at each
+# quote in it; so the search is among those that end.
 _REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'  # of a string, behind its first quote
 _REST_OF_STRING = re.compile(_REST, re.DOTALL)
 _STRING = re.compile(b'"' + _REST, re.DOTALL)
 _ALL_THAT_END = re.compile(b'[^"]*+(?:"' + _REST + b'[^"]*+)*+', re.DOTALL)
 _BEGINNING = re.compile(rb"[A-Za-z0-9+/=:;,.-]{0,64}")  # of a text, that stands in its place: a data: URL's type is in it
 
-# In no text that a caller sends, unless it was told to him; and then it stands for nothing.
+# A caller can't guess it; and in a caller's own text it has no effect.
 _MARK = f"...cut-{secrets.token_hex(16)}-"
 
 
@@ -57,21 +56,21 @@ class BodyScan:
         nbytes: that it will have, if that is known; a body that is large enough for a long text is looked through at once.
 
     Attributes:
-        long_texts: what was cut out, by what stands in its place.
+        long_texts: the texts that were cut out, by the texts in their place.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
         self.long_texts: dict[str, bytearray] = {}
-        # All that came, while nothing of it can be too much.
+        # The body so far, as long as it can't have too many values.
         self._unread: bytearray | None = bytearray() if nbytes <= LONG_NBYTES else None
         self._at_most = 1  # values in it
         self._values = 1
         self._strings = 0
-        self._text: bytearray | None = None  # of the string in whose midst the last piece ended
+        self._text: bytearray | None = None  # of the string in the middle of which the last piece ended
         self._held = b""  # a backslash that ended it
 
     def add(self, piece: bytes) -> bytes:
-        """Takes the next piece; returns what is left of it, and of those before that were kept.
+        """Takes the next piece; returns the rest of it, and of earlier pieces that were kept, without long texts.
 
         Raises:
             ApiError: 413, there are too many values, or a text is too long.
@@ -105,11 +104,11 @@ class BodyScan:
         return ending + piece
 
     def finish(self) -> bytes | bytearray:
-        """The body is over; returns what is left of it."""
+        """The body is over; returns the rest of it."""
         return self._end_text() if self._unread is None else self._unread
 
     def _end_text(self) -> bytes:
-        """The string that was begun is over; returns what is left of it."""
+        """The string is over; returns the text that stays in the body."""
         text, held, self._text, self._held = self._text, self._held, None, b""
         if text is None:
             return b""
@@ -135,7 +134,7 @@ class BodyScan:
 
     @staticmethod
     def _unescape(text: bytearray, start: int) -> None:
-        """Some write slashes with a backslash, and base64 in lines. Whatever else has escapes is no file."""
+        """Some write slashes with a backslash, and base64 in lines. A text with other escapes is no file."""
         plain = bytes(text[start:]).replace(b"\\/", b"/").replace(b"\\r", b"").replace(b"\\n", b"")
         if b"\\" in plain:
             raise _too_long()
@@ -152,7 +151,8 @@ def _end_of_string(json: bytes) -> int:
 
 
 def _without_strings(json: bytes) -> tuple[bytes, int, int]:
-    """Returns what is outside of strings, how many end, and where one begins that does not, or all ends."""
+    """Returns the bytes outside of strings, how many strings end, and where an unended string begins, or the end of the
+    bytes."""
     if b"\\" in json:
         end = _ALL_THAT_END.match(json).end()  # type: ignore[union-attr]  # it matches whatever comes, if nothing of it
         return *_STRING.subn(b"", json[:end]), end

@@ -1,4 +1,5 @@
-"""Who asks: a key, or where no key is needed an address. What callers share is given to them in turn, and not to requests."""
+"""The caller of a request: a key, or an address if no key is needed. Shared resources are given to callers in turn, and not to
+requests."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from starlette.types import Scope
 
 __all__ = ["caller", "caller_of"]
 
-#: Who asked for what the running task does; tasks that it begins have the same.
+#: The caller for whom the running task works; tasks that it begins have the same caller.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 def caller_of(scope: Scope) -> bytes:
-    """Returns who asks: what the request's ``Authorization`` says, or else its address."""
+    """Returns the caller: the request's ``Authorization``, or else its address."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             return bytes(value)

@@ -1,4 +1,4 @@
-"""The command ``shmring`` and its subcommands, which import what they need only when they run.
+"""The command ``shmring`` and its subcommands, which import their modules only when they run.
 
 Importing torch takes seconds, so nothing here does, and no command does before its options are known to make sense.
 """
@@ -16,7 +16,7 @@ from shmring.engine.settings import MAX_ENGINES
 
 __all__ = ["main"]
 
-# Imported when they are run; until then, this is what --help says of them.
+# Imported when they are run; --help shows these texts.
 _ELSEWHERE = {
     "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
     "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),
@@ -28,7 +28,7 @@ class _Commands(click.Group):
     """A group some of whose commands are listed without being imported."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that is to be run."""
+        """Finds the command to run."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in _ELSEWHERE:
             module, _, attribute = _ELSEWHERE[name][0].partition(":")

@@ -1,6 +1,6 @@
-"""The table of what a frontend counts. ``/metrics`` and the page docs/metrics.md are made of it.
+"""The table of a frontend's numbers. ``/metrics`` and the page docs/metrics.md are made from it.
 
-What the engine counts is in its own records (:mod:`shmring.engine.metrics`, :mod:`shmring.statistics`).
+The engine's numbers are in its own records (:mod:`shmring.engine.metrics`, :mod:`shmring.statistics`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Counted:
 
     Attributes:
         name: in Prometheus; a counter's ends with ``_total`` besides.
-        kind: counters count up from a start, gauges are what is now.
-        unit: what is counted; "s" is seconds.
-        text: what is said of them, in Markdown.
+        kind: counters count up from a start, gauges have the present value.
+        unit: the unit of the number; "s" is seconds.
+        text: its meaning, in Markdown.
         source: the field of statistics that it is read from, behind "client." (of an engine) or "intake." (of media). Empty: it
             is counted where it happens.
-        labels: by what they are told apart.
-        across_frontends: what becomes of a gauge's values of several frontends.
+        labels: names of its labels.
+        across_frontends: how a gauge's values of several frontends are combined.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Counted:
 
     @property
     def exposed_name(self) -> str:
-        """What it is called where it is read."""
+        """Its name in Prometheus."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
@@ -138,5 +138,5 @@ COUNTED = (
         "intake.decoded_nbytes",
     ),
     Counted("shmring_frontend_decoded_waiters", "gauge", "requests", "that wait for such memory", "intake.decoded_waiting"),
-    Counted("shmring_engine_up", "gauge", "0 or 1", "whether the engine answers; the numbers below are there only then"),
+    Counted("shmring_engine_up", "gauge", "0 or 1", "whether the engine answers; the numbers below are there only if it does"),
 )

@@ -1,8 +1,8 @@
-"""Which pages of other sites may call this server, and read what it answers (CORS).
+"""Which pages of other sites may call this server, and read its answers (CORS).
 
-Starlette answers what a browser asks first. What every answer says to a browser is said here, once, because not all answers are
-made within the application: a request may be refused before it is one, or cut off by a shutdown. Without these headers a page
-sees a network error where the reason stands.
+Starlette answers the preflight requests of browsers. The CORS headers of every answer are made here, once, because some answers
+are made outside of the application: for a request that is refused early, or cut off by a shutdown. Without these headers, a
+page sees a network error instead of the reason.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["CrossOrigin", "HeadersFor", "RawHeaders"]
 
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 
-#: Returns what an answer says to a browser; of the request's headers, whose names are in lower case.
+#: Returns the CORS headers of an answer, from the request's headers, whose names are in lower case.
 HeadersFor: TypeAlias = Callable[[RawHeaders], list[tuple[bytes, bytes]]]
 
-# What pages of other sites may read of an answer's head.
+# The headers of an answer that pages of other sites may read.
 _EXPOSED_HEADERS = (
     *("X-Request-Id", "Retry-After", "X-Shmring-Slab-Bytes", "X-Shmring-Copies"),
     *("X-Shmring-Synthetic", "X-Shmring-Media-Shortfall", "X-Shmring-Ignored-Fields"),
@@ -31,7 +31,8 @@ _EXPOSED_HEADERS = (
 
 
 class CrossOrigin(CORSMiddleware):
-    """Middleware that lets pages of other sites call. Errors are for them as well, so it is around what answers those.
+    """Middleware that lets pages of other sites call. It is outside of the code that answers errors, so that these pages can
+    read errors as well.
 
     Args:
         app: what answers.
@@ -49,7 +50,7 @@ class CrossOrigin(CORSMiddleware):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers what a browser asks first; has the application answer everything else."""
+        """Answers preflight requests; has the application answer all others."""
         await (super().__call__ if self.allow_origins else self.app)(scope, receive, send)
 
     async def send(self, message: Message, send: Send, request_headers: Headers) -> None:
@@ -59,7 +60,7 @@ class CrossOrigin(CORSMiddleware):
         await send(message)
 
     def headers_for(self, request_headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-        """Returns what an answer says to a browser; see :data:`HeadersFor`."""
+        """Returns the CORS headers of an answer; see :data:`HeadersFor`."""
         if not self.allow_origins:
             return []
         headers = {"vary": "Origin"}

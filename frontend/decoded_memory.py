@@ -6,13 +6,13 @@ the memory for all its media at once before the first of them is decoded, and gi
 took a part of it, two requests could hold a half each and wait for each other.
 
 There are two parts with a line each. Three quarters are for large media and for clips, whose decoding may take long. The
-rest is for requests that are decoded quickly, so that these never wait for the others. A request that is larger than its
-part waits until nobody else has memory of the part, and then takes what it needs. What it needs fits the slab, or it was
+rest is for requests that are decoded quickly, so that these never wait for the others. A request that is larger than its part
+waits until no other request has memory of the part, and then takes all that it needs. Its media fit the slab; otherwise it was
 refused before. So the bound is the limit, or the leasable part of the slab if that is larger, and the quarter for quick
 requests.
 
-Invariant: a part's memory that is taken is what its requests took and have not given back; a waiter that is cancelled takes
-none.
+Invariant: the used memory of a part is the sum of what its requests took and have not given back; a waiter that is cancelled
+takes none.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DecodedMemory:
 
     @property
     def nbytes(self) -> int:
-        """How much is taken."""
+        """How many bytes are in use."""
         return self._quick.taken_nbytes + self._slow.taken_nbytes
 
     @property
@@ -91,7 +91,7 @@ class _Part:
         return len(self._waiting)
 
     async def take(self, nbytes: int) -> None:
-        """Waits until there is room for so many bytes, or until nobody else has any."""
+        """Waits until there is room for so many bytes, or until no other request has any."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = (nbytes, granted)
         self._waiting.append(waiter)

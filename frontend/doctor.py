@@ -1,4 +1,4 @@
-"""``shmring doctor``: what this machine offers to an engine, before one fails on it.
+"""``shmring doctor``: checks whether this machine can run an engine, before an engine fails on it.
 
 Each check looks at one thing and returns a row: its finding, and what to do about it. A check gets its input as an argument
 (a file's text, a limit, a directory), so tests can give it the input of another machine; :func:`run_checks` reads the input
@@ -266,7 +266,7 @@ def _compare_received(name: str, receiving: socket.socket, sent: int) -> Check:
 
 
 def check_socket_directory(directory: Path) -> Check:
-    """Looks whether only we can put a socket where frontends look for it."""
+    """Checks that no other user can put a socket where frontends look for it."""
     name = "socket directory"
     try:
         status = directory.lstat()
@@ -312,7 +312,7 @@ def check_left_names(directory: Path) -> Check:
 
 
 def remove_leftovers(socket_dir: str | None = None) -> list[str]:
-    """Removes what this user's dead engines have left: names of slabs, sockets and locks. Returns the names of both.
+    """Removes the files that this user's dead engines have left: names of slabs, sockets and locks. Returns the names of both.
 
     Args:
         socket_dir: where the sockets lie; None: the default.
@@ -324,7 +324,7 @@ def _is_left(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False  # gone meanwhile, or none of ours
+        return False  # gone meanwhile, or not ours
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return os.fstat(fd).st_nlink > 0 and stat.S_ISREG(os.fstat(fd).st_mode)

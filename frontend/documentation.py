@@ -1,7 +1,7 @@
 """The OpenAPI document, and a page that shows it.
 
 The document is generated from the types that the server decodes requests into and encodes answers from, so the two can't
-differ. What a request may be is said by the options (``x-limits``). Statuses and headers are written here; tests generate
+differ. The limits of requests come from the options (``x-limits``). Statuses and headers are written here; tests generate
 requests from the document and compare every answer with it.
 
 The page works without any other server, because Swagger UI's files come with the package ``offapi``. Most such pages load
@@ -96,7 +96,7 @@ class Documentation:
     """The document and its page.
 
     Args:
-        settings: whether callers of ``/v1`` need a key, and what a request may be.
+        settings: whether callers of ``/v1`` need a key, and the limits of requests.
         model: the examples use its name, so that they can be tried as they are.
     """
 
@@ -135,7 +135,7 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
     """Returns the document.
 
     Args:
-        settings: whether callers of ``/v1`` need a key, and what a request may be.
+        settings: whether callers of ``/v1`` need a key, and the limits of requests.
         model: for the examples.
         root_path: what a proxy in front strips from paths.
     """
@@ -191,7 +191,7 @@ def _model() -> dict[str, Any]:
 
 
 def _operations() -> dict[str, Any]:
-    """Returns the paths for those who look after the server."""
+    """Returns the paths for operators of the server."""
     version = {"application/json": _schema("Version")}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     health = {"application/json": _schema("Health")}
@@ -219,7 +219,7 @@ def _schema(name: str) -> dict[str, Any]:
 
 
 def _stream() -> dict[str, Any]:
-    # What an event is can be said from OpenAPI 3.2 on (itemSchema), which tools do not know yet.
+    # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
     return {
         "schema": {"type": "string", "description": _STREAM},
         "x-itemSchema": {"$ref": "#/components/schemas/ChatCompletionChunk"},

@@ -1,9 +1,9 @@
-"""The command ``shmring`` as it is installed. Where the extra that it needs is not, it says so in one line.
+"""The command ``shmring`` as it is installed. If the extra that it needs is not installed, it says so in one line.
 
 It starts itself again where Python would import from the working directory (:mod:`shmring.frontend.import_path`).
 
-``pip install shmring`` installs the transport, and this package beside it, but none of what a server and a command line are
-made of.
+``pip install shmring`` installs the transport, and this package beside it, but none of the packages that a server and a command
+line need.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shmring.frontend.import_path import restart_without_working_directory
 
 __all__ = ["EXTRAS", "main"]
 
-#: What is imported of each extra, by the extra's name.
+#: The modules of each extra, by the extra's name.
 EXTRAS = {
     "serve": frozenset(
         {

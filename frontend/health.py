@@ -1,4 +1,4 @@
-"""The answers of ``/health`` and ``/ready``: the facts, and the class that collects them.
+"""The answers of ``/health`` and ``/ready``, and the class that collects the facts for them.
 
 ``/health`` says whether the engine works. ``/ready`` says whether a request would be answered now. A paused engine is healthy
 but not ready. The same holds for a process in which media have been waiting for a decoder for seconds: a load balancer should
@@ -25,7 +25,7 @@ from shmring.frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
 
-_MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; whoever comes now waits as long
+_MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; the next request would wait as long
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     `engine` says whether requests are carried out. If the server has several engines, one that is well is enough, and `engines`
     says how each of them is.
 
-    `pid` is the process that answers, which is one of `frontends`: each connection gets any of them.
+    `pid` is the process that answers. It is one of `frontends`: each connection reaches any one of them.
 
     `frontends` are the states of all frontends of the server as the supervisor sees them, this one included; empty without a
     supervisor. A frontend that is `unresponsive` or `restarting` does not make the others unhealthy: the supervisor replaces
@@ -54,7 +54,7 @@ class HealthReporter:
 
     Args:
         engine: is asked each time.
-        frontends: returns what the supervisor said last of all frontends.
+        frontends: returns the states of all frontends, as the supervisor sent them last.
         decoders: says how busy this process' decoders are.
 
     Attributes:
@@ -76,7 +76,7 @@ class HealthReporter:
         """Returns the facts if a request would be answered now.
 
         Raises:
-            ApiError: 503, it would not.
+            ApiError: 503, the request would not be answered.
         """
         if self.shutting_down or self._engine.is_stopped:
             raise unavailable("the server is shutting down", "shutting_down")

@@ -6,21 +6,21 @@ that send nothing, or read nothing, keep a thousand descriptors and answers for 
 
 When a connection ends, uvicorn tells only the last request; and while requests are queued behind the one that is being
 answered, uvicorn does not read, so it does not see the end. Here reading goes on, because the number of queued requests is
-bounded, and all requests learn of the end. So nobody computes for a caller that is gone.
+bounded, and all requests learn of the end. So no work is done for a caller that is gone.
 
 The protocol also refuses requests that RFC 9112 tells servers to refuse but the parser accepts, because a proxy in front may
 read them differently: a request of HTTP/1.1 without a ``Host`` or with two, and transfer codings other than ``chunked``.
 Upgrades (WebSocket, h2c) are ignored: the request is answered without the upgrade, and the connection ends.
 
-Of requests that are sent ahead, so many are taken as may wait. The last of these is answered with ``connection: close``, and
-what comes behind it is dropped, as HTTP allows.
+Of requests that are sent ahead, a bounded number is read. The last of these is answered with ``connection: close``, and later
+ones are dropped, as HTTP allows.
 
 A caller may close its half of the connection when its request is complete, and wait for the answer. A caller that has gone
-looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: to bytes for a socket
-that is closed, the kernel at the other end answers with a reset. The first is sent before the request is handled: on the same
-machine the reset is there at once, and nothing is done for who has gone. Only HTTP/1.1 has this. With HTTP/1.0 (proxies speak
-it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a ``close_notify`` with
-their own at once, whatever ``eof_received`` returns.
+looks the same at first. So such a caller is sent ``100 Continue`` now and then, which HTTP clients skip: if the socket on the
+other side is closed, its kernel answers such bytes with a reset. The first is sent before the request is handled: on the same
+machine the reset is there at once, and no work is done for a caller that has gone. Only HTTP/1.1 has this. With HTTP/1.0
+(proxies speak it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a
+``close_notify`` with their own at once, whatever ``eof_received`` returns.
 
 An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
 
@@ -55,12 +55,12 @@ _MAX_OVERHEAD_NBYTES = 64 << 10  # of a head, a chunk's extension or a trailer; 
 _READ_NBYTES = 256 << 10  # what uvloop reads at a time; progress may lie at the front of it
 _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients that do this at all send a few
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
-_STALL_TIMEOUT_S = 30.0  # without a byte of an answer being taken, though more than the kernel keeps is there to be taken
+_STALL_TIMEOUT_S = 30.0  # without reading a byte of an answer that is larger than the kernel's buffer
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a host and a port are made of; it may be empty
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # until a look whether who has closed one half is still there: each time twice that
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # between two checks of a caller that has closed one half; doubled
 _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space, the end of the line
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LINGER_S = 5.0  # for the last of an answer to be taken after the connection was given up
+_LINGER_S = 5.0  # for the caller to read the last of an answer after the connection was given up
 
 
 class _RefusedHead(ApiError):
@@ -75,7 +75,7 @@ def _too_large() -> _RefusedHead:
 
 
 def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
-    """Checks what the parser leaves to servers (RFC 9112, 3.2 and 6.1).
+    """Makes the checks that the parser leaves to servers (RFC 9112, 3.2 and 6.1).
 
     Raises:
         _RefusedHead: where the request ends, or whom it is for, could be read in two ways.
@@ -124,7 +124,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection; see the head of this file.
 
     Args:
-        headers_for: what a refusal says to a browser.
+        headers_for: returns the CORS headers of a refusal.
         arguments, keywords: uvicorn's.
     """
 
@@ -170,7 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             logger.info("%s asked for an upgrade, which this server has none of", self._peer)
-            self.cycle.keep_alive = False  # what follows may be another protocol
+            self.cycle.keep_alive = False  # the next bytes may be another protocol
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__  # a refusal of ours, or a URL that can't be taken apart
             if isinstance(cause, _TooManyAhead):
@@ -260,13 +260,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.loop.call_later(next_s, self._look_for_the_peer, min(2 * next_s, _LONGEST_LOOK_S))
 
     def _end_if_gone(self) -> bool:
-        """Asks whether the peer of a half-closed connection is there. Returns whether nobody waits any more."""
+        """Asks whether the peer of a half-closed connection is there. Returns whether it has gone."""
         running = self._running
         if self._lost or self.transport.is_closing() or running is None:
             return True
         if not running.response_started and not self.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):
-                os.write(self._fd, _CONTINUE)  # at once, not as the turn ends: who is on the same machine has answered by then
+                os.write(self._fd, _CONTINUE)  # at once: a peer on the same machine has answered by the turn's end
         if not self._tells(0):  # POLLHUP and POLLERR are always told
             return False
         running.disconnected = True  # for a handler that has a turn before the end of the connection is reported
@@ -336,7 +336,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return "an unknown peer" if self.client is None else self.client[0]
 
     def _refuse(self, refusal: _RefusedHead) -> None:
-        """Says what is wrong in OpenAI's envelope, and ends the connection."""
+        """Sends the error in OpenAI's envelope, and ends the connection."""
         logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
         running = self._running
         if running is None or running.response_complete:
@@ -367,7 +367,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Ends a connection that was closed for good: uvloop waits for ever for what the peer does not take."""
+        """Ends a closed connection for good: uvloop waits for ever if the peer does not read."""
         if self.transport.is_closing():
             self.loop.call_later(_LINGER_S, self._abort)
 

@@ -1,4 +1,4 @@
-"""``PYTHONPATH`` without the working directory, which Python takes an empty part of it for.
+"""``PYTHONPATH`` without empty parts, which mean the working directory to Python.
 
 ``export PYTHONPATH=$PYTHONPATH:/x`` makes such a part where the variable was empty, and nobody means it. Named parts stay, the
 working directory by its name included.
@@ -25,7 +25,8 @@ def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
 def restart_without_working_directory() -> None:
     """Starts this program again if its own ``PYTHONPATH`` has an empty part. Its pid stays the same.
 
-    What Python has imported by now came from there if it lay there. This can't be undone, so the caller imports little before.
+    Modules that Python has imported by now may have come from the working directory. This can't be undone, so the caller
+    imports little before.
     """
     path = os.environ.get(VARIABLE, "")
     if path and "" in path.split(os.pathsep) and not sys.flags.ignore_environment:

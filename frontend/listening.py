@@ -1,8 +1,8 @@
-"""Where a server listens: at a port, or at a Unix socket; and whether the certificate with which it does can be used.
+"""Where a server listens: at a port, or at a Unix socket; and the check of its certificate.
 
-A Unix socket has a file. It is removed before the socket is closed: as long as somebody listens, nobody else takes the path, so
-it is ours. Whoever is killed leaves the file, and the next server at that path removes it, because nobody listens there. Two
-servers that start at a time look one after the other: each locks the directory meanwhile.
+A Unix socket has a file. It is removed before the socket is closed: while this process listens, no other server takes the path,
+so the file is ours. A killed server leaves the file, and the next server at that path removes it, because no process listens
+there. If two servers start at a time, they check one after the other: each locks the directory meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["UnixListener", "check_tls", "listen", "place_of", "repeated", "url_o
 
 _BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
 _ACCEPTED_IN_TURN = 8
-_MODE = 0o666  # as a port is there for all users of the machine; who may enter the directory may connect
+_MODE = 0o666  # open to all users who may enter the directory, as a port is open to all users
 
 
 class UnixListener(socket.socket):
@@ -41,7 +41,7 @@ def listen(settings: ProcessSettings) -> socket.socket:
     """Returns a socket that listens where the settings say. The caller closes it.
 
     Raises:
-        OSError: somebody else does, or it can't be.
+        OSError: another process listens there, or the address can't be used.
     """
     if settings.uds is not None:
         return _listen_at_path(os.path.abspath(settings.uds))
@@ -95,10 +95,10 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 def _remove_what_is_dead(path: str) -> None:
-    """Removes the file of a socket where nobody listens any more.
+    """Removes the file of a socket at which no process listens any more.
 
     Raises:
-        OSError: somebody does, or it is another kind of file.
+        OSError: a process listens there, or it is another kind of file.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -117,7 +117,7 @@ def check_tls(tls: TlsSettings) -> None:
     """Looks whether the files of certificates and keys can be used, before a process is started.
 
     Raises:
-        ValueError: they can't; says which.
+        ValueError: one can't; the text says which.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

@@ -1,4 +1,5 @@
-"""Whether there is memory for the slabs, and whether the kernel killed for lack of it; for the doctor and a server's start.
+"""Whether there is memory for the slabs, and whether the kernel killed a process for lack of it; for the doctor and a server's
+start.
 
 Nothing here imports torch: the supervisor asks before it starts anything.
 """
@@ -26,7 +27,7 @@ __all__ = [
 
 Status = Literal["ok", "warning", "problem"]
 
-#: The name of the check that says whether the kernel would kill for the slabs.
+#: The name of the check whether the kernel would kill a process because of the slabs.
 CGROUP_CHECK = "cgroup memory"
 
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -155,7 +156,7 @@ def _kills_in(file: Path) -> int | None:
 
 
 def describe_kill(kills_before: int, membership: Path = MEMBERSHIP, root: Path = CGROUPS) -> str:
-    """Says why a process was killed by SIGKILL that nobody here sent.
+    """Says why a process was killed by a SIGKILL that this server did not send.
 
     Args:
         kills_before: what :func:`oom_kills` was before that.

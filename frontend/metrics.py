@@ -60,7 +60,7 @@ class FrontendMetrics:
     """A frontend's counters.
 
     Args:
-        engines: their names. What is counted of the client of each has them as a label, if there are several.
+        engines: their names. If there are several, numbers of the clients of each have the name as a label.
 
     Attributes:
         in_flight: requests being answered, those that wait for their turn included.
@@ -91,11 +91,11 @@ class FrontendMetrics:
         return Gauge(counted.name, counted.help, labels, registry=self.registry, multiprocess_mode=mode)
 
     def take_over(self, engine: str, statistics: shmring.ClientStatistics) -> None:
-        """Updates what is counted of the client of an engine."""
+        """Updates the numbers of the client of an engine."""
         self._take_over("client", statistics, engine)
 
     def take_over_media(self, statistics: IntakeStatistics) -> None:
-        """Updates what is counted of decoders and of decoded media."""
+        """Updates the numbers of decoders and of decoded media."""
         self._take_over("intake", statistics, "")
 
     def _take_over(self, source: str, statistics: object, engine: str) -> None:

@@ -18,7 +18,7 @@ from shmring.frontend.sse import CONTENT_TYPE, event
 
 __all__ = ["Observation", "ObservedRoute", "request_id_of"]
 
-_HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
+_HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
 _SHUTTING_DOWN = unavailable("the server is shutting down", "shutting_down")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -30,7 +30,7 @@ class Observation:
     Args:
         app: what answers.
         metrics: where it is counted.
-        headers_for: what an answer that is made here says to a browser.
+        headers_for: returns the CORS headers of an answer that is made here.
     """
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics, headers_for: HeadersFor) -> None:
@@ -74,7 +74,7 @@ class Observation:
                     last = event(_SHUTTING_DOWN.envelope())
                     await observed_send({"type": "http.response.body", "body": last, "more_body": False})
                 else:
-                    complete = True  # as far as its caller is to blame
+                    complete = True  # an error of the caller
                     raise
             except Exception:
                 status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500

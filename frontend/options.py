@@ -22,7 +22,7 @@ TLS_OPTIONS = options_of(TlsSettings)
 
 _SETTINGS = options_of(FrontendSettings())
 
-#: What a frontend serves, and its limits.
+#: The options of what a frontend serves, and of its limits.
 FRONTEND_OPTIONS = (
     *_SETTINGS,
     Option(
@@ -48,7 +48,7 @@ _LIMITS = (
 
 
 def limits_of(settings: FrontendSettings) -> dict[str, dict[str, Any]]:
-    """Returns what a request may be, for callers: by the name of each option, its value and its help."""
+    """Returns the limits of requests, for callers: by the name of each option, its value and its help."""
     limits = {}
     for option in _SETTINGS:
         if option.name in _LIMITS or option.path[0] == "media_limits":
@@ -58,7 +58,7 @@ def limits_of(settings: FrontendSettings) -> dict[str, dict[str, Any]]:
 
 
 def process_settings_of(values: dict[str, Any]) -> ProcessSettings:
-    """Returns what a frontend process is told by its options.
+    """Returns a frontend process's settings from its options.
 
     Raises:
         click.UsageError: a certificate or a key can't be used.

@@ -1,4 +1,4 @@
-"""Answers that are JSON: what msgspec can encode, and errors in their envelope."""
+"""Answers as JSON: objects that msgspec can encode, and errors in their envelope."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JsonResponse(Response):
 
 
 class JsonPieces(Response):
-    """An answer that was encoded in pieces, and is sent so: a large one keeps no other waiting.
+    """An answer that is encoded and sent in pieces, so that a large one does not keep others waiting.
 
     Args:
         pieces: of one JSON document.

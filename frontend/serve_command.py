@@ -1,4 +1,4 @@
-"""``shmring serve``: which process each of its options is for. All are checked here, before a process is started."""
+"""``shmring serve``: passes each option to its process. All are checked here, before a process is started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _options_of(values: dict[str, Any]) -> ServeOptions:
-    """Returns what the supervisor is to do.
+    """Returns the supervisor's options.
 
     Raises:
         click.UsageError: some options make no sense, by themselves or together.

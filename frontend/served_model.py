@@ -1,4 +1,4 @@
-"""The model that is served: what it is called, and what it does.
+"""The model that is served: its name, and its tasks.
 
 The frontend asks the engine when a request needs to know it, and never at the start. So a slow engine does not keep a frontend
 from starting, and an engine that replaces another may have another model.
@@ -39,7 +39,7 @@ class ServedModel:
         self._last: ModelDescription | None = None
 
     async def describe(self) -> ModelDescription:
-        """Returns what the engine says of its executor; it is asked once in an engine's life.
+        """Returns the engine's description of its executor; the engine is asked once in its life.
 
         Raises:
             shmring.ShmringError, TimeoutError: it does not answer.

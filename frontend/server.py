@@ -27,7 +27,7 @@ __all__ = ["Server"]
 logger = logging.getLogger("shmring.frontend")
 
 _SAME_SIGNAL_S = 0.5
-_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills seconds later
+_CANCELLED_GRACE_S = 0.5  # for answers to cancelled requests; the supervisor kills the process seconds later
 _POLL_S = 0.01
 
 
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     Args:
         app: what answers.
         host, port: where to listen, unless :meth:`serve` is given sockets.
-        tls: what it speaks TLS with; None: it does not.
+        tls: certificates and keys; None: no TLS.
         root_path: what a proxy in front strips from paths.
         timeout_keep_alive_s: how long a connection stays open between two requests.
         log_level: of uvicorn.

@@ -51,7 +51,7 @@ class MediaCounts:
     def parse(cls, text: str) -> MediaCounts:
         """Reads vLLM's ``--limit-mm-per-prompt``: ``{"image": 16, "video": 2}`` or ``image=16,video=2``.
 
-        What is not named keeps its default.
+        A modality that is not named keeps its default.
 
         Raises:
             ValueError: the text has neither form, or names a modality that does not exist.
@@ -146,7 +146,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
-    """Limits of one frontend process, and what it calls its model.
+    """Limits of one frontend process, and the name of its model.
 
     Attributes:
         served_model_name: What requests must name as their model. None: the engine's own name of it.
@@ -166,7 +166,7 @@ class FrontendSettings:
             client gives up.
         body_timeout_s: Seconds a body may take to arrive before 408.
 
-            It keeps nobody waiting, but is memory and a connection.
+            A slow body delays no other request, but takes memory and a connection.
         slot_timeout_s: Seconds to wait for space in the slab before 503.
         request_timeout_s: Seconds from the end of a request's body to the last byte of its answer before 504.
 
@@ -186,10 +186,10 @@ class FrontendSettings:
 
             As many as in OpenAI's API.
         limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
-        engine_retries: How often a request goes to another engine because its own died before it had answered, where there
-            are several.
+        engine_retries: With several engines: how often a request is sent to another engine because its own died before it had
+            replied.
 
-            A request that kills engines kills one more than this.
+            A request that crashes engines can crash this many and one more.
         decoders: Processes in which a frontend decodes media, one medium each at a time.
 
             Each keeps one core busy. With two or more, one is kept for small pictures and recordings.
@@ -228,7 +228,7 @@ class FrontendSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """With what a server speaks TLS; files in PEM.
+    """The certificates and keys of a server; files in PEM.
 
     Attributes:
         certfile: The certificate to speak TLS with, in PEM, and those above it.
@@ -255,12 +255,13 @@ class ProcessSettings:
         host: Where to listen. 0.0.0.0 is everywhere.
         port: Where to listen; 0 is any free port.
         uds: A path: listen at a Unix socket there, and not at a port.
-        tls: what it speaks TLS with; None: it does not.
+        tls: certificates and keys; None: no TLS.
         root_path: A path that a proxy in front strips, such as /llm: links on /docs have it. Empty: none.
-        timeout_keep_alive_s: Seconds that a connection stays open between two requests. Behind a load balancer, longer than it
-            keeps them.
+        timeout_keep_alive_s: Seconds that a connection stays open between two requests. Behind a load balancer, set more than
+            the balancer's own time.
 
-            A balancer that keeps a connection longer than the server sends requests to some that have just been closed.
+            If a balancer keeps connections for longer than the server, it sends requests on connections that the server has
+            just closed.
         listen_fd: A listening socket to inherit instead.
         connect_timeout_s: Seconds to wait for the engine, which may be loading a model.
 

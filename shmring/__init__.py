@@ -3,8 +3,8 @@
 Engine side: :func:`serve`. Frontend side: :func:`connect`. Worker side: :func:`join`. See the README for an example.
 :mod:`shmring.threads` has all of them for code without an event loop.
 
-Each name is imported when it is first used. What needs torch takes seconds, so a command line that only wants the configuration
-or the errors answers at once; and every process of a vLLM beside which this is installed imports this file.
+Each name is imported when it is first used. Importing torch takes seconds, so a program that only needs the configuration or
+the errors starts at once. And if this is installed beside vLLM, each of its processes imports this file.
 """
 
 # Type checkers take typing's name for true. Nothing is imported here: an installed command imports this file before it has seen

@@ -1,4 +1,5 @@
-"""Steps a cancellation must not cut in half: a thread that is writing, a socket that changes hands; and errors left over."""
+"""Steps that a cancellation must not interrupt: a thread that is writing, a socket that changes hands. And errors that no task
+awaits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 async def uninterrupted(future: asyncio.Future[_Result]) -> _Result:
-    """Waits for a task or future to its end; a cancellation of the waiting is delivered when that has come."""
+    """Waits until a task or future is done. If the waiting is cancelled meanwhile, the cancellation is delivered then."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -27,6 +28,6 @@ async def uninterrupted(future: asyncio.Future[_Result]) -> _Result:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Takes the error of a future that is done. Who waited for it may have gone, and asyncio would report it as lost."""
+    """Retrieves the error of a future that is done. If no task waits for it any more, asyncio would report it as lost."""
     if not future.cancelled():
         future.exception()

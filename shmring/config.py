@@ -1,7 +1,7 @@
 """Configuration of both ends: one frozen object each, every limit with its reason.
 
-Nothing here reads the environment or the machine; what depends on them (the socket directory, the uid) is resolved where
-it is used. Sizes are given in bytes or as text (``"4GiB"``, ``"64 MiB"``, ``"10MB"``) and stored in bytes.
+Nothing here reads the environment or the machine; settings that depend on them (the socket directory, the uid) are resolved
+where they are used. Sizes are given in bytes or as text (``"4GiB"``, ``"64 MiB"``, ``"10MB"``) and stored in bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def validate_name(name: str) -> str:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raises unless this can be a timeout; for calls that may find that nothing has to be waited for.
+    """Raises unless this can be a timeout. For calls that may return without waiting, and so without using it.
 
     Raises:
         TypeError: it is no number, and not None.
@@ -116,73 +116,75 @@ def _require(condition: bool, message: str) -> None:
 
 def require_busy_poll(seconds: float) -> None:
     """Raises ``ValueError`` unless an end may look for so long before it sleeps."""
-    # More is no latency any more, but a core that is never idle: vLLM's readers spin for a second, and keep one busy each.
+    # Looking for longer does not reduce latency further, but keeps a core busy: vLLM's readers spin for a second, one core
+    # each.
     _require(0 <= seconds <= _MAX_BUSY_POLL_S, f"busy_poll_s must be between 0 and {_MAX_BUSY_POLL_S} seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """The engine's end.
+    """The engine's side.
 
     Attributes:
         slab_nbytes: size of the whole slab, replies included. It is reserved at the start.
         backing: where the slab lies; ``"auto"``: in ``/dev/shm`` where it fits, else in a memfd.
 
             The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the machine's
-            and the container's memory, and that nobody can truncate. The part for replies is always a memfd, which only the
+            and the container's memory, and that no process can truncate. The part for replies is always a memfd, which only the
             engine can write.
         reply_nbytes: the part of it that is kept for replies; ``None``: a sixteenth of the slab.
 
             So replies never wait for the memory of requests that wait for replies.
         max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so that
             eight frontends can connect before any of them has to give something back.
-        client_quota_nbytes: what one frontend may hold in leases while others are connected; ``None``: three quarters
-            of what can be leased, so that a stopped frontend can't starve the rest. Alone, a frontend may hold it all,
-            and one lease is always granted however large.
-        kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what
-            can be leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds
-            what can be pinned: the rest of the slab is always there for requests.
+        client_quota_nbytes: how many bytes one frontend may hold in leases while others are connected; ``None``: three quarters
+            of what can be leased, so that a stopped frontend can't starve the rest. A frontend that is alone may hold all of
+            it, and each frontend may always have one lease of any size.
+        kept_nbytes: how many bytes of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half
+            of what can be leased; 0: nothing is kept. Content that is not pinned is dropped when a frontend needs its memory.
+            So this bounds the pinned content: the rest of the slab is always there for requests.
         max_clients: connections of frontends at a time.
 
-            Each costs two descriptors; 256 stays below the usual limit of 1,024. One that has
-            ended, whose memory is kept until its process ends, does not count; a process that has 16 of those is refused.
+            Each costs two descriptors; 256 stays below the usual limit of 1,024. A connection that has ended does not count,
+            even if its memory is kept until its process ends. A process with 16 of these is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
-        message_ring_nbytes: what may be unread of a client's messages, and as much again of the messages to it; a power of two.
-            Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
+        message_ring_nbytes: how many bytes of a client's messages may be unread, and as many of the messages to it; a power of
+            two. Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
             payloads travel in slots, and the arguments and results of calls can't be larger.
         max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do.
 
-            Decoding them takes private memory of who reads them, and holds its loop up.
+            Decoding them takes private memory of the reader, and its loop waits meanwhile.
         max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
         max_values: what the values of one payload may count, either way. A number, a truth value or nil counts 1, text, bytes,
-            an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. To read a payload takes 40
-            nanoseconds and 40 bytes for each, beside its text and bytes. So one holds a loop up for 20 ms at most, with half a
-            million numbers or a hundred thousand words. More travel as tensors: a tensor is one value, however large.
+            an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. Reading a payload takes 40
+            nanoseconds and 40 bytes for each count, beside its text and bytes. So a loop waits for one payload for 20 ms at
+            most; this is half a million numbers or a hundred thousand words. Send more values as a tensor: a tensor is one
+            value, however large.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
         prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
         pin: whether the slab is registered with CUDA at the start, so that ``claim.to`` is a DMA from the slot. ``"auto"``:
             where CUDA works, else say so once and go on without; ``"on"``: fail where it doesn't; ``"off"``: leave CUDA
             alone. It takes about 0.1 s a GB, and a CUDA context on this thread's current device.
-        staging_nbytes: memory on each GPU that ``claim.to`` copies to, allocated at the first copy there. What a request
-            takes of it, it has until its last tensor is gone; no request can be larger.
-        device_slab_nbytes: memory on a GPU that frontends write tensors to (``client.slot(..., device="cuda")``), for what is
-            made there. Allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of it
-            while others are connected.
+        staging_nbytes: memory on each GPU that ``claim.to`` copies to, allocated at the first copy there. A request keeps its
+            part until its last tensor is gone; no request can be larger than this.
+        device_slab_nbytes: memory on a GPU that frontends write tensors to (``client.slot(..., device="cuda")``), for tensors
+            that are made there. Allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of
+            it while others are connected.
         device_slab_device: which GPU; ``"cuda"``: this thread's current one.
-        inline_nbytes: requests and replies whose tensors take no more than this may travel in the message, and replies do. At 4
-            and 8 KiB that costs both ends together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and
-            the bytes are not pinned.
+        inline_nbytes: requests whose tensors take no more than this may travel in the message, and such replies always do. At 4
+            and 8 KiB that costs both sides together a quarter less than a slot; from 32 KiB on it costs more, and the bytes are
+            not pinned.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
-            microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, which cover the answer of
-            a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer. If
-            it is set, who gathers replies of workers looks for them for up to 250 microseconds before the loop goes on, and
-            who claims a request, while none is in hand, for up to 50.
-        worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up
-            further messages to it, and so the engine; nobody else is held up before.
-        broadcast_nbytes: memory for what is copied when it is sent to workers. Reserved when the first worker joins; only the
-            engine can write it. A message can't copy more, and all that workers have not left yet has to fit.
-        debug: log which views outlive their claim, where that was left, and who holds them. Looking stops the loop for a
+            microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, in which a peer can wake up and
+            answer, and only while that helps. A longer time helps if answers take longer. If it is set, ``gather`` looks for
+            replies for up to 250 microseconds before the loop goes on, and ``claim``, while no request is in hand, for up to
+            50.
+        worker_backlog: how many messages a worker may have that it has not left yet; at most 256. If a worker has so many,
+            further messages to it wait, and so does the engine. Before that, a slow worker delays nobody.
+        broadcast_nbytes: memory for the copies of tensors that are sent to workers. Reserved when the first worker joins; only
+            the engine can write it. The copies of all messages that workers have not left yet must fit.
+        debug: log which views outlive their claim, where that was left, and what holds them. Looking stops the loop for a
             moment.
     """
 
@@ -250,25 +252,26 @@ class RingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """A frontend's end.
+    """A frontend's side.
 
     Attributes:
         lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
         inline_nbytes: payloads whose tensors have no more bytes than this travel in the message, if the engine allows as much;
             :class:`RingConfig` says why.
-        copy_offload_nbytes: copies larger than this run on a thread; others in the loop, so much in each turn of it. 16 MiB
-            hold it up for one to two milliseconds; handing 8 MiB to a thread and back took as long again as half the copy.
+        copy_offload_nbytes: copies larger than this run on a thread; smaller ones in the loop, at most so many bytes in each
+            turn. 16 MiB take one to two milliseconds; handing 8 MiB to a thread and back takes half as long again as the copy.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
         connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
             slab takes about a second per 4 GiB.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
-        prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. It takes no
-            memory but page tables (2 MiB per GiB); the slab counts as resident in this process from then on, as in any.
+        prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes no
+            memory but page tables (2 MiB per GiB). From then on, the slab counts as resident in this process.
         busy_poll_s: as in :class:`RingConfig`, for this end.
-        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
-            else is a fault here instead of somebody's wrong tensor.
-        debug: log which views outlive their slot, where that was left, and who holds them. Looking stops the loop for a moment.
+        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere else is a
+            fault here instead of another process's wrong tensor.
+        debug: log which views outlive their slot, where that was left, and what holds them. Looking stops the loop for a
+            moment.
     """
 
     lease_nbytes: int | str = "16MiB"
@@ -293,7 +296,7 @@ class ClientConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """A worker's end.
+    """A worker's side.
 
     Attributes:
         connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer: it may be starting, and
@@ -318,7 +321,7 @@ class WorkerConfig:
         _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")
 
 
-# What type checkers know of ``**overrides``. A test compares them with the fields.
+# ``**overrides`` for type checkers. A test compares them with the fields.
 
 
 class RingOptions(TypedDict, total=False):

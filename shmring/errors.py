@@ -1,8 +1,8 @@
 """The errors of shmring, by cause.
 
-Theory of operation: an error is named by *who* ended or broke something, because that decides what the caller does next.
-Every error carries the values it is about (asked, available, slot, path, errno) as attributes as well as in its text.
-Timeouts are the built-in ``TimeoutError``, where workers are waited for one that has their ranks; cancellation is
+Theory of operation: the name of an error says *which side* ended or broke something, because that decides what the caller does
+next. Every error carries the values it is about (asked, available, slot, path, errno) as attributes as well as in its text.
+Timeouts are the built-in ``TimeoutError``, or a subclass of it with the ranks of workers; cancellation is
 ``asyncio.CancelledError``; neither is wrapped.
 
 ::
@@ -63,7 +63,7 @@ class ShmringError(Exception):
     """Base of every error that shmring raises on purpose. It can be pickled and copied, with its attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own calls the class with the text alone, which is not what the subclasses take.
+        # Exception's own method calls the class with the text alone, but the subclasses take other arguments.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -76,10 +76,10 @@ class PeerLostError(ShmringError):
 
 
 class EngineDeadError(PeerLostError):
-    """The engine vanished, or there is none of that name. Attach to the next one with ``reconnect=True``.
+    """The engine vanished, or there is no engine of that name. Attach to the next one with ``reconnect=True``.
 
     Attributes:
-        engine: its name, where it is about one engine.
+        engine: its name, if the error is about one engine.
     """
 
     def __init__(self, message: str, *, engine: str | None = None) -> None:
@@ -88,7 +88,7 @@ class EngineDeadError(PeerLostError):
 
 
 class WorkerLostError(PeerLostError):
-    """A worker is dead, was dropped, or never joined: it gets nothing, and will not reply.
+    """A worker is dead, was dropped, or never joined: it gets no messages, and will not reply.
 
     Attributes:
         ranks: of those workers.
@@ -118,7 +118,7 @@ class CapacityError(ShmringError):
 
 
 class StaleDescriptorError(ShmringError):
-    """A slot's generation or epoch is not the one that was promised: its memory has been lent out again since."""
+    """A slot's generation or epoch is not the announced one: its memory has been lent out again since."""
 
 
 class AbortedError(ShmringError):
@@ -148,7 +148,7 @@ class RemoteError(ShmringError):
 
 
 class WorkerFailedError(RemoteError):
-    """A worker failed with a message that the engine had gathered replies to; worker and engine go on.
+    """A worker failed with a message of a ``gather``; worker and engine go on.
 
     Attributes:
         rank: of the worker.
@@ -170,7 +170,7 @@ class WorkersBehindError(TimeoutError):
     Attributes:
         ranks: of those workers.
         sent: whether the message was sent. Then it went to all of its workers, and those that have not carried it out will do
-            so; their replies go nowhere. Otherwise nobody got it, and it may be sent again.
+            so; their replies are dropped. Otherwise no worker got it, and it may be sent again.
     """
 
     def __init__(self, message: str, *, ranks: Iterable[int] = (), sent: bool = False) -> None:
@@ -192,7 +192,7 @@ class RankTakenError(ShmringError):
 
 
 class ProtocolError(ShmringError):
-    """Somebody broke the rules of the protocol."""
+    """The rules of the protocol were broken."""
 
 
 class LocalProtocolError(ProtocolError):

@@ -1,13 +1,13 @@
-"""A line to wait in: for a turn, for space, for the next thing that comes.
+"""A waiting line: for a turn, for space, for the next message or request.
 
-Theory of operation: whoever waits has a *place* in the line, which is a future. Who has something to give looks for the first
-place that was given nothing yet, or knows the place that has asked for it. A place leaves the line when its task runs. So one
-that was given something still stands there until then, and nobody who comes later can take it for a free turn.
+Theory of operation: each waiting task has a *place* in the line, which is a future. Code that has something to give looks for
+the first place that was given nothing yet, or knows the place that has asked. A place leaves the line when its task runs. Until
+then, a place that was given something still stands in the line, so later tasks see that they must wait.
 
-A task may be cancelled in the very turn of the loop in which its place was given something: the task never sees it.
+A task may be cancelled in the same turn of the loop in which its place was given something. Then the task never sees the thing.
 
-Invariant: what a place is given, its task returns, or ``unused`` gets it, which hands it on; a place that leaves with nothing
-is told to ``left``. In either case it is not in the line any more by then.
+Invariant: a thing that a place was given is returned by its task, or goes to ``unused``, which hands it on. If a place leaves
+with nothing, ``left`` is called. In either case it is not in the line any more by then.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Place: TypeAlias = asyncio.Future[_Thing]
 
 
 class Line(dict[Place[_Thing], Any], Generic[_Thing]):
-    """A line of tasks: the places in order of arrival, with what each wants. Lives in a loop.
+    """A line of tasks: the places in order of arrival, each with its wish. Lives in a loop.
 
-    It keeps nothing of those who wait but their places: callbacks would make circles with whatever has the line.
+    It keeps only the places of the waiting tasks: callbacks would make reference cycles with the owner of the line.
     """
 
     __slots__ = ()
@@ -34,8 +34,8 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
     def enter(self, wants: Any = None) -> Place[_Thing]:
         """Returns a place at the end of the line, for :meth:`stay`.
 
-        Whoever keeps it in a variable deletes that before an error leaves the function: the place holds its error, whose
-        traceback holds the frame, and that the caller's tensors.
+        If a variable of a function keeps the place, delete the variable before an error leaves the function: the place holds
+        its error, whose traceback holds the frame, which holds the caller's tensors.
 
         Args:
             wants: for :meth:`waiting`.
@@ -54,8 +54,8 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
 
         Args:
             place: from :meth:`enter`.
-            unused: what becomes of a thing if this task was cancelled just as it came.
-            left: is told of the place if its waiter goes with nothing: cancelled, or failed by the giver.
+            unused: called with the thing if this task was cancelled just when it came.
+            left: called with the place if its task leaves with nothing: it was cancelled, or the giver has failed it.
         """
         try:
             thing = await place
@@ -77,16 +77,16 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
         return self.stay(self.enter(), unused)
 
     def waiting(self) -> Iterator[tuple[Place[_Thing], Any]]:
-        """Those that were given nothing yet, and what they want. They may be given something meanwhile."""
+        """The places that were given nothing yet, and their wishes. They may be given something meanwhile."""
         return ((place, wants) for place, wants in self.items() if not place.done())
 
     @property
     def is_waited_in(self) -> bool:
-        """Whether somebody was given nothing yet."""
+        """Whether a place was given nothing yet."""
         return not all(place.done() for place in self)
 
     def give_first(self, thing: _Thing) -> bool:
-        """Gives something to the first that was given nothing yet; returns False if there is none."""
+        """Gives something to the first place that was given nothing yet; returns False if there is none."""
         for place in self:
             if not place.done():
                 place.set_result(thing)
@@ -94,13 +94,13 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
         return False
 
     def give_all(self, thing: _Thing) -> None:
-        """Gives the same to all that were given nothing yet."""
+        """Gives the same to all places that were given nothing yet."""
         for place, _ in self.waiting():
             place.set_result(thing)
 
 
 def give(place: Place[_Thing], thing: _Thing) -> bool:
-    """Gives something to a place; returns False if nobody is there any more to take it."""
+    """Gives something to a place; returns False if its task has left."""
     if place.done():
         return False
     place.set_result(thing)

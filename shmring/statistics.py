@@ -1,4 +1,4 @@
-"""What each end can say about itself: frozen records of counts, for tests, metrics and people."""
+"""The numbers of each side: frozen records, for tests, metrics and people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics"]
 
 
 class _Record:
-    """What all of them can do."""
+    """The base of these records."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class WorkerStatistics(_Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RingStatistics(_Record):
-    """The engine's end at one moment. Sizes in bytes; counters count from the ring's start.
+    """The engine's numbers at one moment. Sizes in bytes; counters count from the ring's start.
 
     Attributes:
         epoch: identity of this engine's life.
@@ -154,7 +154,7 @@ class RingStatistics(_Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStatistics(_Record):
-    """A frontend's end at one moment. Sizes in bytes; counters count from ``connect``, over all reconnections.
+    """A frontend's numbers at one moment. Sizes in bytes; counters count from ``connect``, over all reconnections.
 
     Attributes:
         connected: whether an engine is attached now.

@@ -413,7 +413,7 @@ async def test_a_reply_whose_code_ends_its_request_is_not_sent(
             claim.fail(ValueError("it went wrong"))
         else:
             submission.abort()
-            ring._shell.end.take_next()  # as in a call that looks first
+            ring._shell.end.claim_next()  # as in a call that looks first
             for frontend in ring._shell._frontends.values():
                 frontend.link.poll()
 

@@ -724,7 +724,7 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
         send(message)
         answered.append(message.call_id)
         if len(answered) < 3:
-            frontend.take_record(encode_message(Call(message.call_id + 1, "one", b"\x90")))  # as an impatient frontend would
+            frontend.handle_record(encode_message(Call(message.call_id + 1, "one", b"\x90")))  # as an impatient frontend would
 
     monkeypatch.setattr(frontend.link, "send", send_and_call_again)
     session = session_of(client)

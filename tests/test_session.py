@@ -258,7 +258,7 @@ async def test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead(
     ring, client = await serve(), await connect()
     [frontend] = ring._shell._frontends.values()
     asked: list[bytes] = []
-    frontend.take_message = asked.append  # it answers nothing by itself
+    frontend.handle_message = asked.append  # it answers nothing by itself
     calls, answers = answer
     waiting = [asyncio.create_task(each(client)) for each in calls]
     await eventually(lambda: len(asked) == len(calls))

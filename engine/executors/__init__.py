@@ -1,4 +1,4 @@
-"""Executors: what computes. Chosen by name, or as ``module:Class`` for one's own.
+"""Executors, which compute. Chosen by name, or as ``module:Class`` for your own.
 
 Modules are imported when they are chosen: some need packages that the others do not.
 """
@@ -34,12 +34,12 @@ def create_executor(name: str, options: ExecutorOptions | None = None) -> Execut
     Args:
         name: one of :data:`~shmring.engine.settings.EXECUTORS`, or ``module:Class`` of one's own, which is called with the
             options.
-        options: what it is made with.
+        options: its arguments.
 
     Raises:
-        ValueError: there is none of that name, or it refuses the options.
+        ValueError: there is no executor of that name, or it refuses the options.
         ImportError: it needs a package that is not installed.
-        TypeError: what was named is no executor.
+        TypeError: the named object is no executor.
     """
     place = EXECUTORS.get(name, name)
     module_name, colon, attribute = place.partition(":")

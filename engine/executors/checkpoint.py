@@ -1,4 +1,4 @@
-"""Loading a model and what belongs to it from a directory or the Hugging Face hub.
+"""Loading a model, with its tokenizer and processor, from a directory or the Hugging Face hub.
 
 Weights are taken from safetensors files only, and no code is ever run that comes with a model: nothing here unpickles or
 trusts remote code. A directory is loaded without a look at the network. A model some of whose weights are missing is refused;
@@ -99,7 +99,7 @@ def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
     Raises:
         ImportError: transformers, or a package that this model needs, is not installed.
         OSError: it is not there, or has no safetensors weights.
-        ValueError: there is no model named, or it is none that answers prompts, or it is incomplete.
+        ValueError: no model was named, or the model does not answer prompts, or it is incomplete.
     """
     if not model:
         raise ValueError("the transformers executor needs a model: a directory, or a name on the Hugging Face hub")
@@ -178,5 +178,5 @@ def _choose_max_model_len(name: str, config: Any, max_model_len: int | None) -> 
 
 
 def _first_line(error: Exception) -> str:
-    """Says what transformers says, without its advice about the network."""
+    """Returns the text of transformers' error, without its advice about the network."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

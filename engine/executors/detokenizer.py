@@ -2,8 +2,8 @@
 
 A token is not a piece of text by itself: a character may be spread over several tokens, and whether a token begins with a
 space can depend on the token before it. ``DecodeStream`` of the library tokenizers takes care of both, and so does
-:class:`_PlainStream` for tokenizers that are not of that library. Added here is what they hold back when an answer ends: half a
-character, or noise that never becomes text.
+:class:`_PlainStream` for tokenizers that are not of that library. This file adds the text that they hold back when an answer
+ends: half a character, or noise that never becomes text.
 
 Invariant: the pieces, joined, are what the tokenizer makes of all tokens at once. (Unless a model writes hundreds of tokens
 that are no text.)
@@ -20,10 +20,10 @@ __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
 
-# Tokens before those that are held back, with which they are decoded at the end: spaces depend on one neighbour.
+# At the end, held-back tokens are decoded together with so many tokens before them: spaces depend on one neighbour.
 _CONTEXT = 8
 
-# Tokens after which a text that never becomes complete is let go as it is: noise, which would cost ever more time.
+# After so many tokens, a text that never becomes complete is given out as it is: decoding noise would take ever more time.
 _MAX_HELD = 256
 
 

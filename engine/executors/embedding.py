@@ -2,12 +2,12 @@
 
 The model reads each input as a prompt (see :mod:`.prompts`). Its last hidden states, those after the final norm, are pooled:
 
-- ``"last"``, the default, takes that of the last token. Where tokens see only what stands before them, it is the only one
-  that has seen all of the input; and decoders that were trained to embed mostly were so, for pictures also;
+- ``"last"``, the default, takes that of the last token. In a decoder, tokens see only the tokens before them, so the last one
+  is the only one that has seen all of the input. Most decoders that were trained to embed, also pictures, use it;
 - ``"mean"`` takes the mean of all tokens, those of media included, for models that were trained in that way.
 
-What a checkpoint says to Sentence Transformers (``modules.json``) is not read; the executor's option ``pooling`` says which.
-A model that was only trained to answer also embeds, but nobody taught it which inputs are alike.
+The file of a checkpoint for Sentence Transformers (``modules.json``) is not read; the executor's option ``pooling`` chooses. A
+model that was only trained to answer also embeds, but it was not trained to know which inputs are alike.
 
 Source: vLLM's ``as_embedding_model``, which makes an embedding of a generating model by the last token and brings it to length
 one unless a pooling configuration says otherwise. Pictures by the last token: Jiang et al., "VLM2Vec: Training
@@ -47,7 +47,8 @@ class Embedder:
         self._model = model
         self._pooling = pooling
         self._max_model_len = max_model_len
-        # Seen rather than looked up: some architectures project their hidden states before they give them away.
+        # Measured, and not read from the configuration: some architectures project their hidden states before they return
+        # them.
         self.size = int(model.read({"input_ids": torch.tensor([[1]])}).shape[1])
 
     @torch.inference_mode()

@@ -1,12 +1,13 @@
 """Requests to encode, in slices: a step works on them input by input for some milliseconds, and the rest comes again.
 
-What one request costs is nobody else's wait. A request of 2048 texts would keep everybody for half a second if it were one
+The cost of one request should not delay others. A request of 2048 texts would keep everybody for half a second if it were one
 piece of work, and 40 of them at once for 20 seconds; here a small request waits for the one input that is being encoded, and
 for the end of a slice. Two rules say whose input is next:
 
-- *Small* requests come first, in order of arrival: those that are encoded within a slice as a whole, by what their executor
-  expects. Whoever asks for little is answered at once, however many ask for much.
-- Of the others, the one that has had least time. One of them has a turn at least so often, however many small ones come.
+- *Small* requests come first, in order of arrival: those that, by their executor's estimate, are encoded within a slice. So a
+  small request is answered at once, even beside many large ones.
+- Of the others, the one that has had least time comes next. One of them has a turn at least every ``_STARVING_S``, even beside
+  many small ones.
 
 A slice ends when its time is over; or as soon as all small requests of the step are answered, unless the others have waited for
 long: answers are sent between two slices.
@@ -40,9 +41,9 @@ __all__ = ["Encoded", "EncodingLine"]
 
 logger = logging.getLogger("shmring.engine.executors")
 
-_SLICE_S = 0.004  # what a small request waits for at most, beside one input; ending and beginning one takes 0.1 ms
-_SMALL_S = 0.004  # what a small request is expected to take at most
-_STARVING_S = 0.010  # after which one that is not small has a turn
+_SLICE_S = 0.004  # a small request waits for so long at most, beside one input; ending and beginning a slice takes 0.1 ms
+_SMALL_S = 0.004  # a small request takes so long at most, by its estimate
+_STARVING_S = 0.010  # after which a large one has a turn
 _PART_INPUTS = 256  # of a reply: their embeddings are copied to its slot in well under a millisecond
 
 #: An input's embedding, of shape (embedding size,), float32, and its tokens.
@@ -79,13 +80,13 @@ class _Progress:
 
 
 class EncodingLine:
-    """What is being encoded. Used by one thread.
+    """The requests that are being encoded. Used by one thread.
 
     Args:
         encode: encodes an input; or returns a generator that does, and yields where a slice may end. What it raises fails the
             request.
         expected_s: returns about how many seconds of work an input is.
-        report: returns the error that a caller is sent, without frames, and logs what is not the caller's fault. It may raise
+        report: returns the error for the caller, without frames, and logs errors that are not the caller's fault. It may raise
             :class:`ExecutorDeadError`.
         slice_s: for how long a step begins with further inputs; 0: it encodes one.
     """
@@ -154,7 +155,7 @@ class EncodingLine:
             encoded = self._encode_part(progress, request)
         except ExecutorDeadError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
+        except Exception as error:  # noqa: BLE001 - any error of a request fails only that request
             return self._report(error)
         if encoded is None:
             return None

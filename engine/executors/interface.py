@@ -1,4 +1,4 @@
-"""What an executor is: four methods that the engine calls from one thread.
+"""The interface of executors: four methods that the engine calls from one thread.
 
 Life of a request in the engine: it waits in the scheduler; a step admits it, and from then on it is part of every step
 until it has finished, failed, was aborted or has run out of time. :class:`Executor` says what a step is. Media are views of
@@ -62,12 +62,12 @@ class ContextLengthError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """What an executor is made with: ``factory(options)``.
+    """The argument that an executor is made with: ``factory(options)``.
 
     Attributes:
         model: a local path or a hub's name, if it loads one.
-        mm_processor_kwargs: how media are prepared, as vLLM spells them; what an executor does not know it refuses.
-        options: whatever else the executor takes.
+        mm_processor_kwargs: how media are prepared, as vLLM spells them; an executor refuses keys that it does not know.
+        options: further options of the executor.
     """
 
     model: str | None = None
@@ -90,7 +90,7 @@ class StepInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gave for one request.
+    """The output of a step for one request.
 
     Attributes:
         reply: what its caller is sent; None: nothing yet. Embeddings may come in parts, in the order of the inputs: all parts
@@ -106,10 +106,10 @@ class StepOutput:
 
 @runtime_checkable
 class Executor(Protocol):
-    """What computes. It is called from one thread, one step at a time, never from the event loop.
+    """An executor computes. It is called from one thread, one step at a time, never from the event loop.
 
-    The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
-    and what is kept of them longer must be copied. Any public method beside these can be called by
+    The tensors of a payload are views of the slab: read them only while the payload is handed in, never write to them, and copy
+    tensors that you need for longer. Any public method beside these can be called by
     :meth:`shmring.engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
     own.
     """
@@ -134,4 +134,4 @@ class Executor(Protocol):
         """A request that was in a step has ended: finished, failed, aborted or out of time. Lets go of its state."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees its resources."""

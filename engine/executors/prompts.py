@@ -3,10 +3,10 @@
 Pixels go to the processor as they lie in the slab; it reads them there and makes its own arrays, scaled and normalised.
 The layout is named (channels last), since transformers would guess it, and takes a picture one pixel high for a planar one.
 
-What callers write is text and nothing else: what looks like a control token in it, ``<|im_end|>`` or ``<image>``, is tokenised
-as ordinary characters, so that nobody can close a message or forge a medium's place (``sanitize_control_tokens``); where a
-processor can't do that, such a text is refused. Content is given as a list of parts where there is a processor, and as one
-string where there is only a tokenizer: that is what their templates expect.
+Callers' texts are only text: strings that look like control tokens, such as ``<|im_end|>`` or ``<image>``, are tokenised as
+ordinary characters, so that no caller can close a message or forge the place of a medium (``sanitize_control_tokens``). If a
+processor can't do that, such a text is refused. Templates of processors get content as a list of parts; those of tokenizers get
+it as one string.
 
 A text to be embedded is tokenised by itself, with what the tokenizer adds at its ends and without a template; a medium to be
 embedded is all that a user's message holds, which no answer follows. Without a template only such things can be taken, and a
@@ -41,7 +41,7 @@ _OVERSAMPLING = 4
 _NUM_FRAMES = 16
 _MAX_FRAME_PIXELS = 512 * 512
 
-# What of the processor's arguments is not for users: it is what makes the outputs fit the model.
+# Arguments of the processor that users must not set: they make the outputs fit the model.
 _RESERVED = frozenset(
     {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
 )
@@ -60,7 +60,7 @@ class PromptBuilder:
         ValueError: the processor does not know one of them.
 
     Attributes:
-        input: what can be asked about and embedded.
+        input: the inputs that can be asked about and embedded.
     """
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
@@ -133,7 +133,8 @@ class PromptBuilder:
         return dict(inputs)
 
     def _check_characters(self, characters: int, max_tokens: int | None) -> None:
-        """Refuses what can't fit the model before it is tokenised, which takes seconds for megabytes, for all requests."""
+        """Refuses texts that can't fit the model, before they are tokenised: for megabytes that takes seconds, and all requests
+        wait."""
         fewest_tokens = -(-characters // self._longest_token)
         if fewest_tokens > self._max_model_len:
             raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
@@ -230,7 +231,7 @@ class PromptBuilder:
 
 
 def _sanitizes(processor: Any | None) -> bool:
-    """Whether control tokens in texts can be made harmless. Processors with a call of their own do not go along with it."""
+    """Whether control tokens in texts can be made harmless. Processors with a ``__call__`` of their own can't do this."""
     return processor is None or type(processor).__call__ is importlib.import_module("transformers").ProcessorMixin.__call__
 
 
@@ -266,7 +267,7 @@ def _describe_clip(video: Video) -> dict[str, Any]:
 
 
 def _check_media_settings(processor: Any | None, settings: Mapping[str, Any]) -> None:
-    """Refuses what the processor does not know; transformers would only log it, or not."""
+    """Refuses arguments that the processor does not know; transformers would only log them, or ignore them."""
     known: dict[str, set[str]] = {}
     for modality, attribute in _MODALITIES.items():
         valid = getattr(getattr(processor, attribute, None), "valid_kwargs", None)

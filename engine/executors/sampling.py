@@ -1,9 +1,9 @@
 """Choosing a token from a model's logits.
 
-What is likely is said by logits processors of transformers; the choice is made here. Every request has its own source of random
-numbers, and takes exactly one number from it for each token. So a request with a seed chooses the same tokens from the same
-logits again, whatever else is being answered beside it. The numbers are drawn on the CPU also where the logits are elsewhere: a
-seed means the same on every device.
+Logits processors of transformers decide how likely each token is; the choice is made here. Every request has its own source of
+random numbers, and takes exactly one number from it for each token. So a request with a seed chooses the same tokens from the
+same logits again, whatever else is being answered beside it. The numbers are drawn on the CPU also where the logits are
+elsewhere: a seed means the same on every device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Sampler"]
 
 _LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Below it a division would overflow float32 for ordinary logits; what is meant is greedy anyway.
+# Below it, a division would overflow float32 for ordinary logits; such a temperature means greedy anyway.
 _GREEDY_BELOW = 1e-4
 
 # torch takes seeds of 64 bits; callers' seeds are any integers.
@@ -35,8 +35,8 @@ class Sampler:
     """Chooses the tokens of one request: greedily at temperature 0, otherwise by chance.
 
     Args:
-        params: how; limits of the answer's length and stop texts are others' business.
-        prompt: the prompt's tokens, shape (tokens,): a repetition of theirs is one, too.
+        params: how; not its limits of length and its stop texts.
+        prompt: the prompt's tokens, shape (tokens,): repeating them counts as a repetition, too.
 
     Raises:
         ValueError: a parameter makes no sense.
@@ -66,7 +66,7 @@ class Sampler:
 
         Raises:
             ValueError: ``logit_bias`` names a token that the model does not have.
-            RuntimeError: there is no choosing from these logits, since they hold NaN or infinity.
+            RuntimeError: no token can be chosen from these logits, since they hold NaN or infinity.
         """
         if not torch.isfinite(logits.max()):  # NaN and infinity win every maximum
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Texts at which an answer ends, found while it is being written.
 
-A stop text may begin in one token and end in a later one, so what could be its beginning is held back until the next tokens
-tell. What was let go is therefore never taken back, and no part of a stop text is ever let go.
+A stop text may begin in one token and end in a later one. So text that could be its beginning is held back until the next
+tokens decide. So text that was given out is never taken back, and no part of a stop text is given out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 __all__ = ["StopTexts"]
 
-# OpenAI's API takes 4 of them. Each is looked for at every token, so there is an end to it.
+# OpenAI's API takes 4 of them. Each is searched for at every token, so there is a limit.
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1024
 
@@ -35,11 +35,11 @@ class StopTexts:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes what was written next.
+        """Takes the text that was written next.
 
         Returns:
-            What can be let go, and whether a stop text was found; it and whatever follows are dropped, and nothing more may be
-            pushed.
+            The text that can be given out, and whether a stop text was found. The stop text and the rest are dropped, and no
+            more text may be pushed.
         """
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
@@ -52,7 +52,7 @@ class StopTexts:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """Returns what was held back, since the answer has ended otherwise."""
+        """Returns the text that was held back; the answer has ended in another way."""
         held, self._held = self._held, ""
         return held
 

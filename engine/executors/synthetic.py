@@ -1,11 +1,10 @@
 """The ``synthetic`` executor: made-up answers at a set pace, for load tests of everything around a model.
 
 It streams as many tokens as it is asked for, one a step, and takes a set time for each step and for each medium that it
-sees for the first time, sleeping where a model would compute. What it does in earnest is to read its input: every medium must
-arrive with the checksum that its frontend made, and a wrong one fails the request. So a benchmark with it is also a test
-of the transport.
+sees for the first time, sleeping where a model would compute. It really reads its input: every medium must arrive with the
+checksum that its frontend made, and a wrong one fails the request. So a benchmark with it is also a test of the transport.
 
-Whatever it answers says that it is synthetic: its text, its model's name, its description.
+All its answers say that they are synthetic: in the text, the model's name and the description.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = ["SyntheticExecutor", "SyntheticOptions"]
 _Options = TypeVar("_Options", bound=msgspec.Struct)
 
 _LABEL = "[synthetic]"
-_TOKENS_PER_MEDIUM = 64  # what usage counts say; a real model takes tens to thousands
+_TOKENS_PER_MEDIUM = 64  # for the counts in usage; a real model takes tens to thousands
 
 
 class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,7 +61,7 @@ logger = logging.getLogger("shmring.engine.executors.transformers")
 # Keys and values of this many contexts fit beside a model of some billions of parameters; the model's own option says better.
 _MAX_NUM_SEQS = 16
 
-# What an input to encode is taken to cost, in seconds: requests of one come first, whatever the model.
+# The estimated cost of an input to encode, in seconds: with any model, requests with one input come first.
 _FORWARD_S = 0.003
 
 _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
@@ -293,7 +293,7 @@ class TransformersExecutor:
 def _advance(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:
     try:
         return answer.advance(logits)
-    except Exception as error:  # noqa: BLE001 - raised, it would cost the others of the step the token they have just got
+    except Exception as error:  # noqa: BLE001 - if it were raised, other requests of the step would lose their token
         return _report(error)
 
 

@@ -1,23 +1,23 @@
-"""What of a medium is missing, and how much may be: one rule for all formats.
+"""Which part of a medium is missing, and how much may be: one rule for all formats.
 
-What a file promises is compared with what could be read of it. What it promises is said by whatever says how much there is:
+A file promises something: a number of bytes, samples, frames or rows. This promise is compared with the part that could be
+read. Each format says in its own way how much there is:
 
 ===================================  ==========================================================
 WAV                                  bytes of samples; sizes that mean "written to a pipe" are no promise
 MP4, QuickTime                       the samples that its index lists, or that its fragments do
-Matroska, WebM                       the duration, if any of its tracks was to reach it; and no bytes that belong to nothing
-MP3                                  the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
-FLAC, AIFF, CAF, AVI                 samples or frames, in the header
-JPEG, PNG, BMP, GIF                  rows
+Matroska, WebM                       the duration, if a track should reach it; and that all bytes belong to packets MP3
+the frames that its first one counts (``Xing``, ``Info``, ``VBRI``) FLAC, AIFF, CAF, AVI                 samples or frames, in
+the header JPEG, PNG, BMP, GIF                  rows
 ===================================  ==========================================================
 
-Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: what is there is all. An Ogg and a GIF at least mark their
-end, so that a missing one is told. Besides, packets that can't be decoded are left out and counted.
+Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF
+at least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
 
-If the share that is missing is larger than is accepted (:attr:`shmring.frontend.media.options.MediaLimits.max_missing_share`),
-the medium is refused. If it is smaller, the medium is taken as far as it goes, and its caller is told what is missing. Either
-text names what was promised. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in several
-passes) are refused whenever something is missing.
+If the missing share is larger than the accepted one (:attr:`shmring.frontend.media.options.MediaLimits.max_missing_share`), the
+medium is refused. If it is smaller, the medium is used as far as it can be read, and its caller is told how much is missing.
+Both texts name the promise. Formats whose decoders give all or nothing (WebP, HEIC, AVIF, pictures that are stored in several
+passes) are refused if any part is missing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
     "promised_s",
 ]
 
-#: Packets that can't be decoded and are not counted: a stream that was cut out of another begins with one that needs the one
-#: before, and ends in the middle of one.
+#: So many packets that can't be decoded do not count: a stream that was cut out of another begins with a packet that needs the
+#: one before, and ends in the middle of a packet.
 TOLERATED_PACKETS = 2
 
 # Durations in headers count silence that decoders leave out, and are rounded to frames: 80 ms for Opus, 46 for AAC.
@@ -52,13 +52,13 @@ _MP3_HEAD_NBYTES = 4096  # its first frame, which has 1441 at most, and some pad
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Something that a file promises and does not hold.
+    """Something that a file promises but does not have.
 
     Attributes:
-        missing: how much, of the same as ``promised``; 0: it is not known.
+        missing: how much is missing, in the unit of ``promised``; 0: unknown.
         promised: how much there should be.
         unit: what it is counted in, such as ``"s"`` or ``"rows"``.
-        cause: why, if it is not that the file ends early.
+        cause: why; empty if the file ends early.
         tolerated: how much of it is not counted when shares are compared.
     """
 
@@ -83,11 +83,11 @@ class Shortfall:
 
 
 def accepted_shortfall(noun: str, shortfalls: Sequence[Shortfall], max_share: float) -> str:
-    """Returns what a medium's caller is told of what is missing; nothing if nothing is.
+    """Returns the text for a medium's caller about missing parts; empty if none are missing.
 
     Args:
         noun: ``"picture"``, ``"recording"`` or ``"clip"``.
-        shortfalls: all that was found; the largest counts, since the same gap may be noticed in several ways.
+        shortfalls: all shortfalls that were found. The largest counts, since several checks may notice the same gap.
         max_share: how much may be missing.
 
     Raises:
@@ -109,8 +109,8 @@ def promised_s(
 ) -> float | None:
     """Returns how many seconds a track should have, as its file says it; None: it does not say so.
 
-    libav returns a duration for all files. For some it is a guess from what is there, which promises nothing. Of an MP4,
-    tables say more (:func:`shmring.frontend.media.mp4.missing_samples`); of a WAV file, sizes
+    libav returns a duration for all files. For some it is a guess from the bytes that are there, which is no promise. The
+    tables of an MP4 say more (:func:`shmring.frontend.media.mp4.missing_samples`), and so do the sizes in a WAV file
     (:func:`shmring.frontend.media.riff.wav_sizes`).
     """
     demuxer = container.format.name.split(",")[0]
@@ -127,7 +127,7 @@ def promised_s(
 
 
 def missing_end(demuxer: str, data: bytes | memoryview) -> Shortfall | None:
-    """Returns that a file has no end, of formats that mark it and do not say how long they are."""
+    """Returns a shortfall if the end is missing, for formats that mark their end but do not have their length."""
     if demuxer == "ogg":
         last_page = bytes(data[-(1 << 17) :]).rfind(b"OggS")  # a page has 65 307 bytes at most
         flags = bytes(data[-(1 << 17) :])[last_page + 5 : last_page + 6]

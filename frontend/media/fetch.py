@@ -1,12 +1,12 @@
 """From the URL of a medium to its bytes: ``data:`` URLs always, other hosts and local files where the operator allows it.
 
-What is in a URL is checked strictly: whatever a lenient reader would skip is more likely a caller's mistake, or an attack.
-By default nothing is fetched from anywhere. What other hosts may do to us is bounded in :mod:`shmring.frontend.media.network`;
-what remains here are ``data:`` URLs (RFC 2397), base64 by itself, and files.
+URLs are checked strictly: text that a lenient reader would skip is more likely a caller's mistake, or an attack. By default
+nothing is fetched from anywhere. What other hosts may do to us is bounded in :mod:`shmring.frontend.media.network`; what
+remains here are ``data:`` URLs (RFC 2397), base64 by itself, and files.
 
-Files are looked up once, without opening them (``O_PATH``): only what that turned out to be, a regular file whose real place is
-below the allowed directory, is opened, through ``/proc/self/fd``. So neither a symbolic link that changes meanwhile nor a FIFO
-or a device can be opened by naming it. Hard links and mounts inside of the directory are the operator's word.
+Files are looked up once, without opening them (``O_PATH``): only if the file is a regular one, and its real place is below the
+allowed directory, it is opened, through ``/proc/self/fd``. So neither a symbolic link that changes meanwhile nor a FIFO or a
+device can be opened by naming it. The operator is responsible for hard links and mounts inside of the directory.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _check_size(nbytes: int, max_nbytes: int, name: str) -> None:
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?|(?!//))(/[^?#]*)", re.IGNORECASE | re.ASCII)
 _MAX_FILE_URL_CHARACTERS = 3 * 4096 + 64  # Linux takes paths of 4096 bytes; each can be spelled as %xx
 
-# One answer for all of these: what there is outside of the directory is nobody's business.
+# One answer for all of these, so that callers can't find out which files exist outside of the directory.
 _NO_SUCH_FILE = "the file: URL names no readable file in the directory that this server takes media from"
 _CALLERS_FAULT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG})
 

@@ -1,7 +1,8 @@
-"""Who prepares which medium just now, so that two requests for the same new one have it decoded once.
+"""The media that are being prepared, so that two requests for the same new medium have it decoded once.
 
-Whoever prepares it leads; others join, wait until that is over, however it ended, and then look for it. So what somebody has
-joined for is kept in any case. If preparing it failed, or its request was cancelled, nothing is there, and one of them leads.
+The request that prepares a medium leads. Others join: they wait until that is over, and then look for the medium. So a medium
+that others wait for is kept in any case. If preparing it failed, or its request was cancelled, the medium is not there, and one
+of the others leads.
 
 Invariant: a key has one leader at a time, and its flight ends with the leader's block.
 """
@@ -29,7 +30,8 @@ class Flights:
 
     Attributes:
         waiting: requests that wait for others to prepare something.
-        landed: how many flights have ended. Who has looked for a medium before it led, and finds this changed, looks again.
+        landed: how many flights have ended. A request that has looked for a medium before it leads, and finds this number
+            changed, looks again.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,7 @@ class Flights:
 
     @contextlib.contextmanager
     def lead(self, keys: Collection[bytes]) -> Iterator[None]:
-        """Leads for as long as the block lasts. Nobody else may lead for one of these keys."""
+        """Leads for as long as the block lasts. No other request may lead for one of these keys."""
         assert not any(key in self._by_key for key in keys), "somebody else prepares this medium"
         flight = _Flight()
         self._by_key.update(dict.fromkeys(keys, flight))
@@ -51,18 +53,18 @@ class Flights:
             flight.ended.set()
 
     def join(self, keys: Collection[bytes]) -> list[bytes]:
-        """Returns those of the keys for which somebody leads now, who learns that his medium is wanted."""
+        """Returns the keys for which another request leads now; that request learns that others want its medium."""
         joined = [key for key in keys if key in self._by_key]
         for key in joined:
             self._by_key[key].wanted.add(key)
         return joined
 
     def is_wanted(self, key: bytes) -> bool:
-        """Whether somebody has joined the flight of a key, and will look for the medium when that has ended."""
+        """Whether a request has joined the flight of a key, and will look for the medium when the flight has ended."""
         return key in self._by_key[key].wanted
 
     async def wait(self, keys: Collection[bytes]) -> None:
-        """Waits until those who lead for these keys now are done."""
+        """Waits until the requests that lead for these keys now are done."""
         flights = {self._by_key[key] for key in keys if key in self._by_key}
         self.waiting += 1
         try:

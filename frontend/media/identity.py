@@ -1,7 +1,7 @@
-"""What a prepared medium is known by: a hash of its file, and of everything that decides what becomes of it.
+"""The key of a prepared medium: a hash of its file, and of everything that affects its preparation.
 
-Two files with the same bytes that are prepared in the same way become the same pixels or samples, whoever sends them. So these
-are kept under this key, and found again. Limits are part of it: whatever is found has passed them.
+Two files with the same bytes that are prepared in the same way become the same pixels or samples, for every caller. So they are
+kept and found under this key. Limits are part of the key: a medium that is found has passed them.
 """
 
 from __future__ import annotations

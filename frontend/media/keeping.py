@@ -1,9 +1,9 @@
 """Which prepared media are worth keeping, where callers send more in turn than can be kept.
 
 Keeping a medium costs messages, and memory that is in no processor's cache: a slot that is not kept is used for the next one.
-That pays if the medium is sent again before it has gone. If more of them are sent in turn than can be kept, or hardly one of
-them twice, each new one pushes out another in vain, and none is ever found. Then it is better to leave what is kept where it
-is: new media cost no such message, and of the old ones, those that are sent again are found.
+That pays if the medium is sent again before it has gone. If callers send more media in turn than can be kept, or hardly any
+medium twice, each new one pushes out another in vain, and none is ever found. Then it is better to keep the old ones: new media
+cost no messages, and old ones that are sent again are found.
 
 Theory of operation. A *round* is over when this frontend has prepared more than the engine may keep: to keep all of it would
 have pushed something out. If fewer were found in a round than a sixteenth of what was prepared, keeping was in vain, and the
@@ -11,9 +11,9 @@ next eight rounds are *selective*: a medium is kept if it is prepared again soon
 the engine may keep. So one that everybody begins to ask about is prepared twice by the same frontend, and found from then on.
 After those rounds, everything is kept for a round, to see whether that pays now.
 
-What other frontends prepare and find is not known here. It need not be: under the same load, each comes to the same conclusion.
+A frontend does not know what others prepare and find. It need not: under the same load, each comes to the same conclusion.
 
-Invariant: what is remembered is bounded, in keys and in bytes of their media.
+Invariant: the remembered keys are bounded, in number and in bytes of their media.
 """
 
 from __future__ import annotations

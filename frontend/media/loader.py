@@ -1,9 +1,9 @@
-"""Loading and decoding, so that the event loop never decodes: fetch a file, prepare it, decode it, copy what came out.
+"""Loading and decoding, so that the event loop never decodes: fetch a file, prepare it, decode it, copy the result.
 
-Four steps, because something else is waited for between them: :meth:`MediaLoader.fetch` brings a file,
-:meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, :meth:`MediaLoader.decode` decodes it into a
-memory file of that size, and :meth:`MediaLoader.copy` copies that to where the caller wants it. Preparing and decoding run
-in processes (:mod:`shmring.frontend.media.decoder_pool`), together within one budget of processor time.
+There are four steps, because a request waits for something between them: :meth:`MediaLoader.fetch` brings a file,
+:meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, :meth:`MediaLoader.decode` decodes it into a memory
+file of that size, and :meth:`MediaLoader.copy` copies that to where the caller wants it. Preparing and decoding run in
+processes (:mod:`shmring.frontend.media.decoder_pool`), together within one budget of processor time.
 
 A request that is cancelled leaves its slot while a thread may still copy pixels to it. That is safe, because the thread itself
 holds the view that it writes through, and the slot drains: its memory is not used again before the last view has died. For
@@ -68,7 +68,7 @@ class MediaSource:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether somebody else has the file, who may take his time: a host, or a disk."""
+        """Whether the file comes from a host or a disk, which may be slow."""
         return self.url is not None and self.url[:5].lower() not in ("data:", b"data:")
 
     @property
@@ -114,7 +114,7 @@ class DecodedMedium:
         shape: of its pixels or samples.
         dtype: of the same.
         reply: what else its decoder found out.
-        file: pixels or samples, in C order, and what the medium promised and did not keep.
+        file: pixels or samples, in C order; after them, unused room for promised ones that are missing.
     """
 
     kind: MediaKind

@@ -1,8 +1,8 @@
-"""What media may be, and how they are prepared where a server's options differ from what its executor asks for.
+"""Limits of media, and how they are prepared if a server's options differ from its executor's wishes.
 
 Both are frozen and hold no state. :class:`MediaLimits` is checked against headers before anything is decoded, and again against
 what comes out: headers lie. :class:`MediaIoKwargs` is vLLM's ``--media-io-kwargs``, so that a command line written for it means
-the same here; what is not known is refused, since an option that is quietly ignored is worse than none.
+the same here; an unknown key is refused, since an option that is silently ignored is worse than an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a file is, by the bytes that its format begins with, and where it begins.
+"""The format of a file, by the bytes that the format begins with, and where it begins.
 
-A name or a type that somebody gave a file is no evidence, and a fixed place is none either. Files come with a line break, a
-mark of byte order or the rest of a mail before them; an MP4 may begin with any box; a piece cut out of an MP3 begins in the
-middle of a frame. So a signature is first looked for at the beginning, then in the first 4 KiB. What stands before it is
-left out.
+A file's name or declared type proves nothing, and formats do not always begin at the first byte. Files come with a line break,
+a mark of byte order or the rest of a mail before them; an MP4 may begin with any box; a piece cut out of an MP3 begins in the
+middle of a frame. So a signature is first looked for at the beginning, then in the first 4 KiB. What stands before it is left
+out.
 
 What has no signature that is worth the name (MPEG audio, whose frames begin with 11 bits) is left to libav's own probing, which
 looks for several frames in a row (:mod:`shmring.frontend.media.container`).

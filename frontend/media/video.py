@@ -1,20 +1,20 @@
-"""Clips: some of their frames, evenly taken, scaled and turned, straight into the caller's memory.
+"""Clips: decodes frames at even distances, scaled and turned, straight into the caller's memory.
 
-Theory of operation: :func:`probe` reads all packets without decoding them, which says for each frame when it is shown and where
-decoding can begin; and it decodes one frame, as only that says how large frames are and how they are turned. From this
-:mod:`shmring.frontend.media.timeline` chooses frames. :func:`decode_into` reads the packets again and decodes those which the
-chosen frames need: it leaves out everything up to the keyframe before the next chosen one. Leaving out packets that lie in
-memory costs nothing to speak of, and needs none of the seeking that containers do approximately, or not at all. One frame is
+Theory of operation: :func:`probe` reads all packets without decoding them. They say when each frame is shown and where decoding
+can begin. It also decodes one frame, because only a decoded frame says how large frames are and how they are turned. From this,
+:mod:`shmring.frontend.media.timeline` chooses frames. :func:`decode_into` reads the packets again and decodes only the packets
+that the chosen frames need: it skips all packets up to the keyframe before the next chosen frame. The packets lie in memory, so
+skipping them costs almost nothing. Seeking is not needed; many containers seek only approximately, or not at all. One frame is
 converted at a time, so in private memory there are the decoder's reference frames and one converted one.
 
-Frames are scaled to one size, also if it changes on the way: the one that they are shown with, where pixels are not square.
-Their colours are converted as the stream says, or else as BT.601; transparency is ignored. Packets that can't be decoded
-are left out, and the next frame is taken for a wanted one that is damaged; what is missing is counted
+All frames are scaled to one size, even if their size changes within the clip. If pixels are not square, it is the size at which
+frames are shown. Colours are converted as the stream says, or else as BT.601; transparency is ignored. Packets that can't be
+decoded are left out. If a chosen frame is damaged, the next frame takes its place; missing frames are counted
 (:mod:`shmring.frontend.media.damage`).
 
-A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. Animated WebPs are :mod:`shmring.frontend.media.animation`'s.
+A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. :mod:`shmring.frontend.media.animation` decodes animated WebPs.
 
-Invariant: whatever the bytes are, :class:`MediaError` is all that comes out.
+Invariant: with any bytes, the only error that is raised is :class:`MediaError`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ from shmring.frontend.media.timeline import Selection, Timeline
 
 __all__ = ["ClipHeader", "DecodedClip", "decode_into", "probe"]
 
-# In these a packet that is marked as a keyframe is one. A GIF marks frames that are drawn over the one before.
+# In these formats, a packet that is marked as a keyframe really is one. A GIF also marks frames that are drawn over the one
+# before.
 _TRUSTED_KEYFRAMES = ("mov", "matroska")
-# These store frames at a constant rate and no timestamps; what libav makes up is wrong where frames refer to later ones.
+# These formats store frames at a constant rate, without timestamps. libav invents some, which are wrong if frames refer to
+# later ones.
 _WITHOUT_TIMESTAMPS = ("avi",)
 
-_MIN_GIF_DURATION = 2  # hundredths of a second; browsers show what is shorter for ten
+_MIN_GIF_DURATION = 2  # hundredths of a second; browsers show shorter frames for ten
 _SHORT_GIF_DURATION = 10
 
 # Bicubic, which swscale widens when it scales down, so that nothing is skipped. Without the other flag it darkens: 255 to 253.
@@ -89,7 +91,7 @@ class ClipHeader:
         selection: which frames.
         max_frame_pixels: of a frame as it is stored.
         track: the number of its stream.
-        shortfalls: what of it is missing, so far as is known before it is decoded.
+        shortfalls: the missing parts, as far as they are known before decoding.
         max_missing_share: how much may be.
         is_animation: it is a picture that moves, and :mod:`shmring.frontend.media.animation` decodes it.
     """
@@ -117,7 +119,7 @@ class DecodedClip:
     Attributes:
         timestamps_s: of each frame that was written, in seconds from the clip's first frame.
         duration_s: of the clip.
-        shortfall: what the caller is told of what is missing; nothing if nothing is.
+        shortfall: the text for the caller about missing parts; empty if none are missing.
     """
 
     timestamps_s: list[float]
@@ -126,13 +128,13 @@ class DecodedClip:
 
 
 def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoKwargs) -> ClipHeader:
-    """Finds out what frames a clip has and how much memory those need that are wanted; one frame is decoded.
+    """Finds out which frames a clip has, chooses frames, and computes the memory for them; decodes one frame.
 
     Args:
         data: its file, in any of the containers of :mod:`shmring.frontend.media.container`.
         spec: what the executor wants.
         limits: what it may be.
-        io_kwargs: what is wanted instead.
+        io_kwargs: settings that replace the executor's wishes.
 
     Raises:
         MediaError: it holds no frames that can be decoded, exceeds a limit, or is damaged.
@@ -187,7 +189,7 @@ def _probe_track(
         check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
     timeline, first, num_corrupt = _scan(file.container, stream, limits)
     shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "clip", VIDEO_DECODERS, timeline.end_s())]
-    if not shortfalls:  # where a file ends early, the last frame is there in part
+    if not shortfalls:  # if a file ends early, a part of the last frame is there
         shortfalls += missing_packets(num_corrupt, timeline.num_packets, "frames")
     accepted_shortfall("clip", shortfalls, limits.max_missing_share)
     selection = timeline.select(num_frames, io_kwargs.fps)
@@ -238,7 +240,7 @@ def decode_into(
         data: what :func:`probe` was given.
         header: what it returned.
         target: (frames, height, width, 3), uint8; becomes RGB. After an error its content is undefined.
-        background: what is seen through transparent pixels of an animation.
+        background: the colour behind transparent pixels of an animation.
 
     Raises:
         MediaError: it is damaged.
@@ -271,7 +273,7 @@ def _too_long(limits: MediaLimits) -> MediaError:
 
 
 def _packets(container: av.container.InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """All packets that hold anything; both passes count these. The caller empties the decoder."""
+    """Yields all packets that are not empty; both passes count these. The caller drains the decoder at the end."""
     is_gif = container.format.name == "gif"
     shift = 0
     for packet in container.demux(stream):
@@ -316,7 +318,7 @@ def _scan(
 
 
 def _first_frame(stream: VideoStream, packet: Packet[VideoStream] | None) -> VideoFrame | None:
-    """What of a clip is not decodable before its first keyframe is no error."""
+    """Packets before the first keyframe that can't be decoded are no error."""
     try:
         frames = stream.codec_context.decode(packet)
     except (av.error.InvalidDataError, av.error.EOFError):
@@ -325,12 +327,13 @@ def _first_frame(stream: VideoStream, packet: Packet[VideoStream] | None) -> Vid
 
 
 def _is_hidden_vp8(packet: Packet[VideoStream]) -> bool:
-    """VP8 stores frames that others refer to and nobody sees in packets of their own (RFC 6386, 9.1: ``show_frame``)."""
+    """VP8 stores frames that are never shown, and that other frames refer to, in packets of their own (RFC 6386, 9.1:
+    ``show_frame``)."""
     return not bytes(memoryview(packet)[:1])[0] & 0x10
 
 
 def _orientation(frame: VideoFrame) -> int:
-    """How a frame must be turned, as EXIF numbers it; 1 where it is by anything but quarter turns."""
+    """How a frame must be turned, as EXIF numbers it; 1 if the angle is no multiple of 90 degrees."""
     side_data = cast("Mapping[SideDataType, Buffer]", frame.side_data)  # PyAV's stub tells of motion vectors only
     if SideDataType.DISPLAYMATRIX not in side_data:
         return 1
@@ -373,7 +376,7 @@ def _decode(container: av.container.InputContainer, stream: VideoStream, writer:
 class _FrameWriter:
     """Takes frames in the order in which they are shown, and writes those that are wanted.
 
-    A frame that is wanted may never come, or be damaged: then the next one is taken for it.
+    If a wanted frame never comes, or is damaged, the next one takes its place.
 
     Attributes:
         timestamps_s: of what was written.

@@ -1,8 +1,9 @@
-"""How much work a picture's file asks for, counted before a decoder sees it.
+"""How much work a picture's file needs, counted before it is decoded.
 
 A file can ask for far more work than its size and its pixels tell. A progressive JPEG repeats scans of 23 bytes, each of which
 goes over all pixels; a PNG has millions of chunks that hold nothing, a JPEG millions of segments. Honest files have about ten
-scans and some thousand chunks. What can't be counted here is ended by the budget of :mod:`shmring.frontend.media.decoder_pool`.
+scans and some thousand chunks. Work that can't be counted here is bounded by the budget of
+:mod:`shmring.frontend.media.decoder_pool`.
 
 Invariant: counting costs no more than the limits allow. Damage is for the decoder to report; here it only ends the counting.
 """

@@ -1,4 +1,4 @@
-"""Messages and their parts, which chats and embeddings share; OpenAI's, and vLLM's ``audio_url`` and ``video_url``."""
+"""Messages and their parts, for chats and embeddings: OpenAI's parts, and vLLM's ``audio_url`` and ``video_url``."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ INT64 = 2**63
 
 Priority = Annotated[int, Meta(ge=-INT64, le=INT64 - 1, description="As in vLLM: lower is sooner.")]
 
-#: Of a request, and of a message: each costs a microsecond of the event loop, and a hundred bytes.
+#: The most messages of a request, and parts of a message: each costs a microsecond of the event loop, and a hundred bytes.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message, and of all messages together
 
 _URL = "A data: URL, or what the server is allowed to fetch."
 
 
-#: Of a field that means nothing here: the values that ask for nothing. Others are named to the caller, as unknown fields are.
+#: The values of a field without meaning here that may be ignored silently. For other values, the caller is told that the field
+#: was ignored.
 MEANS_NOTHING = "means_nothing"
 
 
@@ -122,7 +123,7 @@ def _url_of(place: MediaUrl | str) -> str:
 
 
 def check_length(text: str, param: str) -> None:
-    """Checks that a text was not cut out of its body because it is long.
+    """Refuses a text that was cut out of its body because it is too long.
 
     Raises:
         ApiError: it was.
@@ -133,7 +134,7 @@ def check_length(text: str, param: str) -> None:
 
 
 def data_url_kind(text: str) -> MediaKind | None:
-    """Returns what a text holds if it is a ``data:`` URL of a medium. Other texts may well begin with ``data:``."""
+    """Returns the kind of medium if a text is a ``data:`` URL of one. Ordinary texts may also begin with ``data:``."""
     match = _DATA_URL.match(text)
     return _KINDS[match["kind"].lower()] if match else None
 

@@ -34,10 +34,10 @@ class Attachment:
         config: as configured.
         reconnect: whether to attach to the next engine of that name when one ends.
         description: what the engine's log calls this client.
-        origin: of the client, to know a forked child by.
+        origin: of the client, to recognise a forked child.
         copier: has the turns of copies, and the threads.
         cuda, device_memory: for slots in device memory.
-        on_change: called with the end of each session that begins, and with None when it has ended.
+        on_change: called with the :class:`ClientEnd` of each session that begins, and with None when the session has ended.
 
     Attributes:
         name: the engine's.
@@ -81,10 +81,10 @@ class Attachment:
     # -- the session ---------------------------------------------------------------------------------------------------
 
     async def ready(self) -> Session:
-        """Returns the session; waits for an engine, if one is to be waited for.
+        """Returns the session. Waits for the next engine, if the client reconnects.
 
         Raises:
-            EngineDeadError: the engine has gone, and no other one is waited for.
+            EngineDeadError: the engine has gone, and the client does not reconnect.
             ClosedError: the client is closed, or belongs to the process that forked this one.
             LocalProtocolError: this is not the client's loop.
         """
@@ -97,7 +97,7 @@ class Attachment:
         """Returns the session.
 
         Raises:
-            WouldBlock: the next engine is waited for.
+            WouldBlock: the client waits for the next engine.
             EngineDeadError, ClosedError: as :meth:`ready`.
         """
         session = self._now()
@@ -133,13 +133,13 @@ class Attachment:
         check_loop(self._loop, f"this client of {self.name!r}")
 
     def why_not_sent(self) -> str:
-        """Says what a request that was not sent yet, or a slot, is waiting for."""
+        """Says for what an unsent request, or a caller that wants a slot, is waiting."""
         if self.session is None:
             return f"an engine {self.name!r} to be attached"
         return self.session.sending.why_not_sent()
 
     def why_no_answer(self) -> str:
-        """Says what somebody waits for who calls the engine, or looks for kept content."""
+        """Says for what a control call, or a search for kept content, is waiting."""
         if self.session is None:
             return f"an engine {self.name!r} to be attached"
         return f"the answer of engine {self.name!r}"
@@ -150,7 +150,7 @@ class Attachment:
         """Attaches to the engine, if there is one.
 
         Raises:
-            EngineDeadError: nobody listens there.
+            EngineDeadError: no engine listens there.
             RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
         """
         session = await Session.open(
@@ -163,7 +163,7 @@ class Attachment:
             self._device_memory,
             self._lost,
         )
-        session.check_alive()  # it may have been lost while it opened
+        session.check_alive()  # the session may have ended while it opened
         self.session = session
         self._on_change(session.end)
         self._attached.set()
@@ -222,7 +222,7 @@ class Attachment:
     async def close(self) -> None:
         """Says goodbye to the engine, and attaches to no other one. A second call does nothing."""
         self._closed = True
-        self._attached.set()  # whoever waits for an engine learns that there will be none
+        self._attached.set()  # tasks that wait for an engine learn that there will be none
         try:
             if self._reattaching is not None and self.is_attaching:
                 self._reattaching.cancel()

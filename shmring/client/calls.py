@@ -1,6 +1,6 @@
 """Control calls of one session: methods of the engine, by name.
 
-Invariant: as many are in flight as the engine takes, whether or not somebody still waits for them.
+Invariant: at most as many calls are in flight as the engine allows, including those whose caller no longer waits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallsInFlight:
                 capacity=capacity,
             )
         check_count(f"the arguments of {method}", encoded, welcome.max_values)
-        await self._free.acquire()  # until the engine has answered, whether or not somebody still waits for it
+        await self._free.acquire()  # until the engine has answered, even if the caller no longer waits
         try:
             await self._sending.writable()
             self._life.check_alive()
@@ -73,7 +73,7 @@ class CallsInFlight:
         """The engine has answered.
 
         Raises:
-            RemoteProtocolError: a call that is not in flight, or with what is no result.
+            RemoteProtocolError: the call is not in flight, or this is no result.
         """
         future = self._results.get(result.call_id)
         if future is None:
@@ -82,7 +82,7 @@ class CallsInFlight:
             value = None if result.error is not None else decode_values(result.result, self._life.welcome.max_values)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"the result of call {result.call_id} is not msgpack: {error}") from error
-        del self._results[result.call_id]  # not before: whoever waits is told if the result breaks the rules
+        del self._results[result.call_id]  # not before: the waiting task gets the error if the result breaks the rules
         self._free.release()
         if future.done():
             return  # its caller stopped waiting
@@ -93,7 +93,7 @@ class CallsInFlight:
             future.set_result(value)
 
     def lose(self) -> list[asyncio.Future[Any]]:
-        """The session has ended; returns what somebody waits for."""
+        """The session has ended; returns the futures that tasks wait for."""
         waiting: list[asyncio.Future[Any]] = [*self._results.values()]
         for _ in waiting:
             self._free.release()

@@ -1,15 +1,16 @@
-"""A frontend's end of the transport: one client of one or more engines.
+"""A frontend's side of the transport: one client of one or more engines.
 
 Theory of operation: :class:`Client` is what callers hold. It has an :class:`~shmring.client.attachment.Attachment` to each of
 its engines, which attaches to it, learns of its death, and attaches to the next one of that name. A request goes to one of
 them, whole: its engine is chosen when it is sent (:mod:`shmring.client.engines`). So an engine that dies takes its own requests
-with it and no others. With one engine there is nothing to choose, and what can be done at once is done by the compiled
-:class:`~shmring.core.compiled.ClientCalls`.
+with it and no others. With one engine there is nothing to choose, and the compiled :class:`~shmring.core.compiled.ClientCalls`
+does all that need not wait.
 
-What was not sent to an engine that died goes to another one, if there are others. What was sent fails, since nobody knows how
-far it came, unless its caller allows another try. Tensors in slots of the dead engine are still there, as long as their caller
-holds the slots: a slab in host memory is mapped here until the last view of it has died, and nobody lends its memory out any
-more. They are copied to the next engine. Of memory on a GPU nobody knows that, so nothing is sent from there a second time.
+When an engine dies, its unsent requests go to another engine, if there are others. Its sent requests fail, unless their caller
+allows another try, since the engine may have carried them out in part. Tensors in slots of the dead engine are still there as
+long as their caller holds the slots: a slab in host memory is mapped here until the last view of it has died, and a dead engine
+lends no memory. They are copied to the next engine. For memory on a GPU this is not known, so tensors there are not sent a
+second time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most
 
 
 class _RequestOptions(TypedDict, total=False):
-    """For type checkers: what :meth:`Client.request` takes besides ``reply_type``."""
+    """For type checkers: the arguments of :meth:`Client.request` besides ``reply_type``."""
 
     timeout: float | None
     request_id: str
@@ -64,7 +65,7 @@ class _RequestOptions(TypedDict, total=False):
 class Client(ClientCalls):
     """A frontend's connection to one engine, or to several. Made by :func:`shmring.connect`.
 
-    Several engines are taken to be alike: each may get any request. A client has as much memory and as many requests in flight
+    Several engines should be alike: each may get any request. A client has as much memory and as many requests in flight
     at each of them as it would have at that one alone.
 
     Attributes:
@@ -134,8 +135,8 @@ class Client(ClientCalls):
 
         Args:
             payload: any msgspec-encodable object with torch tensors and numpy arrays at any depth. Tensors that lie in a
-                slot of this client are sent from there; others are copied, once, into one slot in host memory: also those on
-                a GPU, for which that waits.
+                slot of this client are sent from there; others are copied, once, into one slot in host memory. This includes
+                tensors on a GPU; the call waits for the GPU.
             timeout: seconds for all of it, waiting for space included.
             reply_type: a msgspec type to decode the reply into.
             request_id: the caller's own name for it, for :meth:`abort` and the engine's log.
@@ -150,8 +151,8 @@ class Client(ClientCalls):
             CapacityError: it can never fit the slab, or a message.
             RemoteError: the engine failed with this request.
             AbortedError: it was aborted by :meth:`abort`.
-            EngineDeadError: its engine went away; ``engine`` of the error names it. Or no engine is attached, and none is
-                waited for (``reconnect=False``).
+            EngineDeadError: its engine went away; ``engine`` of the error names it. Or no engine is attached, and the client
+                does not reconnect.
             ClosedError: this client is closed.
             LocalProtocolError: tensors of the payload lie in slots of two engines, or in a slot of another engine than
                 ``engine``.
@@ -221,7 +222,7 @@ class Client(ClientCalls):
                             raise
                         retry -= 1
                         break
-                    yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
+                    yield reply.pop()  # or this frame would keep the reply's slot until the caller asks for the next reply
             finally:
                 submission.abort()
 
@@ -237,7 +238,7 @@ class Client(ClientCalls):
     async def _submit_in_turn(
         self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
     ) -> Submission:
-        """For :meth:`submit`: something has to be waited for, or an engine to be chosen."""
+        """For :meth:`submit`: waits, or chooses an engine."""
         check_route_key(key)
         if not request_id:
             return await self._submit_when_attached(payload, request_id, key, engine)
@@ -276,8 +277,8 @@ class Client(ClientCalls):
     ) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
 
-        Where no slot, key or ``engine`` decides, any engine that can take it will do. In :mod:`shmring.threads`, a long copy is
-        made beside the loop, and waited for.
+        Unless a slot, a key or ``engine`` decides, the payload may go to any engine with room for it. In
+        :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.
 
         Args:
             payload, request_id, key, engine: as of :meth:`request`.
@@ -296,7 +297,7 @@ class Client(ClientCalls):
         """Aborts the requests of these names, wherever they are; tasks that wait for them get :class:`AbortedError`.
 
         Returns:
-            How many were in flight; an unknown one is none, it may just have ended.
+            How many requests were in flight. An unknown name is no error: its request may just have ended.
 
         Raises:
             ClosedError: this client belongs to the process that forked this one.
@@ -315,12 +316,12 @@ class Client(ClientCalls):
 
         Args:
             method: its name.
-            arguments: whatever msgpack can hold.
-            engine: which one; None: the only one. What is asked of several is called for each name in :attr:`names`.
+            arguments: values that msgpack can hold.
+            engine: which one; None: the only one. To call several engines, call this for each name in :attr:`names`.
             timeout: seconds.
 
         Raises:
-            RemoteError: it failed, or there is none of that name.
+            RemoteError: it failed, or the engine has no method of that name.
             ValueError: there is no such engine; or there are several, and none is named.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
@@ -348,7 +349,7 @@ class Client(ClientCalls):
         """Looks for content that the engine keeps under a key, from any client. It is pinned until the result is left.
 
         One round trip to each engine that is asked; none if this client has it pinned already. A request with tensors of it
-        goes to the engine that keeps it. Don't wait for a slot while holding it, without a timeout: two clients that do could
+        goes to the engine that keeps it. While you hold it, wait for a slot only with a timeout: otherwise two clients could
         wait for each other.
 
         Args:
@@ -382,22 +383,22 @@ class Client(ClientCalls):
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
         """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.
 
-        If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on,
-        as a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, which is waited for.
-        If something is kept under this key already, that is returned: the first is kept.
+        If all tensors of the payload lie in one slot of this client, nothing is copied: the whole slot is the engine's from now
+        on, and you must not write to it any more. Otherwise they are copied to a slot of their own, and the call waits
+        for that slot. If there is content under this key already, that is returned: the first is kept.
 
         Args:
             key: 32 bytes that stand for this content and for no other, such as a hash of what it was made of.
             payload: any msgspec-encodable object with a torch tensor or numpy array in it; beside them, 4 KiB at most.
             timeout: seconds for all of it, waiting for space included.
-            engine: to this one; None: to that in whose slot it lies, or that a request would go to.
+            engine: which one; None: the engine of the slot in which it lies, or the one to which a request would go.
 
         Returns:
-            The content, which is pinned until that is left.
+            The content, which is pinned until you leave it.
 
         Raises:
-            WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A
-                slot that it lies in is the caller's again, to be sent as usual. Nothing is waited for.
+            WouldBlock: it can't be kept now, since too much of the kept content is pinned, or a frontend waits for that memory.
+                A slot that it lies in is the caller's again, and can be sent as usual.
             CapacityError: it is larger than all that the engine may keep.
             TypeError, ValueError: it can't be sent, has no tensor, this is no key, or there is no such engine.
             TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
@@ -427,7 +428,7 @@ class Client(ClientCalls):
     ) -> list[Slot]:
         """Waits in line for several slots at once, in host memory of one engine's slab.
 
-        A caller that acquires them one by one can wait for ever, for memory that it holds itself.
+        Acquiring them one by one could wait for ever, for memory that the caller itself holds.
 
         Args:
             sizes: bytes of tensors of each; at least one.
@@ -459,7 +460,7 @@ class Client(ClientCalls):
         key: str | bytes | None,
         engine: str | None,
     ) -> Slot:
-        """For :meth:`slot`: something has to be waited for, or an engine to be chosen."""
+        """For :meth:`slot`: waits, or chooses an engine."""
 
         async def acquire(session: Session) -> Slot:
             slots = session.host_slots if device is None else await session.device_slots.open(device.index)
@@ -486,8 +487,8 @@ class Client(ClientCalls):
             ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
 
         Raises:
-            WouldBlock: none is, or others wait for one; or this process has not mapped the device slab yet, as the waiting twin
-                does.
+            WouldBlock: no slot is free, or others wait for one; or this process has not mapped the device slab yet
+                (:meth:`slot` maps it).
             CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
         """
         asked_nbytes = parse_nbytes(nbytes)
@@ -502,7 +503,7 @@ class Client(ClientCalls):
         return _first_that_can(self._engines.candidates(key, engine), take)
 
     def check_capacity(self, *sizes: int | str, engine: str | None = None) -> None:
-        """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
+        """Checks that slots of these sizes could be had at once, before the caller makes their content. Acquires no slot.
 
         Args:
             sizes: as for :meth:`slots`; at least one.
@@ -579,7 +580,7 @@ class Client(ClientCalls):
 
     @property
     def lost_error(self) -> ShmringError | None:
-        """Why an engine that went away did, as far as it is known: the only one, or one that is not attached now."""
+        """Why an engine went away, as far as it is known: the only engine, or one that is not attached now."""
         return self._engines.lost_error
 
     async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
@@ -592,8 +593,8 @@ class Client(ClientCalls):
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
         """Waits until the slabs' pages are mapped in this process (at once, without ``prefault``), of each engine attached.
 
-        It takes some 0.2 s per GB, beside whatever else goes on. A server that is to be fast from its first request on awaits
-        this before it says that it is ready.
+        It takes some 0.2 s per GB, beside other work. If a server must be fast from its first request on, await this before it
+        says that it is ready.
         """
         with self._deadlines.within(timeout, lambda: "the slabs' pages to be mapped in this process"):
             while True:
@@ -638,7 +639,7 @@ def check_name(name: str) -> None:
     """Raises ValueError unless this can name a request, a method or a client."""
     if len(name) > _MAX_NAME_CHARACTERS:
         raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
-    name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+    name.encode()  # raises ValueError (UnicodeEncodeError) if it is no text
 
 
 def _check_retry(retry: int, engine: str | None) -> None:

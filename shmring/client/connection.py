@@ -49,7 +49,7 @@ class EngineConnection:
 
     @property
     def lost_error(self) -> ShmringError | None:
-        """Why the last engine that went away did, as far as it is known; None if none has."""
+        """Why the last engine went away, as far as it is known; None if none has."""
         return self._attachment.lost_error
 
     def statistics(self) -> ClientStatistics:

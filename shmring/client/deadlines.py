@@ -1,4 +1,4 @@
-"""When callers' time is over: one heap and one timer of the loop for all callers of a client.
+"""Timeouts of calls: one heap and one timer of the loop for all callers of a client.
 
 A timer for each request takes as long as a small message, and hardly any of them ever goes off. Here a request with a
 ``timeout`` is an entry in a heap, which is marked when the request is over, and taken out when its time has come or when most
@@ -21,7 +21,7 @@ from shmring.config import check_timeout
 
 __all__ = ["Deadline", "Deadlines"]
 
-_EARLY_S = 0.001  # by as much a loop's timer may go off too early
+_EARLY_S = 0.001  # a loop's timer may go off too early by this much
 _FEW = 64  # entries: so many may be kept after they are over
 
 
@@ -31,7 +31,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []
         self._numbers = itertools.count()
-        self._over = 0  # entries of those who have left
+        self._over = 0  # entries of blocks that were left
         self._timer: asyncio.TimerHandle | None = None
 
     def within(self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None) -> Deadline:
@@ -40,7 +40,7 @@ class Deadlines:
         Args:
             timeout: seconds, from now or up to ``until_s``; None: as long as it takes.
             waits_for: says what the block waits for, for the error's text.
-            until_s: when it is over, in the loop's time.
+            until_s: the deadline, in the loop's time.
 
         Raises:
             TimeoutError: on leaving the block, if it took longer. Its text says what was waited for.

@@ -1,8 +1,8 @@
-"""The engines of one client: the attachments to them, and which of them something goes to.
+"""The engines of one client: the attachments to them, and the choice of one for each request.
 
-What decides where a request goes, in this order: a slot in which tensors of its payload lie, since nobody but that slot's
-engine can read them there; the engine that its caller names; its key; the route (:mod:`shmring.client.routing`). With one
-engine, there is nothing to decide.
+The first of these that applies decides where a request goes: the slot in which tensors of its payload lie, since only that
+slot's engine can read them there; the engine that its caller names; its key; the route (:mod:`shmring.client.routing`). With
+one engine, there is nothing to decide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Engines", "check_route_key"]
 _Result = TypeVar("_Result")
 
 _MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
-#: For those that are not the first: an engine that listens and does not answer must not hold up those that do.
+#: For the others, when one engine is attached: an engine that listens and does not answer must not delay the client.
 _OTHERS_S = 1.0
 
 
@@ -41,7 +41,7 @@ class Engines:
         names: of the engines.
         config, route, reconnect, description, copier, cuda, device_memory: as of :class:`~shmring.client.attachment.Attachment`
             and :class:`~shmring.client.routing.Router`.
-        use: called with the end of the only engine's session when it begins, and with None when it has ended.
+        use: called with the :class:`ClientEnd` of the only engine's session when it begins, and with None when it has ended.
 
     Attributes:
         attachments: by name.
@@ -72,7 +72,7 @@ class Engines:
         self._listed = ", ".join(map(repr, names))
         self._router = Router(names, route, random.randrange(len(names)))
         self._estimates = {name: LoadEstimate() for name in names}
-        self._sessions: dict[str, Session] = {}  # that the estimates are of
+        self._sessions: dict[str, Session] = {}  # the lives to which the estimates belong
         self._some_attached = asyncio.Event()
         self._origin = Origin()
         self._loop = asyncio.get_running_loop()
@@ -101,7 +101,7 @@ class Engines:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked child, to which nothing of it belongs."""
+        """Whether this is a forked child."""
         return self._origin.forked
 
     def sessions(self) -> list[Session]:
@@ -150,7 +150,7 @@ class Engines:
         deadline = self._loop.time() + self._config.connect_timeout_s
         refusals = await self._try_each(deadline)
         if len(refusals) == len(self.attachments):
-            raise fresh(refusals[0])  # whatever starts later would say the same
+            raise fresh(refusals[0])  # an engine that starts later would say the same
         for attachment in self.attachments.values():
             if attachment.session is None:
                 attachment.keep_attaching()
@@ -207,11 +207,11 @@ class Engines:
         """The engines to which something may be sent now."""
         for name, attachment in self.attachments.items():
             session = attachment.session
-            if session is not None and not session.link.lost:  # it may have ended, and will say so in the loop's next turn
+            if session is not None and not session.link.lost:  # else it reports its end in the next turn
                 yield name, session
 
     def _load(self, name: str, session: Session) -> EngineLoad:
-        if self._sessions.get(name) is not session:  # another life: nothing of what was seen of the last one holds
+        if self._sessions.get(name) is not session:  # another life: observations of the last one are void
             self._sessions[name], self._estimates[name] = session, LoadEstimate()
         writer = session.link.writer
         return self._estimates[name].look(
@@ -224,7 +224,7 @@ class Engines:
         )
 
     def holder(self, payload: object, engine: str | None) -> tuple[Attachment | None, Packed | None, bool]:
-        """Of several engines, finds the one in whose slots tensors of a payload lie.
+        """Finds the engine, of several, in whose slots tensors of a payload lie.
 
         Returns:
             The attachment to it, the payload as it is sent there, and whether some of those tensors are on a GPU.
@@ -268,14 +268,15 @@ class Engines:
         """Returns the attachment to the only engine.
 
         Raises:
-            ValueError: several have what is asked for.
+            ValueError: there are several engines.
         """
         if self.only is None:
             raise ValueError(f"several engines have {what}: name one of {self._listed}, with engine= or in client.engines")
         return self.only
 
     def pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
-        """Chooses among the engines that are attached; None if none is. One that is named, or the only one, need not be."""
+        """Chooses among the attached engines; None if none is attached. A named engine, or the only one, need not be
+        attached."""
         check_route_key(key)
         self._check_open()
         if engine is not None:
@@ -289,7 +290,7 @@ class Engines:
         return self.attachments[self._router.choose(loads)] if loads else None
 
     async def pick_in_time(self, key: str | bytes | None, engine: str | None) -> Attachment:
-        """The same when an engine is attached, if it is to be one of several."""
+        """The same, but with several engines it waits until one is attached."""
         while (attachment := self.pick(key, engine)) is None:
             await self.some_engine()
             await asyncio.sleep(0)  # a connection that has ended says so in the loop's next turn
@@ -298,7 +299,7 @@ class Engines:
     async def at_some_engine(
         self, key: str | bytes | None, engine: str | None, attempt: Callable[[Session], Awaitable[_Result]]
     ) -> _Result:
-        """Does something at an engine that is chosen; at another one if that dies meanwhile, and was not named."""
+        """Does something at a chosen engine; at another one if that engine dies meanwhile and was not named."""
         while True:
             attachment = await self.pick_in_time(key, engine)
             try:
@@ -308,7 +309,8 @@ class Engines:
                     raise
 
     async def session_with(self, attachment: Attachment, engine: str | None) -> Session:
-        """Returns the session with a chosen engine. If it has gone, the next one is waited for where no other engine would do.
+        """Returns the session with a chosen engine. If that engine has gone and no other would do, this waits for the next one
+        of its name.
 
         Raises:
             EngineDeadError: it has gone, and another engine may be chosen; or as :meth:`Attachment.ready`.
@@ -319,15 +321,15 @@ class Engines:
         return await attachment.ready()
 
     def takers(self, payload: object, key: str | bytes | None, engine: str | None) -> list[Session]:
-        """Returns the engines that may take a payload that can't wait, the best one first; errors as :meth:`candidates`."""
+        """Returns the engines that may get a payload that can't wait, the best one first; errors as :meth:`candidates`."""
         holder = self.holder(payload, engine)[0]
         return self.candidates(key, engine if holder is None else holder.name)
 
     def candidates(self, key: str | bytes | None, engine: str | None) -> list[Session]:
-        """Returns the engines that may be asked for what can't wait, the best one first.
+        """Returns the engines for a call that can't wait, the best one first.
 
         Raises:
-            WouldBlock: none is attached, and one is waited for.
+            WouldBlock: none is attached, and the client waits for one.
         """
         best = self.pick(key, engine)
         if best is None:
@@ -363,12 +365,12 @@ class Engines:
         return [self.attachments[name] for name in sorted(loads, key=lambda name: loads[name].in_flight)]
 
     def leaves_no_other(self, engine: str | None) -> bool:
-        """Whether what can't be done at an engine that has died can be done nowhere else: it was named, or is the only one."""
+        """Whether no other engine would do, when an engine has died: it was named, or is the only one."""
         return engine is not None or self.only is not None
 
     @property
     def has_another(self) -> bool:
-        """Whether there can be an engine for what was sent to one that has died: another one, or the next of its name."""
+        """Whether there can be another engine for the requests of one that has died: another one, or the next of its name."""
         return self.only is None or self._reconnect
 
     async def ready(self, engine: str | None) -> None:
@@ -387,26 +389,26 @@ class Engines:
         self._check_open()
 
     def _none_attached(self) -> EngineDeadError | WouldBlock:
-        """Says why nothing can be sent now to several engines: others are waited for, or none will come."""
+        """Says why no request can be sent now to several engines: the client waits for them, or none will come."""
         if self._reconnect:
             return WouldBlock(f"none of the engines {self._listed} is attached now")
         why = f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out"
         return EngineDeadError(why, engine=None)
 
     def why_not_sent(self, engine: str | None = None) -> str:
-        """Says what a request that was not sent yet, or a slot, is waiting for: at one engine if that is named."""
+        """Says for what an unsent request, or a caller that wants a slot, is waiting: at one engine if that is named."""
         if self.only is not None:
             return self.only.why_not_sent()
         return self._why_at(engine) or "; ".join(f"at {each.name!r}: {each.why_not_sent()}" for each in self._attached(engine))
 
     def why_no_answer(self, engine: str | None) -> str:
-        """Says what somebody waits for who looks for kept content, or calls an engine."""
+        """Says for what a search for kept content, or a control call, is waiting."""
         if self.only is not None:
             return self.only.why_no_answer()
         return self._why_at(engine) or ", or ".join(each.why_no_answer() for each in self._attached(engine))
 
     def _why_at(self, engine: str | None) -> str:
-        """Says which of several engines would have to be attached; nothing if it is."""
+        """Says which of several engines would have to be attached; an empty text if it is attached."""
         if self._attached(engine):
             return ""
         if engine is None:

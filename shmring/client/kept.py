@@ -1,13 +1,13 @@
-"""Content that the engine keeps, at a frontend: finding it, giving it a slot to keep, and the pins that hold it meanwhile.
+"""Kept content in a frontend: finding it, handing a slot over to be kept, and the pins meanwhile.
 
-Theory of operation. What was found is pinned at the engine until this end takes that back. A :class:`_Pin` counts who uses it
-here: callers that hold a :class:`Kept`, the slot that it was, while its caller has not left it, and views that are alive. With
-the last of them the pin goes back. A content is pinned once, however many callers hold it, and found again without asking.
+Theory of operation. Found content is pinned at the engine until this side gives the pin back. A :class:`_Pin` counts its users
+here: callers that hold a :class:`Kept`; the caller of the slot, until that slot is left; and living views. With the last of
+them the pin goes back. A content is pinned once, for any number of callers, and found again without asking the engine.
 
 Its slot stands among the held ones of the session, so a payload with views of it is sent from there. A request that was sent
-pins it at the engine by itself: messages come in order, and the request's is before that which takes the pin back.
+has a pin of its own at the engine: messages come in order, and the request comes before the message that gives this pin back.
 
-Invariants: what a :class:`_Pin` stands for is pinned at the engine; it has a user or a view, or is forgotten.
+Invariants: the content of each :class:`_Pin` is pinned at the engine; a pin has a user or a view, or is forgotten.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ __all__ = ["Kept", "KeptContents", "check_key"]
 _Payload = TypeVar("_Payload", default=Any)
 
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
-_NOT_FOUND = ("absent", "pins")  # what a search can be answered with
-_NOT_KEPT = ("full", "large", "pins")  # and a slot that is given to keep
+_NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
+_NOT_KEPT = ("full", "large", "pins")  # and those that can answer a slot that is handed over
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
@@ -80,8 +80,8 @@ class _Pin:
         record: of its slot.
         address: of its content in this process.
         count: how often it is pinned at the engine.
-        users: callers that hold it, and its slot while it is somebody's.
-        views: of callers that have left it: how many still have some.
+        users: callers that hold it, and the caller of its slot until the slot is left.
+        views: how many callers have left it but still have views.
         is_slots: whether the slot's holder has it among the held slots.
     """
 
@@ -168,7 +168,7 @@ class Kept(Generic[_Payload]):
 
 
 class KeptContents:
-    """What a session has pinned, and what it asks for.
+    """The pins of a session, and its searches.
 
     Args:
         life: of the engine.
@@ -270,13 +270,13 @@ class KeptContents:
             )
 
     async def _ask(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> _Pin | NotKept:
-        """Looks for content, or gives some to keep, and waits for the answer. What is found has one more user.
+        """Looks for content, or hands some over, and waits for the answer. Found content has one more user.
 
         Args:
             key: of the content.
-            given: its payload as msgpack, what that was made of, and the slot that was copied to; None: it is looked for.
+            given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
         """
-        await self._asking.acquire()  # until the engine has answered, whether or not somebody still waits for it
+        await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
         try:
             await self._sending.writable()
             self.life.check_alive()
@@ -295,9 +295,9 @@ class KeptContents:
                 slot = self.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
             try:
-                self._link.send(message)  # it delivers nothing: who enters after it misses no answer
+                self._link.send(message)  # no record is delivered here, so an answer can't be missed
             except BaseException:
-                if record is not None:  # the engine has not heard of it
+                if record is not None:  # the message was not sent
                     self.end.take_back((record.generation,))
                 raise
             place = self._line.enter()
@@ -318,7 +318,7 @@ class KeptContents:
         """The engine answers.
 
         Raises:
-            RemoteProtocolError: nobody has asked that, or it says what can't be.
+            RemoteProtocolError: there is no such question, or the answer can't be true.
         """
         question = self._answers.get(answer.token)
         if question is None:
@@ -330,7 +330,7 @@ class KeptContents:
             result = answer
         else:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered with {answer.reason!r}")
-        del self._answers[answer.token]  # not before: whoever waits is told if the answer breaks the rules
+        del self._answers[answer.token]  # not before: the waiting task gets the error if the answer breaks the rules
         self._asking.release()
         if not future.done():
             future.set_result(result)
@@ -369,7 +369,7 @@ class KeptContents:
         return pin
 
     def _is_same(self, pin: _Pin, key: bytes, found: Found) -> bool:
-        """Whether what was found is what is pinned already."""
+        """Whether found content is the content that is pinned already."""
         return pin.key == key and msgspec.structs.replace(found, token=pin.found.token) == pin.found
 
     def _can_be(self, key: bytes, found: Found, given: ClientSlotRecord | None) -> bool:
@@ -427,7 +427,7 @@ class KeptContents:
         self._forget_unused(pin)
 
     def views_gone(self, generation: int) -> None:
-        """The last view of a content that some caller had has died."""
+        """The last view of one caller of a content has died."""
         pin = self._pins[generation]
         pin.views -= 1
         self._forget_unused(pin)
@@ -437,20 +437,20 @@ class KeptContents:
             return
         del self._pins[pin.found.generation], self._by_key[pin.key]
         self.end.held.leave(pin.address)
-        pin.record.state = ClientSlot.FREE  # whoever is about to send it packs it again
+        pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
         self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
 
     def in_use(self) -> list[int]:
         """The generations of what is pinned, for a goodbye: those that this process may still view.
 
-        What was given to keep and is not answered yet is kept by the time that the goodbye is read, or was refused; and the
-        caller of its slot may still write to it.
+        This includes content that was handed over and not answered yet: when the engine reads the goodbye, it is kept or was
+        refused, and the caller of its slot may still write to it.
         """
         given = [record.generation for _, _, record in self._answers.values() if record is not None]
         return [*self._pins, *given]
 
     def lose(self) -> list[asyncio.Future[Any]]:
-        """The session has ended; returns what somebody waits for."""
+        """The session has ended; returns the futures that tasks wait for."""
         waiting: list[asyncio.Future[Any]] = [future for future, _, _ in self._answers.values()]
         for _ in self._answers:
             self._asking.release()

@@ -1,4 +1,4 @@
-"""One life of an engine, as all parts of a session with it see it: who it is, and whether it may be used here and now."""
+"""One life of an engine, for all parts of a session with it: its name and numbers, and whether the session may be used now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Life:
 
     Attributes:
         engine_name: of the engine.
-        welcome: what it has said of itself.
+        welcome: its welcome.
         config: of the client.
         counters: of the client.
         loop: the event loop that the session lives in.

@@ -1,16 +1,15 @@
 """Which engine a request goes to: the least loaded one, the next in turn, or the one that a key belongs to.
 
-Nothing here knows a connection or a clock: :class:`LoadEstimate` is told what a client can see of an engine, and
-:class:`Router` chooses among the engines that are attached. What is seen are hints; a wrong one makes a choice worse, and
-nothing else.
+This file knows no connections and no clock: :class:`LoadEstimate` gets the numbers that a client sees of an engine, and
+:class:`Router` chooses among the attached engines. The numbers are hints; a wrong one can only make a choice worse.
 
-An engine *responds* as long as it takes what was sent to it out of its message ring. One that is stopped, or whose loop is held
-up, does not; its last published load would say for ever that it has little to do. It gets nothing new while another one
-responds, and needs no heartbeat to be found out.
+An engine *responds* as long as it reads its message ring. An engine that is stopped, or whose loop is blocked, does not
+respond; its last published load might say for ever that it has little to do. It gets no new requests while another engine
+responds. This needs no heartbeat.
 
 Keys belong to engines by rendezvous hashing: of all engines that are attached, the one with the highest hash of its name and
 the key. So an engine that goes moves its own keys and no others, and has the same ones again when it is back; and every process
-on every machine has the same opinion, since the hash is BLAKE2b.
+on every machine chooses the same engine, since the hash is BLAKE2b.
 
 Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998).
 """
@@ -30,7 +29,7 @@ Route = Literal["least_loaded", "round_robin"]
 ROUTES: tuple[Route, ...] = get_args(Route)
 
 # Loops look at their rings every few microseconds or sleep until they are rung for. A tenth of a second is longer than most
-# steps that hold a loop up by mistake, and as nothing beside what a request waits for at an engine that is stopped.
+# steps that block a loop by mistake, and very short compared to the wait at a stopped engine.
 _PATIENCE_S = 0.1
 
 
@@ -49,15 +48,15 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class LoadEstimate:
-    """What a client knows of one engine's load.
+    """One engine's load, as a client can estimate it.
 
-    The engine publishes how much it has, which includes what it has heard from this client. What this client has sent since
-    that number last changed comes on top, so that a burst spreads before any engine has heard of it.
+    The engine publishes the number of its requests, which includes those that it has read from this client. Requests that this
+    client has sent since that number last changed are added, so that a burst spreads before any engine has read it.
     """
 
     def __init__(self) -> None:
         self._published = 0
-        self._own = 0  # when that was new
+        self._own = 0  # when that number was new
         self._taken_nbytes = 0
         self._unread_since: float | None = None
 

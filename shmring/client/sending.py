@@ -1,12 +1,12 @@
-"""Payloads on their way to the engine, and what they wait for: their turn, space, a copy, and an engine that reads.
+"""Payloads that wait to be sent: for their turn, for space, for a copy, and for the engine to read.
 
-Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.compiled.ClientEnd`, and never comes
-here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives everything
-back: its turn, and the slot that it was to be copied to. If it has to wait for space, it gives its turn to somebody else
-meanwhile: it may be waiting for the space of slots whose holders wait for their turn. When it has space, it has the next turn.
+Theory of operation: a payload that need not wait is sent by the :class:`~shmring.core.compiled.ClientEnd`, and never comes
+here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives back its
+turn and the slot for its copy. If it has to wait for space, it gives its turn to another payload meanwhile: it may wait for
+slots whose holders wait for their turn. When it has space, it gets the next turn.
 
-Invariants: turns come in order, and one that is cancelled passes its turn on; who has one never waits for space; nothing is
-sent between looking and sending.
+Invariants: turns come in order, and a payload that is cancelled passes its turn on; a payload with a turn never waits for
+space; no other code runs between the last check and sending.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class _Flight:
         self._counts = self._had_turn = False
 
     async def begin(self) -> None:
-        """Waits for its turn; who has had one before comes first."""
+        """Waits for its turn; a payload that has had a turn before comes first."""
         if not self._sending.end.begin():
             await self._sending.turn(again=self._had_turn)
         self._counts = self._had_turn = True
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """Gives its turn to the next one."""
         if self._counts:
             self._counts = False
-            self._sending.end.leave()
+            self._sending.end.end_flight()
 
 
 class Sending:
-    """What one session has to send, and can't send at once. Lives in a loop.
+    """The payloads of one session that can't be sent at once. Lives in a loop.
 
     Args:
         life: of the engine.
@@ -90,18 +90,18 @@ class Sending:
         self._copier = copier
         self._slab = slab
         self._count_pins = count_pins
-        # Of requests that wait until fewer are in flight; and of those among them that come first: they have space by now.
+        # Lines of requests that wait until fewer are in flight. Those in the second line have space already, and come first.
         self._turns: Line[None] = Line()
         self._again: Line[None] = Line()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit_in_turn(self, payload: object, name: str) -> Submission:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
-        # Of now: while this waits, another task may make another stream the current one.
+        # The stream of now: while this waits, another task may make another stream the current one.
         stream = self._device_slots.current_stream() if self._device_slots.held else None
-        self._link.poll()  # what the engine has released meanwhile may be used again
+        self._link.poll()  # slots that the engine has released meanwhile may be used again
         if self._copier.copied_in_turn:
-            await asyncio.sleep(0)  # the turn of whoever else is in this loop
+            await asyncio.sleep(0)  # gives the other tasks of this loop a turn
         flight = _Flight(self)
         await flight.begin()
         try:
@@ -114,20 +114,20 @@ class Sending:
                 if submission is not None:
                     return submission
         except BaseException:
-            flight.leave()
+            flight.end()
             raise
 
     async def turn(self, *, again: bool) -> None:
         """Waits until this request may be in flight, which it then is."""
         self.end.crowded = True
-        await (self._again if again else self._turns).wait(lambda _: self.end.leave())
+        await (self._again if again else self._turns).wait(lambda _: self.end.end_flight())
 
     def lose(self) -> list[Place[None]]:
-        """The session has ended; returns what somebody waits for."""
+        """The session has ended; returns the futures that tasks wait for."""
         self.end.crowded = False
         return [*self._again, *self._turns]
 
-    def request_left(self) -> None:
+    def flight_ended(self) -> None:
         """For the end: fewer requests are in flight, and others wait for that."""
         line = self._again if self._again.is_waited_in else self._turns
         if line.give_first(None):
@@ -135,7 +135,7 @@ class Sending:
         self.end.crowded = self._again.is_waited_in or self._turns.is_waited_in
 
     def _send_now(self, packed: Packed, name: str, stream: Stream | None, copy_limit_nbytes: float) -> Submission | None:
-        """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
+        """Sends a payload that was just packed; None if it has to wait for the engine, for space, or for a long copy."""
         if not self._link.can_write or packed.slot_nbytes > copy_limit_nbytes:
             return None
         self._copier.count_in_turn(packed.slot_nbytes)
@@ -145,7 +145,7 @@ class Sending:
     async def _send_in_turn(self, packed: Packed, name: str, stream: Stream | None, flight: _Flight) -> Submission | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
-        The slot is taken after that, so that it is the one that was released last, which is still in the cache.
+        The slot is acquired after that, so that it is the one that was released last, which is still in the cache.
         """
         await self._copier.turn(packed.slot_nbytes)
         self._life.check_alive()
@@ -160,7 +160,7 @@ class Sending:
         slot = self._host_slots.book.acquire(nbytes, held=False)
         if slot is not None:
             return slot
-        flight.leave()
+        flight.end()
         slot = await self._host_slots.acquire(nbytes, held=False)
         try:
             await flight.begin()
@@ -220,7 +220,7 @@ class Sending:
         try:
             return self._send_nowait(self.end.pack(payload), name, ask=ask)
         except BaseException:
-            self.end.leave()
+            self.end.end_flight()
             raise
 
     async def submit_unless_full(self, payload: object, name: str, *, ask: bool) -> Submission:
@@ -236,19 +236,19 @@ class Sending:
                 raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
             return submission
         except BaseException:
-            self.end.leave()
+            self.end.end_flight()
             raise
 
     def _begin_nowait(self) -> None:
         """A request is in flight from here on; raises if it would have to wait for that, or for the engine."""
         self._life.check_alive()
         self._link.poll()
-        self._life.check_alive()  # what came may have been its end
+        self._life.check_alive()  # a record may have ended the session
         if not self.end.begin():
             limit = self._life.welcome.max_inflight
             raise WouldBlock(f"{limit} requests are in flight, the engine takes no more (max_inflight)")
         if not self._link.can_write:
-            self.end.leave()
+            self.end.end_flight()
             raise WouldBlock(_READS_SLOWLY)
 
     def _send_nowait(self, packed: Packed, name: str, *, ask: bool) -> Submission:
@@ -263,7 +263,7 @@ class Sending:
     # -- what is waited for ----------------------------------------------------------------------------------------------------
 
     def why_not_sent(self) -> str:
-        """Says what somebody waits for who has a payload to send, or wants a slot."""
+        """Says for what an unsent payload, or a caller that wants a slot, is waiting."""
         reasons = []
         if any(slots.book.waiting for slots in (self._host_slots, self._device_slots)):
             reasons.append(self._why_no_space())
@@ -282,7 +282,7 @@ class Sending:
         if kept_nbytes:
             reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
         pins = self._count_pins()
-        if len(self.end.held) > pins:  # what is kept stands there, too
+        if len(self.end.held) > pins:  # kept content is in the list, too
             reason += f", callers hold {len(self.end.held) - pins} slots"
         if pins:
             reason += f", {pins} kept contents are pinned (leave what find() and keep() have returned, and drop views of it)"

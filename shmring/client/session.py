@@ -2,9 +2,9 @@
 
 Theory of operation: :class:`Session` is the asyncio shell around the :class:`~shmring.core.compiled.ClientEnd`, as the ring
 is around the engine's end. It ends for good when the engine's connection or process ends; a client that reconnects
-makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead. What happens in between is in
-parts of it: slots in each memory (``memory/slots.py``), payloads that wait to be sent (``sending.py``), calls, kept content.
-Each part is handed what it uses, and not this.
+makes a new one. Then all calls that wait in it fail with the reason, and its slots are dead. Its parts do the work in between:
+slots in each memory (``memory/slots.py``), payloads that wait to be sent (``sending.py``), calls, kept content. Each part is
+given the objects that it uses, and not the session.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shmring.client.slot import DeviceSlot, Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.compiled import (
+    BaseSubmission,
     ClientEnd,
     ClientSlotRecord,
     LoadPage,
@@ -34,7 +35,6 @@ from shmring.core.compiled import (
     Packed,
     Regions,
     RingMemory,
-    SubmissionEnd,
 )
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -89,7 +89,7 @@ _MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases a
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 _UNREAD_S = 0.25  # after a reply that lies in a slot came, and from then on as long as there are any
-_OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # what a region is of
+_OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # the kind of a region
 
 
 class Session:
@@ -98,10 +98,10 @@ class Session:
     Attributes:
         life: of the engine.
         loop, config, engine_name, welcome: those of ``life``.
-        load: what the engine publishes of how busy it is.
+        load: the engine's published load.
     """
 
-    decoder = staticmethod(make_decoder)  # for the end, which keeps those that it has asked for
+    decoder = staticmethod(make_decoder)  # for the end, which keeps the decoders that it has asked for
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Session:
         )
         self.end.reader = self.link.reader
         self.end.device_slots = self.device_slots
-        self.take_record = self.end
+        self.handle_record = self.end
         self.sending = Sending(
             life, self.end, self.link, self.host_slots, self.device_slots, copier, slab, lambda: len(self.kept)
         )
@@ -178,7 +178,7 @@ class Session:
         # For the end: it asks its shell for these.
         self.check_alive, self.check_loop = life.check_alive, life.check_loop
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
-        self.slot_is_viewed, self.request_left = self.host_slots.left_viewed, self.sending.request_left
+        self.slot_is_viewed, self.flight_ended = self.host_slots.left_viewed, self.sending.flight_ended
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 
@@ -197,7 +197,7 @@ class Session:
         """Attaches to the engine at a path.
 
         Raises:
-            EngineDeadError: nobody listens there.
+            EngineDeadError: no engine listens there.
             RemoteProtocolError: the engine refuses this client.
             SlabError: its slab can't be mapped.
         """
@@ -224,7 +224,7 @@ class Session:
         device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
     ) -> Session:
-        """Takes all but the socket over, and that as well if it succeeds."""
+        """Takes everything but the socket over, and the socket as well if this succeeds."""
         with contextlib.ExitStack() as undo:
             watch = ProcessWatch(life.loop, engine.pidfd, lambda: session._engine_died())
             undo.callback(watch.close)
@@ -248,8 +248,8 @@ class Session:
 
     # -- what the connection reports -----------------------------------------------------------------------------------
 
-    def take_message(self, record: bytes) -> None:
-        """A message came that is no reply and no end of a request that has finished."""
+    def handle_message(self, record: bytes) -> None:
+        """Handles all messages but replies and the ends of finished requests."""
         message = decode_engine_message(record)
         match message:
             case Failed(request_id):
@@ -275,7 +275,7 @@ class Session:
         self.protocol_violated(RemoteProtocolError("what came over the socket is no bell"))
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
-        """The engine broke the rules: it is as good as dead to us."""
+        """The engine broke the rules: the session treats it as dead."""
         logger.error("the engine broke the protocol: %s", error)
         self._lose(self._dead(f"broke the protocol: {error}"))
 
@@ -293,7 +293,7 @@ class Session:
         return EngineDeadError(f"the engine {self.engine_name!r} {how}", engine=self.engine_name)
 
     def _lose(self, error: ShmringError) -> None:
-        """Ends the session: whatever waits in it fails with this error."""
+        """Ends the session: all calls that wait in it fail with this error."""
         if self.life.error is not None:
             return
         self.life.error = self.life.closed_error() if self.life.is_closing else error
@@ -334,9 +334,9 @@ class Session:
         slots.granted(grant)
 
     async def _touch_slab(self) -> None:
-        """Maps the slab's pages, off the loop and beside whatever else goes on, so that no copy pays for their first use.
+        """Maps the slab's pages on a thread, so that no copy pays for their first use.
 
-        All of them, whoever leases them now: so this process's resident memory is the same from here on.
+        It maps all of them, also those that others lease now: so this process's resident memory stays the same from here on.
         """
         for offset in range(0, self._slab.nbytes, _TOUCHED_AT_ONCE_NBYTES):
             if not self.life.is_usable:
@@ -345,12 +345,12 @@ class Session:
             try:
                 await self._copier.run(functools.partial(self._slab.prefault, offset, nbytes))
             except (SlabError, ClosedError) as error:
-                if self.life.is_usable:  # else it was unmapped meanwhile
+                if self.life.is_usable:  # otherwise it was unmapped meanwhile
                     logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
                 return
 
     async def prefaulted(self) -> None:
-        """Waits until that is over, however it ended."""
+        """Waits until that is over."""
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
@@ -392,7 +392,7 @@ class Session:
         return (packed, any(map(self.device_slots.has, packed.slots))) if packed is not None and packed.slots else None
 
     def why_no_reply(self) -> str:
-        """Says what somebody waits for whose request was sent."""
+        """Says for what a sent request is waiting."""
         held = self.reply_slots_held
         unread = self.end.unread_slots
         reason = f"the engine's reply; {self.end.in_flight} requests of this client are in flight"
@@ -402,8 +402,9 @@ class Session:
             reason += f", and {unread} replies were not read, which keep their space"
         return reason
 
-    def abort(self, submission: SubmissionEnd, error: Exception) -> None:
-        """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
+    def abort(self, submission: BaseSubmission, error: Exception) -> None:
+        """Aborts a request: its caller gets ``error``, the engine is told, and its slots come back when the engine releases
+        them."""
         if submission.ended:
             return
         submission._give_up(error)
@@ -427,7 +428,7 @@ class Session:
     # -- replies -------------------------------------------------------------------------------------------------------------
 
     def release_replies(self, generations: Sequence[int]) -> None:
-        """Gives reply slots back that nobody views."""
+        """Gives reply slots back that have no views."""
         if generations and self.life.error is None:
             self.link.send_listed(ReplyRelease, generations)
 
@@ -449,7 +450,7 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Says goodbye: what nobody in this process uses any more goes back at once, the rest when the last of it is left."""
+        """Says goodbye: unused memory goes back at once, the rest when the last of it is left."""
         if self.life.error is not None:
             return
         self.life.is_closing = True
@@ -458,12 +459,12 @@ class Session:
             self.abort(submission, self.life.closed_error())
         try:
             try:
-                if self.sending.copies:  # whoever waits for one learns that this is closed, and gives its slot up
+                if self.sending.copies:  # waiting callers learn that this is closed, and give their slots up
                     await asyncio.wait(self.sending.copies, timeout=_GOODBYE_TIMEOUT_S)
                 if self.life.error is None:
                     await self.device_slots.close()
             finally:  # also when this is cancelled
-                if self.life.error is None:  # else it was lost meanwhile
+                if self.life.error is None:  # otherwise it was lost meanwhile
                     self._say_goodbye()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
@@ -474,7 +475,7 @@ class Session:
 
     def _say_goodbye(self) -> None:
         for record in (*self.end.held, *self.sending.copies.values()):
-            record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
+            record.viewed = True  # its caller has not left it, or its thread has not ended: they may still write
         kept = [lease_id for slots in self.slots for lease_id in slots.book.leases_in_use()]
         replies = [generation for kind, generation in self._regions.living() if kind == _OF_REPLIES]
         pinned = self.kept.in_use()
@@ -484,7 +485,7 @@ class Session:
             self.link.send(Goodbye((), generations, more=True))
         for generations in self.link.split(pinned):
             self.link.send(Goodbye((), (), more=True, pinned_generations=generations))
-        # What is named may be used for as long as the slab is mapped, which may be longer than there is a loop.
+        # The named memory may be used as long as the slab is mapped, which may be longer than the loop lives.
         lingers = bool(kept or replies or pinned)
         self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped, lingers=lingers))
         self.link.close(self._hand_socket_on if lingers else None)
@@ -494,7 +495,7 @@ class Session:
 
 
 def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:
-    """Maps what an engine passed, and closes the descriptors."""
+    """Maps the memory that an engine passed, and closes the descriptors."""
     welcome = engine.welcome
     try:
         try:

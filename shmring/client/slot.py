@@ -1,12 +1,12 @@
-"""A slot in the hands of a frontend's caller: memory of one of the engine's slabs to write a tensor into, in place.
+"""A slot that a frontend's caller holds: memory of one of the engine's slabs, to write tensors into.
 
-A slot is the caller's from ``client.slot(nbytes)`` until the block is left; in between it may be submitted, and submitted
-again once the engine has released it. Views of it are for use inside the block, like those of a file that is open. Where
-something may go on writing after the block was left (a thread that a cancellation leaves behind), ``drain=True`` keeps the
-memory until the last view has died.
+A slot is the caller's from ``client.slot(nbytes)`` until the block is left; meanwhile the caller may submit it, and submit it
+again when the engine has released it. Views of it are for use inside the block, like those of a file that is open. If a thread
+may go on writing after the block was left (because a cancellation does not stop it), ``drain=True`` keeps the memory until the
+last view has died.
 
-A slot in device memory holds torch tensors only. It is written by what its caller queues on the current stream of the GPU, and
-nobody has to wait for that: submitting it and leaving it come behind what is queued by then.
+A slot in device memory holds torch tensors only. Its caller queues work on the current stream of the GPU, which writes to the
+slot. The caller need not wait for that work: submitting and leaving the slot take effect after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shmring.core.compiled import SlotEnd
+from shmring.core.compiled import BaseSlot
 from shmring.core.messages import TensorRef, item_nbytes
 from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
@@ -29,7 +29,7 @@ from shmring.memory.views import gpu_dtype
 __all__ = ["DeviceSlot", "Slot"]
 
 
-class Slot(SlotEnd):
+class Slot(BaseSlot):
     """Memory to write tensors into. Use it as ``async with client.slot(nbytes) as slot:`` (or ``with``, or :meth:`close`).
 
     Attributes:
@@ -55,7 +55,7 @@ class Slot(SlotEnd):
         return name
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """For :meth:`tensor`: makes what is not of the common kind, or says why it can't be made."""
+        """For :meth:`tensor`: makes an uncommon tensor, or raises an error that says why it can't be made."""
         name = torch_dtype_name(dtype)
         view = self._view(tuple(shape), name, dtype.itemsize)
         assert isinstance(view, torch.Tensor)
@@ -65,7 +65,7 @@ class Slot(SlotEnd):
         """Returns an uninitialised, writable numpy array in the slot; otherwise like :meth:`tensor`.
 
         Raises:
-            TypeError: also of a slot in device memory, where no array can be.
+            TypeError: also if the slot is in device memory, which numpy can't use.
         """
         spelled = np.dtype(dtype)
         size = item_nbytes(spelled.str)
@@ -76,7 +76,7 @@ class Slot(SlotEnd):
         return view
 
     def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
-        shape = tuple(map(operator.index, shape))  # code of the caller's, which may leave the slot
+        shape = tuple(map(operator.index, shape))  # runs code of the caller, which may leave the slot
         if self._end is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
         self._end.shell.check_alive()
@@ -98,7 +98,7 @@ class Slot(SlotEnd):
 
 
 class DeviceSlot(Slot):
-    """A slot in device memory, which :meth:`Slot.tensor` makes tensors in, and nothing else."""
+    """A slot in device memory. Only :meth:`Slot.tensor` works there."""
 
     __slots__ = ()
 

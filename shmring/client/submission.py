@@ -1,10 +1,10 @@
-"""A request in flight, in its caller's hands: its replies, and its end."""
+"""A request in flight, for its caller: its replies, and its end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from shmring.core.compiled import Awaited, SubmissionEnd
+from shmring.core.compiled import Awaited, BaseSubmission
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
 
 __all__ = ["Submission"]
@@ -12,12 +12,13 @@ __all__ = ["Submission"]
 _Reply = TypeVar("_Reply")
 
 
-class Submission(SubmissionEnd):
+class Submission(BaseSubmission):
     """A request that was sent: its replies, and its end. From :meth:`~shmring.Client.submit`.
 
     Its caller must wait until it ends, or abort it; ``request`` and ``stream`` do that by themselves.
-    One that is dropped goes on, since it may have been sent for what the engine does. What it holds comes back when it ends,
-    with a ``ResourceWarning`` if a reply or an error was not seen. With unread replies in slots it is aborted a moment later.
+    If it is dropped, the request goes on, since perhaps only the engine's work was wanted. Its memory comes back when the
+    request ends, with a ``ResourceWarning`` if a reply or an error was not seen. With unread replies in slots it is aborted a
+    moment later.
 
     Attributes:
         request_id: its number on this connection.
@@ -34,7 +35,7 @@ class Submission(SubmissionEnd):
         return name
 
     def _why_no_reply(self) -> str:
-        """For the client: says what somebody waits for who has sent this."""
+        """For the client: says for what this request is waiting."""
         return f"at {self.engine!r}: {self._end.shell.why_no_reply()}"
 
     if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Submission(SubmissionEnd):
         def next(self, reply_type: Any = ...) -> Awaited[Any]: ...
 
         def next(self, reply_type: Any = Any) -> Awaited[Any]:
-            """See :class:`~shmring.core.compiled.SubmissionEnd`, which has it."""
+            """See :class:`~shmring.core.compiled.BaseSubmission`, which has it."""
 
     @overload
     async def result(self, reply_type: type[_Reply]) -> _Reply: ...
@@ -65,7 +66,7 @@ class Submission(SubmissionEnd):
         try:
             reply = await self.next(reply_type)
         except StopAsyncIteration:
-            # An engine that finishes without a word is its bug, not an answer of None.
+            # If an engine finishes a request without a reply, that is its bug, and no reply of None.
             raise RemoteError(
                 "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
             ) from None
@@ -77,7 +78,7 @@ class Submission(SubmissionEnd):
         except StopAsyncIteration:
             return reply
         except BaseException:
-            del reply  # whoever keeps the error keeps this frame, which would keep the reply's slot
+            del reply  # if the error is kept, so is this frame, which would keep the reply's slot
             raise
         del reply
         self.abort()

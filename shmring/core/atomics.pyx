@@ -1,4 +1,5 @@
-"""Loads and stores of memory that others read and write at the same time; what each of them orders, ``atomics.h`` says."""
+"""Loads and stores of memory that other threads read and write at the same time. ``atomics.h`` says what each of them
+orders."""
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 

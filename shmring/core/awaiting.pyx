@@ -1,13 +1,13 @@
-"""What callers await: an operation that mostly need not wait.
+"""The base of all objects that callers await: an operation that mostly need not wait.
 
-Theory of operation. A coroutine costs an object, a frame and several calls of the interpreter, also where nothing has to be waited
-for. An :class:`Awaited` happens when it is awaited, as a coroutine does, and is then over at once; if something has to be waited for,
-it waits *in* something else: a future, or a coroutine of the shell. It passes for a coroutine: tasks take it, it is cancelled
-by ``throw``, and who forgets to await it is warned.
+Theory of operation. A coroutine costs an object, a frame and several calls of the interpreter, even if it need not wait. An
+:class:`Awaited` does its work when it is awaited, as a coroutine does, and is mostly over at once. If it has to wait, it waits
+*in* another object: a future, or a coroutine of the shell. It can be used like a coroutine: a task accepts it, ``throw``
+cancels it, and Python warns if it is never awaited.
 
-It happens on the first ``send`` and never before: otherwise what it has taken would be lost with a cancellation.
+It does its work on the first ``send`` and never before: otherwise a cancellation before that would lose the result.
 
-Invariant: it happens once at most.
+Invariant: it does its work once at most.
 """
 
 from cpython.object cimport PyObject, PyTypeObject
@@ -31,7 +31,7 @@ cdef PyObject* owned(object result) noexcept:
 
 
 cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
-    """Something to be awaited; subclasses say what happens then."""
+    """An object to await. Subclasses define its work."""
 
     cdef object _inner       # what it waits in; None: nothing
     cdef bint _begun
@@ -41,7 +41,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         raise NotImplementedError
 
     cdef PyObject* came(self, object result) except NULL:
-        """What it waited in has this result; returns its own, or waits on."""
+        """The object that it waited in has this result. Returns its own result, or goes on waiting."""
         return owned(result)
 
     cdef int gave_up(self) except -1:
@@ -49,11 +49,12 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         return 0
 
     cdef int check_loop(self) except -1:
-        """Raises if it is awaited in another loop than that of its end, which asyncio has just refused in its own words."""
+        """Raises our own error if it is awaited in the wrong event loop. asyncio has just raised an error that does not say
+        what to do."""
         return 0
 
     cdef PyObject* wait_in(self, object awaitable) except NULL:
-        """Waits in something else, before the result is there."""
+        """Waits in another object until the result is there."""
         self._inner = awaitable.__await__()
         return owned(None)
 
@@ -122,7 +123,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
 
 
 cdef class AlreadyDone:  # type: Awaitable[None]
-    """What has happened already, for who awaits it."""
+    """The result of an operation that is over already, for callers that await it."""
 
     def __await__(self) -> Generator[Any]:
         return self
@@ -178,7 +179,7 @@ cdef int _returned(PyObject* made, PyObject** result) noexcept:
 
 
 cdef int _fail(Awaited awaited) noexcept:
-    """What it waited in has failed, with the exception that is set, and stays set."""
+    """The object that it waited in has failed. The exception is set, and stays set."""
     cdef PyObject* kind
     cdef PyObject* value
     cdef PyObject* traceback
@@ -197,7 +198,7 @@ cdef int may_be_awaited(type kind) except -1:
 
 
 cdef int check_timeout(object timeout) except -1:
-    """Raises unless this is a number of seconds, or None. What it mostly is costs nothing."""
+    """Raises unless this is a number of seconds, or None. The check of a usual value costs nothing."""
     if timeout is not None and type(timeout) is not float and type(timeout) is not int:
         config.check_timeout(timeout)
     return 0

@@ -1,4 +1,4 @@
-"""Contiguous runs of units in a range, and who may have which.
+"""Allocating contiguous runs of units in a range.
 
 Theory of operation: the free runs are kept twice, ordered by address (so that a freed run finds its neighbours and merges
 with them at once) and ordered by length (so that the best fit is one search). A run is one 64-bit key in either order, its
@@ -6,10 +6,10 @@ start in one half and its length in the other. Best fit, lowest address first: a
 is the first candidate for the next request of that size, and its memory is still in the cache.
 
 Used by both books: the engine's (blocks of the slab into leases), and a frontend's (blocks of a lease into slots).
-:class:`TakenRuns` is for the runs that a peer chose: the engine checks with it that no published slot overlaps another.
+:class:`TakenRuns` holds runs that a peer has chosen: with it, the engine checks that no published slot overlaps another.
 
 Invariants: free runs are disjoint, never empty and never adjacent; both orders hold the same runs; ``free_units`` is
-their sum. ``tests/model/blocks.py`` says the same in plain Python, and the tests hold the two against each other.
+their sum. ``tests/model/blocks.py`` specifies this in plain Python, and the tests compare the two.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -34,14 +34,14 @@ cdef list _runs_of(SortedKeys by_start):
 
 
 cdef class RunAllocator:
-    """Allocates contiguous runs out of ``[start, start + length)``; units are whatever the caller counts in.
+    """Allocates contiguous runs out of ``[start, start + length)``; the caller decides what a unit is.
 
     Args:
         start: first unit of the range.
         length: number of units, at least 1. ``start + length`` is below 2**32.
 
     Raises:
-        ValueError: the range is none.
+        ValueError: there is no such range.
     """
 
     cdef readonly uint64_t start
@@ -64,7 +64,7 @@ cdef class RunAllocator:
 
     @property
     def end(self) -> int:
-        """The first unit behind the range."""
+        """The first unit after the range."""
         return self.start + self.length
 
     @property
@@ -89,7 +89,7 @@ cdef class RunAllocator:
 
     def carve(self, start: int, length: int) -> bool:
         """Takes exactly ``[start, start + length)``; returns False, and takes nothing, unless all of it is free."""
-        return length >= 1 and self.start <= start and start + length <= self.end and self.take_at(start, length)
+        return length >= 1 and self.start <= start and start + length <= self.end and self.carve_run(start, length)
 
     def free(self, start: int, length: int) -> None:
         """Gives ``[start, start + length)`` back and merges it with its free neighbours.
@@ -117,7 +117,7 @@ cdef class RunAllocator:
         self.free_units -= length
         return <int64_t>start
 
-    cdef bint take_at(self, uint64_t start, uint64_t length) except -1:
+    cdef bint carve_run(self, uint64_t start, uint64_t length) except -1:
         """As :meth:`carve`, for a run that lies in the range."""
         cdef uint64_t key, run_start, run_length
         if not self._by_start.last_below(_key(start + 1, 0), &key):
@@ -188,7 +188,7 @@ cdef class RunAllocator:
 
 
 cdef class TakenRuns:
-    """Runs that somebody else chose, and of which no two may overlap: the live slots of a lease, as the engine sees them.
+    """Runs that a peer has chosen, of which no two may overlap: the live slots of a lease, as the engine sees them.
 
     Attributes:
         units: the sum of their lengths.

@@ -1,26 +1,26 @@
-"""A frontend's book: slots in its leases, who waits for one, and what each slot is being used for.
+"""A frontend's book: slots in its leases, the state of each slot, and the callers that wait for one.
 
 Theory of operation: sans-I/O, like the engine's ``engine_book.pyx``. A method takes an event (and ``now``, where time matters),
 changes the book and returns effects that the client must carry out in order: send this message, wake that waiter. Slots
-are allocated inside leases with no message and no lock. Waiters are served strictly in order; while the first waits for
-a lease, everything that is empty goes back to the engine (it could not hold what the first needs), so two frontends that
-wait for each other's memory can't both keep it.
+are allocated inside leases with no message and no lock. Waiters are served strictly in order. While the first waits for a
+lease, all empty leases go back to the engine, since the slot that it needs did not fit into them. So two frontends that wait
+for each other's memory can't both keep it.
 
 A slot is *held* while the caller has it (inside ``async with client.slot()``) and *viewed* while a view of it is alive in
 this process; it becomes free only when it is neither, nor with the engine. A held slot that the engine has released is
 CACHED: its content is intact and it can be submitted again.
 
-Slots in device memory have a book of their own. A generation must not mean two slots of one client, so one book numbers those
-of both.
+Slots in device memory have a book of their own. A generation must not mean two slots of one client, so one of the two books
+numbers the slots of both.
 
-What happens to every message has an entry in C; those that return a list return None if nothing follows. ``tests/model/client_book.py``
-says in plain Python what the book does, and the tests hold the two against each other.
+The methods for every message have an entry in C. If they return a list of effects, they return None for an empty one.
+``tests/model/client_book.py`` specifies the book in plain Python, and the tests compare the two.
 
-The engine is believed nothing: what it lends lies in the memory that is leased out, and in nothing that is lent already. So a slot
-is never where others write, or where nobody here can.
+The book does not trust the engine. It checks that a lease lies in the leasable memory and overlaps no other lease. So no slot
+lies where another process writes, or where this process can't write.
 
-Invariants (:meth:`ClientBook.check`): slots of a lease are disjoint, and leases are but for what became the engine's; a free slot is
-in no list; at most one lease request is outstanding.
+Invariants (:meth:`ClientBook.check`): slots of a lease are disjoint, and so are leases, except for blocks that became the
+engine's; a free slot is in no list; at most one lease request is outstanding.
 """
 
 import cython
@@ -57,9 +57,9 @@ cdef int KEPT = ClientSlot.KEPT
 cdef int KEEP = ClientSlotEvent.KEEP
 
 cdef enum:
-    # How much of a lease that was sized for one large slot a later one must take, to be worth holding it: nine tenths. By ``bench
-    # allocator``: with nothing slabs are 78 % full before a slot has to wait, with half of it 85 %, with 0.9 it is 91 %. Slots of
-    # one stream of equal or nearly equal sizes go on using their lease without asking.
+    # A lease that was sized for one large slot gets only slots of at least this share of its size. By ``bench allocator``:
+    # without this rule, slabs are 78 % full before a slot has to wait; with a share of 0.5, 85 %; with 0.9, 91 %. Slots of one
+    # stream of equal or nearly equal sizes go on using their lease without asking.
     LARGE_SHARE = 9
     OF_LARGE = 10
 
@@ -109,7 +109,7 @@ cdef class ClientSlotRecord:
         return self.start * BLOCK_NBYTES
 
     cpdef bint is_submittable(self) noexcept:
-        """Whether its holder may submit it now: the engine does not have it, or keeps it for whoever has it pinned."""
+        """Whether its holder may submit it now: the engine does not have it, or keeps it and this client has it pinned."""
         return self.state_number == KEPT or (self.held and (self.state_number == WRITING or self.state_number == CACHED))
 
     def ref(self) -> SlotRef:
@@ -119,7 +119,7 @@ cdef class ClientSlotRecord:
 
 @cython.final
 cdef class Waiter:
-    """Somebody who waits for a slot."""
+    """A caller that waits for a slot."""
 
     cdef public uint64_t nbytes
     cdef public bint held
@@ -203,7 +203,7 @@ cdef class ClientBook:
         return False
 
     def recalled(self, lease_ids: Collection[int]) -> list[ClientEffect]:
-        """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""
+        """The engine recalls leases: no more slots are allocated in them, and each goes back as soon as it is empty."""
         cdef HeldLease lease
         for lease_id in lease_ids:
             lease = self.leases.get(lease_id)
@@ -224,7 +224,7 @@ cdef class ClientBook:
         return effects
 
     def next_expiry(self) -> float | None:
-        """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
+        """When :meth:`expire` can return a lease at the earliest; None if there is no spare lease."""
         cdef double first = self.earliest_expiry()
         return None if first == INFINITY else first
 
@@ -259,7 +259,7 @@ cdef class ClientBook:
     # -- acquiring -------------------------------------------------------------------------------------------------
 
     def acquire(self, nbytes: int, *, bint held) -> ClientSlotRecord | None:
-        """Takes a slot for ``nbytes`` of content now; None if that would overtake a waiter or needs a lease.
+        """Acquires a slot for ``nbytes`` of content now; None if that would overtake a waiter or needs a lease.
 
         Raises:
             CapacityError: it is larger than what the engine can lease out.
@@ -272,7 +272,7 @@ cdef class ClientBook:
         """As :meth:`acquire`."""
         if nbytes > self._capacity_nbytes:
             self.check_capacity(nbytes)
-        return None if self._waiters else self.take_slot(nbytes, held)
+        return None if self._waiters else self.find_slot(nbytes, held)
 
     def queue(self, ticket, nbytes: int, *, bint held) -> list[ClientEffect]:
         """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
@@ -285,7 +285,7 @@ cdef class ClientBook:
     def prefetch(self, uint64_t nbytes) -> list[ClientEffect]:
         """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one.
 
-        A wish: it stands until it is granted, and costs nobody anything but leases that lie idle.
+        This is a wish: it stands until it is granted, and recalls only leases that lie idle.
         """
         self._wish_nbytes = nbytes
         return self.serve() or []
@@ -307,8 +307,8 @@ cdef class ClientBook:
                 capacity=self._capacity_nbytes,
             )
 
-    cdef ClientSlotRecord take_slot(self, uint64_t nbytes, bint held):
-        """Takes a slot of a size that can be had, whoever waits; None if there is no room for it."""
+    cdef ClientSlotRecord find_slot(self, uint64_t nbytes, bint held):
+        """Allocates a slot, even if callers wait; None if there is no room for it. The caller has checked the size."""
         cdef uint64_t blocks = slot_blocks(nbytes)
         cdef int64_t start
         cdef HeldLease lease
@@ -330,8 +330,8 @@ cdef class ClientBook:
     def takes(self, HeldLease lease not None, uint64_t blocks) -> bool:
         """Whether a slot of so many blocks is put into this lease, if there is room.
 
-        Into a further one that was sized for a large slot only one that is worth it: such a lease must go back whole, so small
-        ones, which could stand anywhere, do not hold it; unless no further lease can be had.
+        A further lease that was sized for a large slot takes no small ones: it must go back whole, and small slots fit into any
+        lease. The exception is a client that can have no further lease.
         """
         return self._takes(lease, blocks)
 
@@ -346,7 +346,7 @@ cdef class ClientBook:
         )
 
     cdef list serve(self):
-        """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
+        """Serves waiters in order. Asks for, withdraws and returns leases as the first waiter that is not served needs it."""
         cdef Waiter waiter, first = None
         cdef HeldLease lease
         cdef ClientSlotRecord slot
@@ -357,13 +357,13 @@ cdef class ClientBook:
         effects, spare = [], []
         while self._waiters:
             ticket, waiter = next(iter(self._waiters.items()))
-            slot = self.take_slot(waiter.nbytes, waiter.held)
+            slot = self.find_slot(waiter.nbytes, waiter.held)
             if slot is None:
                 first = waiter
                 break
             del self._waiters[ticket]
             effects.append(Acquired(ticket, slot))
-        # What is empty can't hold what the first waiter needs, or it would have it.
+        # The first waiter's slot fits into no empty lease, or the waiter would have it.
         for lease in self.leases.values():
             if lease.is_empty() and (lease.recalled or first is not None):
                 spare.append(lease)
@@ -414,10 +414,10 @@ cdef class ClientBook:
         return slot.generation
 
     def released(self, generations: Collection[int], double now) -> tuple[list[ClientEffect], int]:
-        """The engine hands slots back.
+        """The engine has released slots.
 
         Returns:
-            The effects, and how many of the generations were not ours to begin with (a late or doubled release).
+            The effects, and how many of the generations were not with the engine (a late or doubled release).
         """
         cdef Py_ssize_t unknown = 0
         for generation in generations:
@@ -428,7 +428,7 @@ cdef class ClientBook:
         """The engine keeps what was submitted under this generation: its blocks are in no lease of ours any more.
 
         Raises:
-            RemoteProtocolError: nothing of ours was.
+            RemoteProtocolError: no slot of ours was.
         """
         cdef ClientSlotRecord slot = self._with_engine.take(generation)
         cdef HeldLease lease
@@ -467,7 +467,7 @@ cdef class ClientBook:
         return parts
 
     cdef bint release_generation(self, uint64_t generation, double now) except -1:
-        """Takes back what the engine releases; returns whether it was ours. The caller must then :meth:`serve`."""
+        """The engine has released a slot; returns whether the slot was ours. The caller must then :meth:`serve`."""
         cdef ClientSlotRecord slot = self._with_engine.take(generation)
         if slot is None:
             return False
@@ -479,7 +479,7 @@ cdef class ClientBook:
         return True
 
     def give_up(self, ClientSlotRecord slot not None, double now) -> list[ClientEffect]:
-        """The caller lets a slot go. If the engine still has it, it comes back with its release. A second call does nothing."""
+        """The caller leaves a slot. If the engine still has it, it comes back with its release. A second call does nothing."""
         return self.give_slot_up(slot, now) or []
 
     cdef list give_slot_up(self, ClientSlotRecord slot, double now):
@@ -506,7 +506,7 @@ cdef class ClientBook:
         return self.serve()
 
     cdef int _leave(self, ClientSlotRecord slot, int event, double now) except -1:
-        """A slot has been let go: it drains while it is viewed, else its blocks are free."""
+        """A slot was left: it drains while it is viewed, otherwise its blocks are free."""
         cdef bint was_taken
         if self._move(slot, event) == DRAINING:
             if self._here.find(slot.start) == NULL:

@@ -1,7 +1,7 @@
-"""What a frontend's caller awaits: submitting a payload, and acquiring a slot.
+"""The calls of a frontend that callers await: submitting a payload, and acquiring a slot.
 
-:class:`ClientCalls` is the part of :class:`~shmring.Client` that happens with every message. Each of its operations is tried at once
-when it is awaited; where something has to be waited for, a coroutine of the subclass does it.
+:class:`ClientCalls` is the part of :class:`~shmring.Client` that works with every message. Each of its operations is tried at
+once when it is awaited. If it has to wait, a coroutine of the subclass does the waiting.
 """
 
 cimport cython
@@ -17,10 +17,10 @@ cdef enum:
 
 
 cdef class ClientCalls:
-    """See above; the subclass says what waiting is.
+    """See above; the subclass defines how to wait.
 
     Args:
-        copier: whose turns a copy has to wait for.
+        copier: gives copies their turns.
     """
 
     cdef ClientEnd _end      # None: no engine is attached
@@ -64,7 +64,7 @@ cdef class ClientCalls:
     def _submit_in_turn(
         self, payload, request_id: str, key: str | bytes | None, engine: str | None
     ) -> Coroutine[Any, Any, Submission]:
-        """A coroutine that submits when what has to be waited for has come; for the subclass."""
+        """A coroutine that waits, and then submits; for the subclass."""
         raise NotImplementedError
 
     def slot(
@@ -85,12 +85,12 @@ cdef class ClientCalls:
             nbytes: bytes of tensors, or text such as ``"63MiB"``; :func:`shmring.nbytes_for` adds several up with their alignment.
             timeout: seconds to wait.
             drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
-                threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
-                the memory, the frames of an exception that somebody keeps included.
+                threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Each object that holds a view then
+                keeps the memory, also the frames of an exception that is kept.
             device: ``"cuda"``: memory of the engine's device slab (``RingConfig.device_slab_nbytes``), for what is made on
-                that GPU. The first such slot maps it into this process. What is queued on the current stream is waited for
-                by whoever comes next, the engine as well as this client; another stream that writes to the slot is for the
-                current one to wait for, before the slot is submitted and before it is left.
+                that GPU. The first such slot maps it into this process. The engine, and later uses of the slot here, wait for
+                the work that is queued on the current stream. If another stream writes to the slot, let the current stream wait
+                for it before you submit the slot and before you leave it.
             key, engine: as of :meth:`~shmring.Client.request`.
 
         Raises:
@@ -199,7 +199,7 @@ cdef class AcquiringSlot(Awaited):  # type: Awaited[Slot]
     cdef object device
     cdef object key
     cdef str engine
-    cdef SlotEnd slot
+    cdef BaseSlot slot
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientEnd end = self.client._end

@@ -1,14 +1,14 @@
-"""A frontend's end: what it does with every message.
+"""A frontend's side: its work on every message.
 
 Theory of operation. :class:`ClientEnd` has the book of its slots and the requests that are in flight. A payload is packed, its tensors
-are copied to a slot (unless they lie in one), the slots are handed over in the book, and one record tells the engine. Records that
-come back end a request, hand slots back and bring replies. All of that is C, calls no event loop, and looks at no clock.
+are copied to a slot (unless they lie in one), the slots are handed over in the book, and one record tells the engine. Records
+from the engine end requests, release slots and bring replies. All of that is C, calls no event loop, and looks at no clock.
 
-What happens less often is for the *shell*, the :class:`~shmring.client.session.Session`, which is handed in: waiting for space and for
-the engine, copies that take long, leases, calls, slots in device memory, failures.
+The *shell*, the :class:`~shmring.client.session.Session`, does the work that is rarer: waiting for space and for the engine,
+copies that take long, leases, calls, slots in device memory, failures.
 
-Invariants: a request is in ``pending`` from its record until its end came; a slot is handed over by the record that names it, or not
-at all.
+Invariants: a request is in ``pending`` from the time when its record is sent until its end comes; a slot is handed over by the
+record that names it, or not at all.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from shmring.errors import CapacityError, ClosedError, LocalProtocolError, Remot
 
 cdef enum:
     _FEW_SUBMITTED = 4
-    _FADES = 16  # what was seen counts for so many times as long, about
+    _FADES = 16  # an observed turnover fades over about so many slots
 
 #: Unread replies of one stream, before it fails: its consumer has stopped.
 MAX_UNREAD_REPLIES: int = 65536
@@ -36,13 +36,13 @@ MAX_UNREAD_REPLIES: int = 65536
 cdef uint64_t _NO_CACHE_IS_SO_LARGE = UINT64_MAX >> 2
 
 
-cdef class SubmissionEnd:
-    """A request in flight: replies that came and were not taken yet, and how it ended. The shell's submission is a subclass.
+cdef class BaseSubmission:
+    """A request in flight: its unread replies, and how it ended. ``Submission`` is a subclass.
 
     Attributes:
         request_id: as the wire numbers it.
         name: the caller's own name for it; may be empty.
-        ended: whether nothing more will come (what came may still be taken).
+        ended: whether no more replies will come (those that came may still be read).
     """
 
     cdef readonly uint64_t request_id
@@ -77,7 +77,7 @@ cdef class SubmissionEnd:
         return next_reply
 
     def wait(self) -> Awaited[None]:
-        """Waits for the end: for requests that get no reply. Those that come are there for :meth:`next` afterwards.
+        """Waits for the end: for requests that get no reply. If replies come, :meth:`next` returns them afterwards.
 
         Raises:
             RemoteError, AbortedError, EngineDeadError: how it ended, when awaited, unless it finished.
@@ -89,7 +89,7 @@ cdef class SubmissionEnd:
 
     @property
     def _has_reply(self) -> bool:
-        """Whether a reply has come that was not taken."""
+        """Whether there is an unread reply."""
         return bool(self._replies)
 
     @property
@@ -104,11 +104,11 @@ cdef class SubmissionEnd:
             raise fresh(self._error)
 
     def _give_up(self, error: Exception) -> None:
-        """Nothing more will be taken: its caller gets this error."""
+        """No more replies will be read: its caller gets this error."""
         self._finish(error)
 
     def _drop_replies(self) -> None:
-        """Gives back what came and will not be taken."""
+        """Gives back the slots of unread replies, which will not be read."""
         cdef Content content
         while self._replies:
             content = self._replies.popleft()
@@ -116,7 +116,7 @@ cdef class SubmissionEnd:
 
     @property
     def _unread_slots(self) -> int:
-        """How many replies that came, and were not taken, lie in slots."""
+        """How many unread replies lie in slots."""
         cdef Content content
         cdef int count = 0
         for content in self._replies or ():
@@ -129,13 +129,13 @@ cdef class SubmissionEnd:
             give_back_soon(self._end.shell.loop, self._give_back)
 
     cdef bint _is_missed(self) except -1:
-        """Whether something of it is left that its caller has not seen: replies that keep space, or what it was sent for."""
+        """Whether its caller has missed something: replies that keep space, or the reply or error that it was sent for."""
         if self._was_left:
             return bool(self._replies) and self._unread_slots
         return bool(self._replies) or self._error is not None
 
     def _give_back(self) -> None:
-        """It was dropped: gives back what nobody has taken since."""
+        """It was dropped: gives back the replies that were not read since."""
         if not self._end.is_usable() or not self._is_missed():
             return
         if self._replies:
@@ -165,13 +165,13 @@ cdef class SubmissionEnd:
 
 
 cdef class _Waiting(Awaited):
-    """Somebody who waits for a request."""
+    """A task that waits for a request."""
 
-    cdef SubmissionEnd submission
+    cdef BaseSubmission submission
 
     cdef PyObject* wait_for_more(self) except NULL:
         """Waits until a reply or the end comes."""
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if submission._end.is_forked():
             submission._end.shell.check_alive()
         if submission._waiter is not None:
@@ -194,12 +194,12 @@ cdef class _Waiting(Awaited):
 
 @cython.final
 cdef class _UntilEnd(_Waiting):
-    """What :meth:`SubmissionEnd.wait` returns."""
+    """What :meth:`BaseSubmission.wait` returns."""
 
     cdef PyObject* happen(self) except NULL:
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if not submission.ended:
-            submission._end.hear()  # it may be there, and nobody has looked yet
+            submission._end.hear()  # the reply may be in the ring, unread
         if not submission.ended:
             return self.wait_for_more()
         submission._was_left = True
@@ -210,14 +210,14 @@ cdef class _UntilEnd(_Waiting):
 
 @cython.final
 cdef class _NextReply(_Waiting):
-    """What :meth:`SubmissionEnd.next` returns."""
+    """What :meth:`BaseSubmission.next` returns."""
 
     cdef object reply_type
 
     cdef PyObject* happen(self) except NULL:
-        cdef SubmissionEnd submission = self.submission
+        cdef BaseSubmission submission = self.submission
         if not submission.ended and not submission._replies:
-            submission._end.hear()  # it may be there, and nobody has looked yet
+            submission._end.hear()  # the reply may be in the ring, unread
         if submission._replies:
             return owned(
                 submission._end.decode_reply(submission._replies.popleft(), submission._end.decoder_of(self.reply_type))
@@ -234,8 +234,8 @@ for _kind in (_UntilEnd, _NextReply):
     may_be_awaited(_kind)
 
 
-cdef class SlotEnd:
-    """Memory of the slab in its caller's hands; the shell's slot is a subclass, which also knows device memory.
+cdef class BaseSlot:
+    """Memory of the slab that a caller holds. ``Slot`` is a subclass, which also knows device memory.
 
     Attributes:
         nbytes: how many bytes of tensors it holds, alignment between them included.
@@ -275,7 +275,7 @@ cdef class SlotEnd:
             self.close()
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
-        """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
+        """Reserves so many bytes, after those that were reserved before; -1 is an error, 1 means that they do not fit."""
         offset[0] = align(self._cursor)
         if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes:
             return 1
@@ -283,7 +283,7 @@ cdef class SlotEnd:
         return 0
 
     def _take_bytes(self, shape: Sequence[int], dtype: str, nbytes: int) -> int:
-        """Takes the bytes of a tensor; returns where they begin.
+        """Reserves the bytes of a tensor; returns where they begin.
 
         Raises:
             CapacityError: there is no room for it.
@@ -338,7 +338,7 @@ cdef class SlotEnd:
         return made
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Makes a tensor that is not of the common kind, or says why it can't be made; for the subclass."""
+        """Makes an uncommon tensor, or raises an error that says why it can't be made; for the subclass."""
         raise NotImplementedError
 
     def _memory(self) -> RegionBytes:
@@ -386,18 +386,18 @@ cdef class SlotEnd:
         self._close()
 
 
-cdef class ClientEnd(RecordTaker):
-    """A frontend's end.
+cdef class ClientEnd(RecordHandler):
+    """A frontend's side.
 
     Args:
-        shell: what is told of everything that is not done here.
+        shell: is called for all work that is not done here.
         book: of slots in host memory.
         regions: of reply slots.
         mapping: the slab's.
         packer: of payloads.
         writer: of the ring to the engine.
-        submission_type: a subclass of :class:`SubmissionEnd`.
-        slot_type: a subclass of :class:`SlotEnd`.
+        submission_type: a subclass of :class:`BaseSubmission`.
+        slot_type: a subclass of :class:`BaseSlot`.
         maker: of torch tensors in slots.
         dtypes: DLPack's code and bits, and the bytes of an item, of the dtypes that it makes, by dtype.
         epoch: of this life of the engine.
@@ -409,19 +409,20 @@ cdef class ClientEnd(RecordTaker):
         max_payload_nbytes: of a reply, tensors apart.
         debug: whether to tell the shell of slots that are left while views of them live.
         clock: that of the book's times.
-        load: the engine's; None: nothing is known of it.
-        cache_nbytes: what the cache can be hoped to hold of what was written.
+        load: the engine's load; None: it is unknown.
+        cache_nbytes: how many bytes the cache probably holds of those that were written last.
 
     Attributes:
         in_flight: requests that are, or are about to be.
-        turnover_nbytes: of the slots that go to the engine, from all its frontends, from when one of this end goes until it is
-            back, itself included: the most that was seen lately.
-        reader: of the ring from the engine, which the shell reads; None: nothing comes unless the shell has it delivered.
+        turnover_nbytes: bytes of all slots that go to the engine, from all its frontends, between the submission of a slot of
+            this end and its release, this slot included: the largest recent number.
+        reader: of the ring from the engine, which the shell reads; None: the end does not read by itself.
         found_full: whether :meth:`send_now` returned None because the ring is full.
-        crowded: whether others wait for their turn; the shell says so.
-        is_open: whether requests may be sent; the shell says so.
-        expects_expiry: whether the shell will look for leases that have been empty for long, and need not be told of another one.
-        device_slots: what knows slots in device memory; the shell says so.
+        crowded: whether requests wait for their turn; the shell sets it.
+        is_open: whether requests may be sent; the shell sets it.
+        expects_expiry: whether the shell has a timer for leases that have been empty for long, and need not be called for
+            another one.
+        device_slots: the slots in device memory; the shell sets it.
         held: slots that callers hold.
         pending: requests in flight, by id.
     """
@@ -447,7 +448,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly uint64_t in_flight
     cdef readonly uint64_t turnover_nbytes
     cdef readonly bint found_full
-    cdef bint _has_unread        # replies in slots, perhaps: the shell looks after them
+    cdef bint _has_unread        # dropped requests that may have replies in slots: the shell gives them back
     cdef public bint crowded
     cdef public bint is_open
     cdef public bint expects_expiry
@@ -489,8 +490,8 @@ cdef class ClientEnd(RecordTaker):
         Mapping mapping not None,
         Packer packer not None,
         RecordWriter writer not None,
-        submission_type: type[SubmissionEnd],
-        slot_type: type[SlotEnd],
+        submission_type: type[BaseSubmission],
+        slot_type: type[BaseSlot],
         TensorMaker maker not None,
         dtypes: dict[torch.dtype, tuple[int, int, int]],
         clock: Callable[[], float],
@@ -536,7 +537,7 @@ cdef class ClientEnd(RecordTaker):
         self._decoders = {}
 
     def detach(self) -> None:
-        """The session has ended: nothing more is written, and neither slab nor rings need stay mapped."""
+        """The session has ended: no more records are written, and neither slab nor rings need stay mapped."""
         self._mapping, self._writer, self.reader = Mapping(-1, 0), None, None
 
     cdef bint is_usable(self) noexcept:
@@ -552,10 +553,10 @@ cdef class ClientEnd(RecordTaker):
         return self._writer is not None and self._writer.is_forked()
 
     cdef bint hear(self) except -1:
-        """Takes in what has come: slots that the engine has released may be used again, and replies may be there.
+        """Reads the records that have come: slots that the engine has released may be used again, and replies may be there.
 
         Returns:
-            Whether this end may still be used: what has come may have been its end.
+            Whether this end may still be used: a record may have ended the session.
         """
         if self.reader is not None and self.is_usable() and self.reader.has_news():  # a forked child has no rings
             try:
@@ -584,13 +585,13 @@ cdef class ClientEnd(RecordTaker):
         if not self.is_usable():
             return None
         record = self.book.acquire_slot(nbytes, True)
-        if record is None and self.hear():  # what it needs may have been released
+        if record is None and self.hear():  # the engine may have released enough memory
             record = self.book.acquire_slot(nbytes, True)
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
-        cdef SlotEnd slot = new_instance(self._slot_type, ())
+        cdef BaseSlot slot = new_instance(self._slot_type, ())
         slot._end = self
         slot._record = record
         slot.nbytes = record.nbytes
@@ -602,7 +603,7 @@ cdef class ClientEnd(RecordTaker):
         self.held.hold(record, slot._address, record.nbytes)
         return slot
 
-    def hold_lent(self, slot_type: type[SlotEnd], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:
+    def hold_lent(self, slot_type: type[BaseSlot], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:
         """Hands an acquired slot in device memory to the caller.
 
         Args:
@@ -611,12 +612,12 @@ cdef class ClientEnd(RecordTaker):
             region: its bytes; ``device_slots`` leaves it.
             drain: as of :meth:`hold`.
         """
-        cdef SlotEnd slot = slot_type(self, record, region.address, drain)
+        cdef BaseSlot slot = slot_type(self, record, region.address, drain)
         slot._lent_region = region
         self.held.hold(record, slot._address, record.nbytes)
         return slot
 
-    cdef int _leave(self, SlotEnd slot) except -1:
+    cdef int _leave(self, BaseSlot slot) except -1:
         cdef Lent* region = slot._region
         self.held.leave(slot._address)
         slot._region = NULL
@@ -640,11 +641,11 @@ cdef class ClientEnd(RecordTaker):
         return self._follow(effects)
 
     cdef double _time_of(self, ClientSlotRecord slot) except -1:
-        """The time of a slot's next event, if the book asks for it: asking the clock takes as long as the book takes."""
+        """The time of a slot's next event, if the book needs it: reading the clock takes as long as the book's own work."""
         return self._clock() if self.book.is_time_asked_for(slot) else 0.0
 
     cdef int _follow(self, list effects) except -1:
-        """Carries out what follows from a slot that came back."""
+        """Carries out the effects of a slot that came back."""
         if effects or (not self.expects_expiry and self.book.has_further_leases() and self.book.earliest_expiry() != INFINITY):
             self.shell.carry_out(effects or [])
         return 0
@@ -652,30 +653,32 @@ cdef class ClientEnd(RecordTaker):
     # -- turns -------------------------------------------------------------------------------------------------------
 
     cpdef bint begin(self) except -1:
-        """Counts one more request as in flight; returns False if there are as many as may be, or others wait for that."""
+        """Counts one more request as in flight; returns False if the limit is reached, or if other requests wait for their
+        turn."""
         if self.crowded or self.in_flight >= self._max_inflight:
             return False
         self.in_flight += 1
         return True
 
-    cpdef int leave(self) except -1:
+    cpdef int end_flight(self) except -1:
         """A request is in flight no more."""
         self.in_flight -= 1
         if self.crowded:
-            self.shell.request_left()
+            self.shell.flight_ended()
         return 0
 
     def pass_on(self) -> None:
-        """For the shell: one that has waited is in flight now."""
+        """For the shell: a request that has waited for its turn is in flight now."""
         self.in_flight += 1
 
     # -- requests go ---------------------------------------------------------------------------------------------------
 
     def pack(self, payload) -> Packed:
-        """Encodes a payload. Changes nothing; what code of the caller changes that runs meanwhile is looked at afterwards.
+        """Encodes a payload, and changes nothing. Code of the caller may run meanwhile and change something, so the state is
+        checked afterwards.
 
         Returns:
-            What :meth:`send` sends. ``slots`` has the records of the held slots in which tensors of it lie.
+            The encoded payload for :meth:`send`. Its ``slots`` are the records of the held slots in which its tensors lie.
 
         Raises:
             TypeError, CapacityError: as :meth:`Packer.pack`.
@@ -694,13 +697,14 @@ cdef class ClientEnd(RecordTaker):
         return packed
 
     cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
-        """Encodes a payload; None: this end may not be used any more. Code of the caller may have run, and ended it."""
+        """Encodes a payload; None: this end may not be used any more. Code of the caller may have run, and ended the
+        session."""
         cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._record_nbytes, held)
         packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
         return packed if self.is_usable() else None
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):  # type: (object, str, int) -> Any
-        """Packs and sends a payload, unless something has to be waited for.
+        """Packs and sends a payload, unless that has to wait.
 
         Args:
             payload: what to send.
@@ -708,8 +712,8 @@ cdef class ClientEnd(RecordTaker):
             most_nbytes: that may be copied now.
 
         Returns:
-            The submission, which counts as in flight; None, and nothing was changed: the engine, space, a request's turn or a
-            long copy has to be waited for.
+            The submission, which counts as in flight. None, and nothing was changed: the payload has to wait for the engine,
+            for space, for its turn or for a long copy.
 
         Raises:
             TypeError, CapacityError: as :meth:`pack`.
@@ -725,10 +729,10 @@ cdef class ClientEnd(RecordTaker):
         return None if packed is None else self.submit_packed(packed, name, most_nbytes)
 
     cpdef object submit_packed(self, Packed packed, str name, uint64_t most_nbytes):  # type: (Packed, str, int) -> Any
-        """As :meth:`submit_now`, of what was packed just now."""
+        """As :meth:`submit_now`, with a payload that was packed just now."""
         if not self.is_writable():
             return None
-        if packed.slot_nbytes and not self.hear():  # what was released just now is still in the cache: that is where to copy to
+        if packed.slot_nbytes and not self.hear():  # slots released just now are still in the cache
             return None
         if packed.slot_nbytes > most_nbytes or not self.begin():
             return None
@@ -737,7 +741,7 @@ cdef class ClientEnd(RecordTaker):
             sent = self.send_now(packed, name, None)
         finally:
             if sent is None:
-                self.leave()
+                self.end_flight()
         return sent
 
     def content_address(self, ClientSlotRecord slot not None) -> int:
@@ -748,10 +752,10 @@ cdef class ClientEnd(RecordTaker):
         return <uint64_t>self._mapping.at(slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, slot.nbytes)
 
     cpdef object send_now(self, Packed packed, str name, object stream):  # type: (Packed, str, object) -> Any
-        """Copies what has to be copied, and sends it.
+        """Copies the tensors that have to be copied, and sends the payload.
 
         Returns:
-            The submission; None if something has to be waited for, and nothing was sent: space, or the engine.
+            The submission; None if it has to wait for space or for the engine, and nothing was sent.
 
         Raises:
             CapacityError: so much space can never be had.
@@ -784,12 +788,12 @@ cdef class ClientEnd(RecordTaker):
             stream: that the slots in device memory were written on; None: the current one.
 
         Returns:
-            The submission; None if the ring is full, a slot that its tensors lie in has changed hands, or this end is over, and
-            nothing was sent.
+            The submission; None if nothing was sent: the ring is full, a slot of its tensors has changed hands, or the session
+            is over.
         """
         cdef SlotNumbers few[_FEW_SUBMITTED]
         cdef SlotNumbers* numbers = few
-        cdef SubmissionEnd submission
+        cdef BaseSubmission submission
         cdef ClientSlotRecord record
         cdef uint32_t count = <uint32_t>len(packed.slots) + (slot is not None), i = 0
         cdef uint64_t request_id, nbytes
@@ -804,7 +808,7 @@ cdef class ClientEnd(RecordTaker):
         submission._on_gpu = fence != b""
         request_id = self._next_id + 1
         nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
-        if not self._may_send(packed, nbytes):  # looked at last: each call above may have run other code; none below does
+        if not self._may_send(packed, nbytes):  # checked last: each call above may have run other code; none below does
             return None
         if count > _FEW_SUBMITTED:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
@@ -821,7 +825,7 @@ cdef class ClientEnd(RecordTaker):
             submission.request_id = request_id
             submission.name = name
             self.pending.put(request_id, submission)
-            # The ring may be full after all: what has run since may have written to it.
+            # The ring may be full after all: code that has run since may have written to it.
             if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
                 self._writer.wake_reader()
                 if self._writer.told:
@@ -882,8 +886,8 @@ cdef class ClientEnd(RecordTaker):
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """Takes a reply, or the end of a request that is finished."""
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """Handles a reply, or the end of a request that is finished."""
         cdef Cursor cursor, released
         cdef Content content
         cdef uint64_t tag, members, request_id = 0, generation = 0, count = 0, i
@@ -906,31 +910,31 @@ cdef class ClientEnd(RecordTaker):
         self._finished(request_id)
         return True
 
-    def take_message(self, bytes record not None, /) -> None:
+    def handle_message(self, bytes record not None, /) -> None:
         """Hands any other message to the shell."""
-        self.shell.take_message(record)
+        self.shell.handle_message(record)
 
     cdef int _finished(self, uint64_t request_id) except -1:
-        cdef SubmissionEnd submission = self.forget(request_id)
+        cdef BaseSubmission submission = self.forget(request_id)
         if not submission.ended:  # else it was aborted here before its end came
             self.finished += 1
             submission._finish(None)
         return 0
 
     cpdef int take_back(self, tuple released) except -1:  # type: (tuple[int, ...]) -> None
-        """The engine hands the slots of these generations back."""
+        """The engine has released the slots of these generations."""
         for generation in released:
             self._release(generation)
         return self._follow(self.book.serve())
 
     cdef int _release(self, uint64_t generation) except -1:
-        """The engine hands a slot back."""
+        """The engine has released a slot."""
         cdef PyObject* slot = self.book._with_engine.find(generation)
         if slot == NULL:  # it is none in host memory
             self.stale_releases += not self.device_slots.release(generation)
         else:
             if generation == self._away:
-                # The engine may not have taken up yet what this end has sent.
+                # The engine may not have read yet what this end has sent.
                 self._came_back(max(self._received() - self._away_since, self.slot_nbytes_submitted - self._sent_before))
             self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0
@@ -939,25 +943,26 @@ cdef class ClientEnd(RecordTaker):
         return 0 if self._load is None else self._load.received()
 
     cdef void _came_back(self, uint64_t turnover_nbytes) noexcept:
-        """The slot that was followed is back. What is quick to return is met more often, so the most counts, and fades."""
+        """The slot that was followed is back. Slots that return quickly are followed more often, so the largest turnover
+        counts, and fades."""
         self._away = 0
         self.turnover_nbytes = max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)
 
-    cpdef SubmissionEnd forget(self, uint64_t request_id):  # type: Any
+    cpdef BaseSubmission forget(self, uint64_t request_id):  # type: Any
         """A request has ended; returns its submission.
 
         Raises:
             RemoteProtocolError: it is not in flight.
         """
-        cdef SubmissionEnd submission = self.pending.take(request_id)
+        cdef BaseSubmission submission = self.pending.take(request_id)
         if submission is None:
             raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
-        self.leave()
+        self.end_flight()
         return submission
 
     cdef int _deliver(self, uint64_t request_id, Content content) except -1:
-        """Keeps a reply for its caller, or gives it back if nobody will take it."""
-        cdef SubmissionEnd submission = self.pending.get(request_id)
+        """Keeps a reply for its caller, or gives its slot back if the request was dropped or aborted."""
+        cdef BaseSubmission submission = self.pending.get(request_id)
         cdef SlotNumbers* slot
         if submission is None:
             raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
@@ -998,15 +1003,15 @@ cdef class ClientEnd(RecordTaker):
 
     @property
     def unread_slots(self) -> int:
-        """How many replies of requests in flight lie in slots and were not taken."""
+        """How many unread replies of requests in flight lie in slots."""
         return sum(submission._unread_slots for submission in self.pending.values())
 
     def dropped(self) -> list:
-        """Returns the requests in flight that nobody can read any more, and that have unread replies in slots.
+        """Returns the requests in flight that were dropped, and that have unread replies in slots.
 
-        Such a reply keeps its space, which others may wait for, and its request may never end: the engine waits for space as well.
-        The shell is told of the first unread reply (``expect_unread``), and again if there are any left. Other requests that were
-        dropped go on: somebody may have sent them for what the engine does.
+        Such a reply keeps its space, for which others may wait, and its request may never end: the engine may wait for space as
+        well. The shell is called for the first unread reply (``expect_unread``), and again while there are any left. Other
+        requests that were dropped go on: perhaps only the engine's work was wanted.
         """
         self._has_unread = self.unread_slots > 0
         if not self._has_unread:
@@ -1015,11 +1020,11 @@ cdef class ClientEnd(RecordTaker):
         return [lone for lone in self.pending.lone() if lone._unread_slots]
 
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
-        """Decodes a reply; its slot goes back when the last view of it dies, or at once if the engine is short of reply space.
+        """Decodes a reply. Its slot goes back when its last view dies, or at once if the engine is short of reply space.
 
         Raises:
             RemoteError: it is not of the decoder's type.
-            StaleDescriptorError: what lies in its slot is not what the engine announced.
+            StaleDescriptorError: the reply's slot does not hold what the engine announced.
         """
         cdef ContentRegions regions
         cdef SlotNumbers* slot = content.slot_numbers

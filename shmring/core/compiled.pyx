@@ -1,18 +1,18 @@
 """The compiled core: one extension, from parts by subject.
 
-Each part is a file beside this one, and says what it is about at its head. They are included here one after the other, and what one
-defines, all may use; but it uses only what stands before it, which ``tests/test_layers.py`` checks. So they read as modules do, and are
-compiled as one: what crosses from one part to another is a call in C, and no type is declared a second time for others to see.
+Each part is a file beside this one, and says what it is about at its head. They are included here one after the other. A part
+uses only names from the parts before it, which ``tests/test_layers.py`` checks. So the parts read like modules, but are
+compiled as one: a call from one part to another is a call in C, and no type has to be declared twice.
 
 Names are one space for all parts. A name that begins with an underscore is used by its own part alone.
 
-A type stub is made from the parts when the core is built (``core_interface.py``). Types stand where what they are about stands: with
-parameters and results as in Python, and where the type of an attribute in C says too little, in a comment that begins with ``type:``.
+A type stub is made from the parts when the core is built (``core_interface.py``). Parameters and results have types as in
+Python. If the type of an attribute in C says too little, a comment that begins with ``type:`` says more.
 """
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what only types need
+if TYPE_CHECKING:  # needed only by types
     import asyncio
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
     from types import TracebackType
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # what only types need
     import torch
     from typing_extensions import Buffer
 
-    # What callers await gives them what the shells above the core make.
+    # Objects that callers await return objects of the shells, which are above the core.
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
     from shmring.core.effects import ClientEffect, EngineEffect
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # what only types need
 
     _Result = TypeVar("_Result", covariant=True)
 
-# What is not ours.
+# Functions that are not ours.
 include "system_calls.pyx"
 include "atomics.pyx"
 include "python_api.pyx"
@@ -52,7 +52,7 @@ include "blocks.pyx"
 include "numbered.pyx"
 include "transitions.pyx"
 
-# What crosses.
+# Messages.
 include "message_ring.pyx"
 include "load.pyx"
 include "looking.pyx"
@@ -71,7 +71,7 @@ include "engine_book.pyx"
 include "client_book.pyx"
 include "fan_out_book.pyx"
 
-# The ends, and what is awaited of them.
+# The sides, and the calls that are awaited.
 include "held_slots.pyx"
 include "payload.pyx"
 include "kept_content.pyx"

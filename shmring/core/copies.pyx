@@ -1,11 +1,11 @@
 """Copies of requests to a GPU: planned, queued, and kept until they are over.
 
 Theory of operation. A content's tensors go to the GPU in as few copies as their gaps allow (``placement.pyx``), on a stream of their
-own. The consumer's stream waits for a point behind them, so whatever it is given next may use the tensors at once. Until that point
-has come, the slots must not be reused: it keeps their regions, like views.
+own. The consumer's stream waits for a point behind them, so work that is queued there afterwards may use the tensors at once.
+Until the GPU has reached that point, the slots must not be reused: the point keeps their regions, like views.
 
-Copies from memory that is not pinned block whoever asks for them until the bytes have been read. For a thread of its own, a copy is
-in three parts: :meth:`CopyLane.begin` and :meth:`CopyLane.finish` in the loop, :meth:`CopyLane.queue` on any thread.
+Copies from memory that is not pinned block the calling thread until the bytes have been read. To run on another thread, a copy
+has three parts: :meth:`CopyLane.begin` and :meth:`CopyLane.finish` in the loop, :meth:`CopyLane.queue` on any thread.
 
 Invariants: regions that are copied from are dropped after the point behind their copies, or kept for good; no copy crosses the
 boundary of what was registered with CUDA in one call.
@@ -23,7 +23,8 @@ cdef struct _Span:
 
 
 def plan_copies(PayloadDecoder decoder not None, Content content not None, given: dict[int, Region]) -> Placement:
-    """Plans how a content's tensors get to a GPU, but for those that are there already. What the GPU can't hold stays on the host.
+    """Plans how a content's tensors get to a GPU, except for those that are there already. Tensors that the GPU can't hold stay
+    on the host.
 
     Args:
         decoder: knows which dtypes it can hold.
@@ -51,11 +52,11 @@ def plan_copies(PayloadDecoder decoder not None, Content content not None, given
 
 @cython.final
 cdef class CopyLane:
-    """What copies to one GPU need.
+    """The stream and the thread for copies to one GPU.
 
     Args:
         gpu: where to.
-        watch: whose thread waits for them.
+        watch: its thread waits for the copies.
         stream: that they are queued on.
         pinned: address and bytes of what was registered with CUDA in one call each.
     """
@@ -90,19 +91,19 @@ cdef class CopyLane:
             consumer: the stream that will use the tensors.
 
         Raises:
-            what the GPU was given: a call failed. What was queued is seen out all the same.
+            the error that the :class:`Gpu` makes: a call failed. Copies that were queued are still waited for.
         """
         self.begin(placement, regions)
         self._queue(placement)
         self.finish(placement, consumer)
 
     def begin(self, Placement placement not None, ContentRegions regions not None) -> None:
-        """Gets ready what :meth:`queue` copies; :meth:`finish` is due, whatever happens."""
+        """Prepares the copies for :meth:`queue`; the caller must call :meth:`finish` in any case."""
         cdef Point* point
         cdef Run* run
         cdef uint32_t i
         assert placement.point == NULL and placement.target is not None
-        point = self._gpu.take_point(placement.run_count)
+        point = self._gpu.new_point(placement.run_count)
         placement.point, placement.queued, placement.code = point, 0, 0
         try:
             for i in range(placement.run_count):
@@ -128,7 +129,7 @@ cdef class CopyLane:
         cdef const char* part_end
         cdef Run* run
         cdef uint32_t i
-        placement.code = self._gpu.enter()
+        placement.code = self._gpu.push_context()
         if placement.code:
             return
         for i in range(placement.run_count):
@@ -141,7 +142,7 @@ cdef class CopyLane:
                 )
                 placement.queued += not placement.code
                 at = part_end
-        self._gpu.leave()
+        self._gpu.pop_context()
 
     cdef const char* _end_of_part(self, const char* at, const char* end) noexcept nogil:
         """Returns how far one copy may go from ``at`` on."""
@@ -156,10 +157,10 @@ cdef class CopyLane:
         return end
 
     def finish(self, Placement placement not None, uint64_t consumer) -> None:
-        """Has a stream wait for what was queued, which is watched from now on.
+        """Has a stream wait for the queued copies, which are watched from now on.
 
         Raises:
-            what the GPU was given: a call failed, here or before.
+            the error that the :class:`Gpu` makes: a call failed, here or before.
         """
         cdef Point* point = placement.point
         cdef int record_code, wait_code = 0
@@ -167,12 +168,12 @@ cdef class CopyLane:
         if not placement.queued:
             self._gpu.give_point(point)
         else:
-            record_code = self._gpu.enter()
+            record_code = self._gpu.push_context()
             if not record_code:
                 record_code = self._gpu.calls.cuEventRecord(point.event, self._stream)
                 if not record_code and not placement.code:
                     wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)
-                self._gpu.leave()
+                self._gpu.pop_context()
             if record_code:
                 self._watch.keep(point)
                 raise self._gpu.failure("cuEventRecord", record_code)

@@ -1,4 +1,4 @@
-"""What ``gpu.pyx`` and ``copies.pyx`` call of CUDA's driver; see cuda_driver.h."""
+"""The functions of CUDA's driver that ``gpu.pyx`` and ``copies.pyx`` call; see cuda_driver.h."""
 
 cdef extern from "cuda_driver.h" nogil:
     ctypedef struct CUipcEventHandle:

@@ -1,4 +1,4 @@
-"""What ``views.pyx`` uses of DLPack; see dlpack.h."""
+"""The parts of DLPack that ``views.pyx`` uses; see dlpack.h."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 

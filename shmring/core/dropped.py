@@ -1,7 +1,7 @@
-"""Objects that were dropped while they held something: they come back, with a warning that says where they came from.
+"""Objects that were dropped while they held memory: the memory comes back, with a warning that says where the object was made.
 
-They come back a moment after they were dropped: what was dropped with them may have a finaliser that leaves them, and the
-garbage collector runs finalisers in any order.
+It comes back a moment after the object was dropped: another object that was dropped with it may have a finaliser that leaves
+it, and the garbage collector runs finalisers in any order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ DROPPED_S = 0.1  # that moment
 
 
 def give_back_soon(loop: Any, give_back: Callable[[], object]) -> None:
-    """Something was dropped, on whatever thread: gives it back in its event loop, unless a finaliser does that before."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
+    """Gives back an object that was dropped, on any thread: in its event loop, unless a finaliser does that before."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: its memory is not reused any more
         loop.call_soon_threadsafe(loop.call_later, DROPPED_S, give_back)
 
 
 def warn_of(message: str, source: object) -> None:
-    """Warns that something was dropped, which comes back now.
+    """Warns that an object was dropped and is given back now.
 
     Args:
-        message: what it was, and what to do.
+        message: names the object, and says what to do.
         source: the object; with ``tracemalloc``, the warning says where it was made.
     """
     warnings.warn(message, ResourceWarning, stacklevel=2, source=source)

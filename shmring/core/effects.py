@@ -1,6 +1,6 @@
-"""What the books ask their callers to do after an event, in order.
+"""Effects: what the books ask their callers to do after an event, in order.
 
-The books decide and return these; the ring, and a session, carry them out. Nothing in here does anything.
+The books decide and return these; the ring, and a session, carry them out. This file has only the records.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Released(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestAborted(msgspec.Struct, frozen=True, gc=False):
-    """The request has ended as aborted. Had it been claimed, its slots stay claimed until its step ends."""
+    """The request has ended as aborted. If it was claimed, its slots stay claimed until its step ends."""
 
     client_id: int
     request_id: int

@@ -1,28 +1,29 @@
-"""The engine's book: who holds which part of the slab, and what may be reused.
+"""The engine's book: which client holds which part of the slab, and which memory may be reused.
 
 Theory of operation: sans-I/O. The ring calls a method for each event (a message came, a connection ended, the kernel
 reported a death, the last view died); the method checks everything first, then changes the book, then returns the
 effects, which the ring must carry out in order: messages to send, waiters to wake. An event that the book refuses raises
-and changes nothing. Nothing here believes a peer: each number of a message is compared with what was lent to that peer, and
-no sum of such numbers is made before it is known not to overflow.
+and changes nothing. The book trusts no peer: each number of a message is compared with the leases and slots of that peer, and
+such numbers are added up only after a check that the sum can't overflow.
 
 The slab is counted in blocks::
 
     | 0: header | leasable ...                          | reply reserve ... | device slab: leasable ... |
 
-A device slab, where there is one, is another memory in the same address space: what is granted there is told apart by where
-it is. Leases are lent in each by the rules of ``lending.pyx``.
+A device slab, if there is one, is another memory in the same address space: the offset of a lease says in which memory it lies.
+Leases are lent in each by the rules of ``lending.pyx``.
 
-Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
-and no generation means two things in one engine's life. Reply slots are numbered the same way by the book (client 0).
+Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. So one comparison refuses replays, and no
+generation is used twice in one engine's life. Reply slots are numbered the same way by the book (client 0).
 
-What happens to every message has an entry in C: the caller finds the client once (:meth:`EngineBook.client_of`) and passes records on.
-Those that return a list return None if nothing follows. The methods for Python do the same by numbers. What the book does is said in
-plain Python, without speed, in ``tests/model/engine_book.py``, and the tests hold the two against each other.
+The methods for every message have an entry in C: the caller finds the client once (:meth:`EngineBook.client_of`) and passes its
+record. If they return a list of effects, they return None for an empty one. The methods for Python do the same with ids.
+``tests/model/engine_book.py`` specifies the book in plain Python, and the tests compare the two.
 
-Kept content (``kept_book.pyx``) is found, pinned and given to keep here: who has pinned what is a number of each client's, and ends with
-its word or its death, as its leases do. A request names kept content as a slot of lease 0. That has a record like any other slot's,
-under a number of the book's own, so that one content is in many requests.
+Kept content (``kept_book.pyx``) is found, pinned and handed over here. The book counts the pins of each client; they end when
+the client gives them back, says goodbye or dies, as its leases do. A request names kept content as a slot of lease 0. The book
+makes a record for each such use, like that of any other slot, with a number of its own, so that one content can be in many
+requests.
 
 Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined blocks add up; every live slot lies inside a lease
 of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
@@ -44,7 +45,7 @@ assert len(EngineSlot) == ENGINE_SLOT_STATES
 assert KEPT_LEASE_ID == KEPT_LEASE
 
 cdef enum:
-    FEW_SLOTS = 16  # of one request, whose numbers need no memory of their own
+    FEW_SLOTS = 16  # slots of one request for which no memory is allocated
 
 cdef int PUBLISHED = EngineSlot.PUBLISHED
 cdef int CLAIMED = EngineSlot.CLAIMED
@@ -65,12 +66,12 @@ cdef int PROOF = LeaseEvent.PROOF
 #: Numbers of slots that are kept content begin here: no generation of a client is as large.
 cdef uint64_t FIRST_USE = <uint64_t>1 << 63
 
-#: Ids of leases in device memory: nobody grants as many in the slab before.
+#: Ids of leases in device memory begin here: no engine grants as many leases in the slab.
 cdef uint64_t FIRST_DEVICE_LEASE_ID = <uint64_t>1 << 40
 
 
 cdef int _read_slots(slots, SlotNumbers* numbers) except -1:
-    """Copies what messages say of slots."""
+    """Copies the slots that a message names."""
     for slot in slots:
         numbers.lease_id, numbers.offset = slot.lease_id, slot.offset
         numbers.nbytes, numbers.generation = slot.nbytes, slot.generation
@@ -82,7 +83,7 @@ cdef class EngineBook:
     """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order.
 
     Attributes:
-        clients: that are connected, or of which something is still held, by id.
+        clients: those that are connected, or whose memory is still held, by id.
         lendings: the leases of each memory: of the slab, and of the device slab if there is one.
         host: the first of them.
         kept: what is kept in the slab.
@@ -95,8 +96,8 @@ cdef class EngineBook:
     cdef public Lending host               # the first of them
     cdef readonly KeptBook kept
     cdef public uint64_t _next_use         # number of the next slot that is kept content
-    cdef public uint64_t late_aborts       # of requests that had ended: messages cross
-    cdef public uint64_t stale_releases    # of reply slots that had been given back
+    cdef public uint64_t late_aborts       # aborts of requests that had ended: messages cross
+    cdef public uint64_t stale_releases    # releases of reply slots that had been given back before
     cdef public RunAllocator _replies
     cdef public dict _reply_wants  # type: dict[int, ReplyWant]  # by ticket, in order of arrival
     cdef public uint64_t _next_reply_generation
@@ -106,7 +107,7 @@ cdef class EngineBook:
     cdef uint64_t _slots_in[ENGINE_SLOT_STATES]
     cdef uint64_t _device_slots
     cdef uint64_t _max_pins
-    cdef bint _owes_service                # to those who wait for a lease: a pin has gone
+    cdef bint _owes_service                # whether a pin has gone, so that waiting clients must be served
 
     def __init__(self, geometry: Geometry, limits: EngineBookLimits):
         self.geometry, self.limits = geometry, limits
@@ -129,7 +130,7 @@ cdef class EngineBook:
     # -- clients ---------------------------------------------------------------------------------------------------
 
     cdef ClientRecord client_of(self, uint64_t client_id):
-        """Returns a client that is connected, or of which something is still held.
+        """Returns a client that is connected, or whose memory is still held.
 
         Raises:
             KeyError: there is none of this id.
@@ -156,9 +157,9 @@ cdef class EngineBook:
         kept_replies: Collection[int],
         still_pinned: Collection[int] = (),
     ) -> list[EngineEffect]:
-        """A frontend ends, and says that it uses nothing of the slab any more but what it names.
+        """A frontend says goodbye: it uses no memory of the slab any more, except for the memory that it names.
 
-        That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
+        A goodbye is a release of all other memory, which needs no proof of death. Disconnects the client.
         """
         cdef ClientRecord client = self._connected(client_id)
         cdef LeaseRecord lease
@@ -183,7 +184,7 @@ cdef class EngineBook:
         cdef Lending lending
         for request_id in list(client.requests):
             for effect in self.abort_request(client, request_id):
-                if type(effect) is not Released:  # there is nobody to be told
+                if type(effect) is not Released:  # no frontend is left to be told
                     effects.append(effect)
         client.connected = False
         for lending in self.lendings:
@@ -198,9 +199,9 @@ cdef class EngineBook:
         return 0
 
     def died(self, uint64_t client_id) -> list[EngineEffect]:
-        """The kernel says that the client's process is dead: what no reader of ours holds is free again.
+        """The kernel says that the client's process is dead: its memory is free again, unless a reader of ours holds it.
 
-        Or it has said goodbye, and later that it uses nothing any more of what that named.
+        Or the socket has ended after a goodbye: the client uses no memory any more that the goodbye named.
         """
         cdef ClientRecord client = self.clients.get(client_id)
         cdef list effects = []
@@ -214,7 +215,7 @@ cdef class EngineBook:
         return effects
 
     cdef int _reclaim(self, ClientRecord client, list effects) except -1:
-        """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
+        """Frees the memory of a disconnected client that is proven unused, and forgets the client with its last piece."""
         cdef LeaseRecord lease
         cdef uint64_t blocks = 0
         if client.connected or client.client_id not in self.clients:
@@ -226,13 +227,13 @@ cdef class EngineBook:
             if lease.live.units == lease.kept_blocks and (client.dead or lease.given_up):
                 self._lending(lease).change(lease, PROOF)
                 blocks += lease.blocks - lease.kept_blocks
-                self._take_back(client, lease)
+                self._return_lease(client, lease)
         if blocks:
             effects.append(Reclaimed(client.client_id, blocks * BLOCK_NBYTES))
         if not client.leases and not client.replies and not client.pins and not client.slots:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
-            self._serve_reply_wants(effects)  # whoever is alone now has no quota
+            self._serve_reply_wants(effects)  # a client that is alone now has no quota
         if blocks:
             self._serve_wants(effects)
         self._served(effects)
@@ -251,10 +252,11 @@ cdef class EngineBook:
     ) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
-        Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
+        If the client has ``max_leases`` leases, the request waits until it returns one: the request may have crossed the last
+            grant.
 
         Args:
-            waits: whether a caller waits for it. If not, it is a wish: see ``lending.pyx``.
+            waits: whether a caller waits for it. If none does, it is a wish: see ``lending.pyx``.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
@@ -270,7 +272,8 @@ cdef class EngineBook:
         """A client gives leases back.
 
         Raises:
-            RemoteProtocolError: it does not hold one of them, or a slot of one is in use, or those are more than can be held.
+            RemoteProtocolError: it does not hold one of them, or a slot of one is in use, or these are more leases than it can
+                hold.
         """
         cdef ClientRecord client = self._connected(client_id)
         cdef LeaseRecord lease
@@ -286,14 +289,14 @@ cdef class EngineBook:
             leases.append(lease)
         for lease in leases:
             self._lending(lease).change(lease, RETURN)
-            self._take_back(client, lease)
+            self._return_lease(client, lease)
         self._serve_wants(effects)
         return effects
 
     cdef Lending _lending(self, LeaseRecord lease):
         return <Lending>self.lendings[lease.memory]
 
-    cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1:
+    cdef int _return_lease(self, ClientRecord client, LeaseRecord lease) except -1:
         return self._lending(lease).take_back(client, lease)
 
     cdef int _serve_wants(self, list effects) except -1:
@@ -308,8 +311,7 @@ cdef class EngineBook:
         """A client hands a request with its slots over.
 
         Raises:
-            RemoteProtocolError: a number of it is not what was lent to this client, or overlaps a live slot. Nothing
-                was changed.
+            RemoteProtocolError: a slot does not lie in a lease of this client, or overlaps a live slot. Nothing was changed.
         """
         cdef SlotNumbers few[FEW_SLOTS]
         cdef SlotNumbers* many
@@ -371,7 +373,7 @@ cdef class EngineBook:
         return request
 
     cdef EngineSlotRecord _publish(self, ClientRecord client, const SlotNumbers* slot, uint64_t last_generation):
-        """Returns the record of a slot whose blocks are taken in its lease, and that is written down nowhere else yet."""
+        """Returns the record of a slot whose blocks are marked in its lease. The record is in no other list yet."""
         cdef uint64_t start = slot.offset // BLOCK_NBYTES, blocks = slot_blocks(slot.nbytes)
         cdef LeaseRecord lease
         cdef EngineSlotRecord record
@@ -394,7 +396,7 @@ cdef class EngineBook:
         return record
 
     def claim(self, uint64_t client_id, uint64_t request_id) -> None:
-        """The engine takes a waiting request up."""
+        """The engine claims a waiting request."""
         self.claim_request(<RequestRecord>(<ClientRecord>self.clients[client_id]).requests[request_id])
 
     cdef int claim_request(self, RequestRecord request) except -1:
@@ -410,7 +412,7 @@ cdef class EngineBook:
         return 0
 
     cdef int _move(self, ClientRecord client, EngineSlotRecord slot, int event) except -1:
-        """Makes a transition of a slot; one that is released by it is forgotten. Returns its new state."""
+        """Makes a transition of a slot, and forgets the slot if it is released then. Returns its new state."""
         cdef int state = engine_slots.advance(slot.state_number, event)
         cdef bint was_taken
         self._slots_in[slot.state_number] -= 1
@@ -430,10 +432,10 @@ cdef class EngineBook:
     def end(self, uint64_t client_id, uint64_t request_id, int event: RequestEvent) -> bool:
         """The engine has ended a request: FINISH, ERROR or DEADLINE.
 
-        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was taken up.
+        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was claimed.
 
         Returns:
-            Whether its terminal reply is owed; False if the request had ended before (it was aborted meanwhile).
+            Whether the frontend must be told of the end; False if the request had ended before (it was aborted meanwhile).
         """
         cdef ClientRecord client = self.clients.get(client_id)
         cdef RequestRecord request = None if client is None else client.requests.get(request_id)
@@ -452,7 +454,7 @@ cdef class EngineBook:
         return 0
 
     def abort(self, uint64_t client_id, uint64_t request_id) -> list[EngineEffect]:
-        """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
+        """A client aborts a request. An unknown one has ended already, which is no error: the messages crossed."""
         effects = self.abort_request(self._connected(client_id), request_id)
         return [] if effects is None else self._served(effects)
 
@@ -468,7 +470,7 @@ cdef class EngineBook:
         request.state_number = requests.advance(request.state_number, ABORT)
         for slot in request.slots or ():
             if slot.state_number == RELEASED:
-                continue  # by its claim already
+                continue  # its claim has released the slots already
             if self._move(client, slot, ABORT_SLOT) == RELEASED and slot.kept is None:
                 released.append(slot.generation)
         if released:
@@ -505,7 +507,7 @@ cdef class EngineBook:
 
         Args:
             viewed: for each of its slots, in order, whether it drains; NULL: none does.
-            released: has room for all of its slots; filled with the generations that its client is to be told of.
+            released: has room for all of its slots; filled with the generations of which its client is to be told.
             count: how many those are. 0 if the client has gone.
         """
         cdef EngineSlotRecord slot
@@ -515,13 +517,13 @@ cdef class EngineBook:
         if request.slots is not None:
             for slot in request.slots:
                 if slot.state_number != CLAIMED and slot.state_number != PUBLISHED:
-                    pass  # released, or left to its views, by itself
+                    pass  # released or draining already, by itself
                 elif viewed != NULL and viewed[place]:
                     self._move(client, slot, ENGINE_RELEASE_VIEWED)
                 else:
                     self._move(client, slot, ENGINE_RELEASE)
                     released[count[0]] = slot.generation
-                    count[0] += slot.kept is None  # its client has it pinned itself, and needs not be told
+                    count[0] += slot.kept is None  # its client has its own pin, and need not be told
                 place += 1
         if not client.connected:
             count[0] = 0
@@ -536,7 +538,7 @@ cdef class EngineBook:
         return [Released(client_id, (generation,))] if effects is None else effects
 
     cdef list release_viewed(self, ClientRecord client, EngineSlotRecord slot):
-        """As :meth:`last_view_gone`; None: its client, which is connected, is to be told of it."""
+        """As :meth:`last_view_gone`; None: its client is connected, and is to be told of it."""
         cdef list effects
         self._move(client, slot, ENGINE_LAST_VIEW_GONE)
         if client.connected:
@@ -548,7 +550,7 @@ cdef class EngineBook:
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     def find(self, uint64_t client_id, uint64_t token, bytes key) -> list[EngineEffect]:
-        """A client looks for kept content: it is pinned once more for it, if it is there."""
+        """A client looks for kept content: if it is there, it is pinned once more for the client."""
         cdef ClientRecord client = self._connected(client_id)
         cdef KeptRecord kept = self.kept.by_key.get(key)
         if kept is None:
@@ -563,13 +565,14 @@ cdef class EngineBook:
     def keep(
         self, uint64_t client_id, uint64_t token, bytes key, slot: SlotRef, bint is_copied, bytes payload
     ) -> list[EngineEffect]:
-        """A client gives a slot to keep, and has it pinned then. Of two with one key, the first is kept, and both get that.
+        """A client hands a slot over, to be kept and pinned for it. Of two contents with one key, the first is kept, and both
+        clients get that.
 
         Args:
             token: of the answer.
             key: to find it by.
             slot: as a submission describes it.
-            is_copied: which region of ``payload`` it is.
+            is_copied: whether the slot is region 0 of ``payload``, or region 1.
             payload: that was checked.
 
         Raises:
@@ -612,22 +615,22 @@ cdef class EngineBook:
         return effects
 
     cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, bint is_there):
-        """Returns why a slot is not kept, as a message says it; None: it is, or something else is there already."""
+        """Returns why a slot is not kept, for the message; None: it is kept, or other content has the key already."""
         if client.pin_count >= self._max_pins:
             return "pins"
         if is_there:
             return None
         if slot.blocks > self.kept.max_blocks:
             return "large"
-        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_take(slot.blocks):
+        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):
             return "full"
         return None
 
     def unpin(self, uint64_t client_id, generations: Sequence[int]) -> list[EngineEffect]:
-        """A client takes pins back, one for each time that a generation is named.
+        """A client gives pins back, one for each time that a generation is named.
 
         Raises:
-            RemoteProtocolError: it has not as many. Nothing was changed.
+            RemoteProtocolError: it does not have so many. Nothing was changed.
         """
         cdef ClientRecord client = self._connected(client_id)
         cdef list effects = []
@@ -637,7 +640,7 @@ cdef class EngineBook:
             if counts[generation] > client.pins.get(generation, 0):
                 raise RemoteProtocolError(f"client {client_id} takes back a pin of {generation}, which it does not have")
         for generation, count in counts.items():
-            self._take_pins_back(client, generation, count)
+            self._return_pins(client, generation, count)
         return self._served(effects)
 
     cdef int _pin(self, ClientRecord client, KeptRecord kept) except -1:
@@ -650,7 +653,7 @@ cdef class EngineBook:
             self.kept.pin(kept)
         return 0
 
-    cdef int _take_pins_back(self, ClientRecord client, generation, uint64_t count) except -1:
+    cdef int _return_pins(self, ClientRecord client, generation, uint64_t count) except -1:
         cdef KeptRecord kept = <KeptRecord>self.kept.by_generation[generation]
         client.pin_count -= count
         if client.pins[generation] > count:
@@ -661,14 +664,14 @@ cdef class EngineBook:
         return self._unpin(kept)
 
     cdef int _drop_pins(self, ClientRecord client, still_pinned) except -1:
-        """A client has gone, and views nothing any more but this."""
+        """A client has gone: its pins go, except for the contents that it may still view."""
         for generation, count in list(client.pins.items()):
             if generation not in still_pinned:
-                self._take_pins_back(client, generation, count)
+                self._return_pins(client, generation, count)
         return 0
 
     cdef int _unpin(self, KeptRecord kept) except -1:
-        """The caller must then see to it that those are served who wait for its memory (:meth:`_served`)."""
+        """The caller must then serve the clients that wait for memory (:meth:`_served`)."""
         self.kept.unpin(kept)
         if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
             self.host.evict(kept)
@@ -676,7 +679,7 @@ cdef class EngineBook:
         return 0
 
     cdef list _served(self, list effects):
-        """Serves those who wait for a lease, if a pin has gone."""
+        """Serves the clients that wait for a lease, if a pin has gone."""
         if not self._owes_service:
             return effects
         self._owes_service = False
@@ -686,7 +689,7 @@ cdef class EngineBook:
         return effects
 
     cdef EngineSlotRecord _use(self, ClientRecord client, const SlotNumbers* slot):
-        """Returns the record of a slot of a request that is kept content, which is pinned once more with it."""
+        """Returns the record of a request's use of kept content, which is pinned once more with it."""
         cdef KeptRecord kept = self.kept.by_generation.get(slot.generation)
         cdef EngineSlotRecord record
         if kept is None or slot.generation not in client.pins:
@@ -703,7 +706,7 @@ cdef class EngineBook:
     # -- replies -----------------------------------------------------------------------------------------------------
 
     def acquire_reply(self, uint64_t client_id, nbytes: int) -> ReplySlot | None:
-        """Takes a reply slot for a client now; None if that would overtake somebody or does not fit now.
+        """Acquires a reply slot for a client now; None if that would overtake a waiter, or does not fit now.
 
         Raises:
             CapacityError: it is larger than the whole reserve.
@@ -713,7 +716,7 @@ cdef class EngineBook:
         for other in self._reply_wants.values():
             if not self._is_over_reply_quota(other):
                 return None
-        return self._take_reply(want)
+        return self._acquire_reply(want)
 
     def queue_reply(self, uint64_t client_id, ticket, nbytes: int) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
@@ -730,11 +733,10 @@ cdef class EngineBook:
         return effects
 
     def release_replies(self, uint64_t client_id, generations: Sequence[int]) -> list[EngineEffect]:
-        """A client gives reply slots back. One that was given back before is counted, and nothing else.
+        """A client gives reply slots back. A slot that was given back before is only counted.
 
         Raises:
-            RemoteProtocolError: it never held one of them, or has not been sent it yet, or those are more than there are blocks.
-                Nothing was changed.
+            RemoteProtocolError: it never had one of them, or these are more slots than there are blocks. Nothing was changed.
         """
         cdef list effects = []
         if <uint64_t>len(generations) > self._reply_reserve_blocks:
@@ -748,7 +750,7 @@ cdef class EngineBook:
         for generation in generations:
             if generation in client.replies:
                 is_known = generation not in client.unsent_replies
-            else:  # generations are never used again: this one was lent out once, and nobody holds it now
+            else:  # generations are never used again: this one was lent out once, and is not held now
                 is_known = 0 < generation < self._next_reply_generation and generation not in self._lent_replies
             if not is_known:
                 raise RemoteProtocolError(
@@ -762,7 +764,7 @@ cdef class EngineBook:
         return self._serve_reply_wants(effects)
 
     def reply_sent(self, uint64_t client_id, generation: int) -> None:
-        """A reply slot has been written, and is its client's from now on."""
+        """A reply slot has been written, and belongs to its client from now on."""
         (<ClientRecord>self.clients[client_id]).unsent_replies.remove(generation)
 
     def discard_reply(self, uint64_t client_id, generation: int) -> list[EngineEffect]:
@@ -803,11 +805,12 @@ cdef class EngineBook:
         return slot_blocks(nbytes)
 
     cdef bint _is_over_reply_quota(self, ReplyWant want) except -1:
-        """Whether a client holds half of the reserve; so one that never drops its views can't silence the rest."""
+        """Whether a client holds half of the reserve. So a client that never drops its views can't block the replies of the
+        others."""
         cdef uint64_t held = (<ClientRecord>self.clients[want.client_id]).reply_blocks
         return len(self.clients) > 1 and held > 0 and held + want.blocks > self._reply_reserve_blocks // 2
 
-    cdef object _take_reply(self, ReplyWant want):
+    cdef object _acquire_reply(self, ReplyWant want):
         cdef int64_t start = -1 if self._is_over_reply_quota(want) else self._replies.take(want.blocks)
         cdef ClientRecord client
         if start < 0:
@@ -828,9 +831,9 @@ cdef class EngineBook:
         for ticket, want in list(self._reply_wants.items()):
             if self._is_over_reply_quota(want):
                 continue
-            slot = self._take_reply(want)
+            slot = self._acquire_reply(want)
             if slot is None:
-                break  # nobody overtakes the first that needs space
+                break  # the first that needs space is not overtaken
             del self._reply_wants[ticket]
             effects.append(ReplyGranted(ticket, slot))
         return 0
@@ -844,7 +847,7 @@ cdef class EngineBook:
 
     @property
     def reply_free_nbytes(self) -> int:
-        """Bytes of the reply reserve that nobody holds."""
+        """Free bytes of the reply reserve."""
         return self._replies.free_units * BLOCK_NBYTES
 
     def count_slots(self, int state: EngineSlot) -> int:
@@ -888,5 +891,5 @@ cdef class EngineBook:
 
 
 cdef object _found(uint64_t token, KeptRecord kept):
-    """How a client is told of content."""
+    """The message that tells a client of content."""
     return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)

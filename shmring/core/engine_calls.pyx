@@ -1,7 +1,7 @@
-"""What an engine awaits: its next request.
+"""The call of an engine that is awaited: for its next request.
 
-:class:`EngineCalls` is the part of :class:`~shmring.Ring` that happens with every request. A request that has come is taken up at once when
-that is awaited; where one has to be waited for, a coroutine of the shell does it.
+:class:`EngineCalls` is the part of :class:`~shmring.Ring` that works with every request. If a request has come, it is claimed
+at once when the call is awaited. Otherwise a coroutine of the shell waits for one.
 """
 
 cimport cython
@@ -14,7 +14,7 @@ cdef class EngineCalls:
 
     Args:
         end: of this engine.
-        look_s: for so long :meth:`claim` looks for a request before the loop goes on.
+        look_s: how long :meth:`claim` looks for a request before the loop goes on.
     """
 
     cdef EngineEnd _end
@@ -40,13 +40,13 @@ cdef class EngineCalls:
     def claim_many(self, uint32_t most, *, double linger_s=0) -> Awaitable[list[Claim]]:
         """Waits for the next request, and claims it and those behind it that have come as well.
 
-        For engines that work in steps on whatever there is; as much of it as may be claimed in one turn of the loop. A claim that is
-        aborted meanwhile says so (``claim.aborted``).
+        For engines that work in steps on all requests that there are. It claims as many as may be claimed in one turn of the
+        loop. A claim that is aborted meanwhile says so (``claim.aborted``).
 
         Args:
             most: requests, at most.
-            linger_s: for so long more is waited for once the first has come, where ``most`` have not. Requests that were claimed by
-                then fail if this is cancelled.
+            linger_s: how long this waits for more once the first has come, if fewer than ``most`` have. If this is cancelled,
+                the requests that were claimed by then fail.
 
         Returns:
             A list of 1 to ``most`` claims in order of arrival, when awaited. Each is to be left, as one from :meth:`claim`.
@@ -68,11 +68,11 @@ cdef class EngineCalls:
         return claiming
 
     def _claim_lingering(self, most: int, linger_s: float) -> Coroutine[Any, Any, list[Claim]]:
-        """A coroutine that claims requests as they come, for so long; for the subclass."""
+        """A coroutine that claims requests as they come, for ``linger_s``; for the subclass."""
         raise NotImplementedError
 
     cdef object look(self):
-        """Claims the next request if it comes soon; for who polls busily, and has no request in hand to work on meanwhile."""
+        """Claims the next request if it comes soon. For busy polling, while no request is in hand to work on."""
         cdef EngineEnd end = self._end
         cdef Looking looking = self._looking
         cdef bint goes_on
@@ -81,14 +81,14 @@ cdef class EngineCalls:
         while True:
             with nogil:
                 goes_on = looking.goes_on()
-            claim = end.take_now() if goes_on else None
+            claim = end.claim_now() if goes_on else None
             if claim is not None or not goes_on:
                 return claim
 
 
 @cython.final
 cdef class _Claiming(Awaited):
-    """What waits for the next request."""
+    """Waits for the next request."""
 
     cdef EngineCalls ring
     cdef uint32_t most   # 0: one, which is no list
@@ -96,7 +96,7 @@ cdef class _Claiming(Awaited):
 
     cdef PyObject* happen(self) except NULL:
         cdef EngineEnd end = self.ring._end
-        claim = end.take_now()
+        claim = end.claim_now()
         if claim is None:
             claim = self.ring.look()
         if claim is None:
@@ -109,7 +109,7 @@ cdef class _Claiming(Awaited):
             return owned(claim)
         claims = [claim]
         while len(claims) < self.most:
-            claim = self.ring._end.take_now()
+            claim = self.ring._end.claim_now()
             if claim is None:
                 break
             claims.append(claim)

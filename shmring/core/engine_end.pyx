@@ -1,21 +1,22 @@
-"""The engine's end: what it does with every message.
+"""The engine's side: its work on every message.
 
 Theory of operation. :class:`EngineEnd` has the book, the requests that wait, and the claims. A record that a frontend has written
-comes to its :class:`FrontendEnd`; a submission is checked and booked here, and waits. Taking it up checks the headers of its slots,
-decodes its payload into views, and makes a claim of it. Leaving the claim releases its slots and finishes the request, of which
-one record tells the frontend. All of that is C, calls no event loop, and looks at no clock.
+comes to its :class:`BaseFrontend`; a submission is checked and booked here, and waits. To claim it, this end checks the headers
+of its slots and decodes its payload into views. Leaving the claim releases its slots and finishes the request; one record tells
+the frontend of both. All of that is C, calls no event loop, and looks at no clock.
 
-What happens less often is for the *shell*, the :class:`~shmring.ring.shell.Shell`, which is handed in: other messages, failures,
-aborts, replies, slots in device memory, and waking whoever waits for a claim. It calls back here and into the book.
+The *shell*, the :class:`~shmring.ring.shell.Shell`, does the work that is rarer: other messages, failures, aborts, replies,
+slots in device memory, and waking tasks that wait for a claim. It calls back here and into the book.
 
-What lies in shared memory convicts nobody, since any process with the slab may have written it: a wrong header, or a payload in a
-slot that is none, fails that one request. What came through a frontend's own ring ends its connection if it is wrong.
+Bytes in the slab prove nothing against a frontend, since any process with the slab may have written them: a wrong header, or a
+wrong payload in a slot, fails that one request. A wrong record in a frontend's own ring ends its connection.
 
-What claiming costs is bounded in each turn of the loop. A payload counts what its values count (``wire.pyx``). When those that
-were claimed have counted two milliseconds, nothing more is claimed until the loop has had a turn. A payload that counts more than half a
-millisecond, or lies in a slot, makes its request *costly*. Costly requests wait in a line of their frontend's own, and those lines are
-served in turn, one request each. The others wait in one line, in order of arrival, and go first; but for 64 of them, one
-costly request is claimed. So whoever sends much that is costly holds up itself, and not its neighbours.
+The cost of claims is bounded in each turn of the loop. The cost of a payload is the sum of what its values count
+(``wire.pyx``). When the claimed payloads have cost two milliseconds, no more requests are claimed until the loop has had a
+turn. A request is *costly* if its payload costs more than half a millisecond, or lies in a slot. Costly requests wait in a line
+of their frontend's own, and those lines are served in turn, one request each. The other requests wait in one line, in order of
+arrival, and go first; but after 64 of them, one costly request is claimed. So a frontend with many costly requests delays
+itself, and not its neighbours.
 
 Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once; a
 frontend is in ``_costly``, once, if requests are in its own line.
@@ -35,13 +36,13 @@ cdef enum:
     _FEW_RELEASED = 4
     _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
-    # What values count, at most 40 ns each. To copy and look at 128 bytes of text takes as long.
+    # A value counts at most 40 ns. Copying and checking 128 bytes of text takes as long.
     _TURN_COUNT = 65536   # in a turn: 2 ms, as long as half a thousand small requests take
     _CLAIM_COUNT = 64     # a claim without its payload
     _LIGHT_COUNT = 16384  # 0.5 ms
-    _LIGHT_NBYTES = 4096  # in a slot, where they may count more, and nobody knows yet
+    _LIGHT_NBYTES = 4096  # a payload in a slot was not counted yet, and may count more
     _NBYTES_SHIFT = 7
-    _OVERTAKING = 64      # quick requests go before a costly one, at most: they take less time than it does
+    _OVERTAKING = 64      # the most quick requests that go before a costly one: together they take less time than it
 
 cdef int _FINISH = list(RequestEvent).index(RequestEvent.FINISH)
 cdef int _RUNNING = list(Request).index(Request.RUNNING)
@@ -49,15 +50,15 @@ cdef int _RUNNING = list(Request).index(Request.RUNNING)
 cdef object _RELEASED = object()
 
 
-cdef class FrontendEnd(RecordTaker):
-    """A frontend, as far as every message needs it; the shell's frontend is a subclass.
+cdef class BaseFrontend(RecordHandler):
+    """A frontend: the part that every message needs. ``Frontend`` is a subclass.
 
     Args:
         end: that it belongs to.
         client_id: in its book.
 
     Attributes:
-        link: sends what is not written here, and keeps what finds the ring full; the subclass has it.
+        link: sends all other records, and keeps records that find the ring full; the subclass has it.
     """
 
     cdef readonly EngineEnd end
@@ -65,7 +66,7 @@ cdef class FrontendEnd(RecordTaker):
     cdef ClientRecord record
     cdef RecordWriter _writer
     cdef RecordReader _reader
-    cdef Line _costly        # of its requests that take long to claim; None: there was none so far
+    cdef Line _costly        # the line of its costly requests; None: it had none so far
 
     def __init__(self, EngineEnd end not None, client_id: int) -> None:
         self.end = end
@@ -76,7 +77,7 @@ cdef class FrontendEnd(RecordTaker):
 
         Args:
             writer: of the ring to it.
-            reader: of the ring from it, which the shell reads; None: nothing comes unless the shell has it delivered.
+            reader: of the ring from it, which the shell reads; None: this end does not read by itself.
         """
         self.record = self.end.book.client_of(self.client_id)
         self._writer = writer
@@ -85,13 +86,13 @@ cdef class FrontendEnd(RecordTaker):
             self.end._frontends.append(self)
 
     def detach(self) -> None:
-        """Its connection has ended: nothing more is written, and its rings need not stay mapped."""
+        """Its connection has ended: no more records are written, and its rings need not stay mapped."""
         if self._reader is not None:
             self.end._frontends.remove(self)
         self._writer, self._reader = None, None
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """Takes a submission."""
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """Handles a submission."""
         cdef Cursor cursor
         cdef uint64_t tag, members
         if not read_head(&cursor, record, nbytes, &tag, &members) or tag != SUBMIT:
@@ -104,10 +105,10 @@ cdef class FrontendEnd(RecordTaker):
 cdef class Line:
     """Requests that wait, in order of arrival."""
 
-    cdef ClaimEnd first
-    cdef ClaimEnd last
+    cdef BaseClaim first
+    cdef BaseClaim last
 
-    cdef int append(self, ClaimEnd claim) except -1:
+    cdef int append(self, BaseClaim claim) except -1:
         """A request waits, behind the others."""
         claim._before = <PyObject*>self.last
         if self.last is None:
@@ -117,9 +118,9 @@ cdef class Line:
         self.last = claim
         return 0
 
-    cdef int withdraw(self, ClaimEnd claim) except -1:
+    cdef int withdraw(self, BaseClaim claim) except -1:
         """A request waits no more."""
-        cdef ClaimEnd before = <ClaimEnd>claim._before, after = claim._after
+        cdef BaseClaim before = <BaseClaim>claim._before, after = claim._after
         if before is None:
             self.first = after
         else:
@@ -134,10 +135,10 @@ cdef class Line:
 
 @cython.no_gc_clear
 @cython.trashcan(True)
-cdef class ClaimEnd:
-    """A request, from its submission to its end; the shell's claim is a subclass.
+cdef class BaseClaim:
+    """A request, from its submission to its end. ``Claim`` is a subclass.
 
-    What is done with it is the :class:`EngineEnd`'s; the subclass has what users may do.
+    The :class:`EngineEnd` does the work; the subclass has the calls for users.
 
     Attributes:
         nbytes: of its slots.
@@ -153,20 +154,20 @@ cdef class ClaimEnd:
     cdef readonly bint released
     cdef readonly bint ended
     cdef readonly bint aborted
-    cdef FrontendEnd _frontend
+    cdef BaseFrontend _frontend
     cdef RequestRecord _request
     cdef object _payload
     cdef list _abort_callbacks
     cdef list _end_callbacks
     cdef object __weakref__
-    cdef bint _is_in_hands   # it was taken up
-    cdef bint _is_known      # to the end, by these two
+    cdef bint _is_in_hands   # it was claimed
+    cdef bint _is_known      # its end knows it by these two
     cdef bint _is_costly     # it waits in its frontend's line
     cdef uint64_t _client_id
     cdef uint64_t _request_id
     cdef PyObject* _other    # in the same list of the table
-    cdef ClaimEnd _after     # that waits behind it
-    cdef PyObject* _before   # that waits before it; Py_None: none does
+    cdef BaseClaim _after     # the request that waits behind it
+    cdef PyObject* _before   # the request that waits before it; Py_None: none
 
     @property
     def client_id(self) -> int:
@@ -236,34 +237,34 @@ cdef class ClaimEnd:
         give_back_soon(self._end.shell.loop, self._give_back)
 
     def _give_back(self) -> None:
-        """It was dropped, and nothing has ended it since."""
+        """It was dropped, and has not ended since."""
         if not (self.ended and self.released) and self._end.is_usable():
             warn_of(f"request {self._submit.request_id} was dropped before its claim was left; use `with claim:`", self)
             self.fail(LocalProtocolError("the engine dropped the request without an answer"))
 
 
 cdef class EngineEnd:
-    """The engine's end.
+    """The engine's side.
 
     Args:
-        shell: what is told of everything that is not done here.
+        shell: is called for all work that is not done here.
         book: of this engine.
         regions: of its slots.
         mapping: the slab's.
         decoder: of payloads.
-        claim_type: a subclass of :class:`ClaimEnd`.
+        claim_type: a subclass of :class:`BaseClaim`.
         epoch: of this life of the engine.
         max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         inline_nbytes: of tensors in a record, at most.
         max_payload_nbytes: of a payload, tensors apart.
-        load: where frontends read how much is in flight here; None: nowhere.
+        load: the page in which frontends read how much is in flight here; None: there is none.
         debug: whether to tell the shell of slots that are released while views of them live.
 
     Attributes:
-        is_awaited: whether somebody waits for one; the shell says so, and is then told of each.
-        is_crowded: whether others wait for one, and come first; the shell says so.
-        is_open: whether requests may be taken up; the shell says so.
-        is_turn_over: whether nothing is claimed until the loop has had a turn, after which the shell calls :meth:`begin_turn`.
+        is_awaited: whether a task waits for a request; the shell sets it, and is then called for each request.
+        is_crowded: whether tasks wait for a request, and come first; the shell sets it.
+        is_open: whether requests may be claimed; the shell sets it.
+        is_turn_over: whether no request is claimed until the loop has had a turn. Then the shell calls :meth:`begin_turn`.
         submitted, finished, replies, received_nbytes: counted so far.
     """
 
@@ -272,11 +273,11 @@ cdef class EngineEnd:
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count
     cdef readonly bint is_turn_over
-    cdef int64_t _turn_left  # what may still be claimed in this turn
+    cdef int64_t _turn_left  # the cost that may still be claimed in this turn
     cdef Line _line          # of those that wait, and are quick to claim
-    cdef list _costly        # frontends that have others: the next one's turn comes first
+    cdef list _costly        # frontends with costly requests, in the order of their turns
     cdef uint32_t _overtaken # how many were claimed while costly ones waited
-    cdef PyObject** _claims  # those that wait, and those that were taken up and have not ended
+    cdef PyObject** _claims  # waiting requests, and claimed ones that have not ended
     cdef uint64_t _lists     # of them
     cdef uint64_t _known     # claims in them
     cdef public bint is_awaited
@@ -308,7 +309,7 @@ cdef class EngineEnd:
         Regions regions not None,
         Mapping mapping not None,
         PayloadDecoder decoder not None,
-        claim_type: type[ClaimEnd],
+        claim_type: type[BaseClaim],
         *,
         epoch: int,
         max_tensors: int,
@@ -343,20 +344,20 @@ cdef class EngineEnd:
         self._forks = forks()
 
     def detach(self) -> None:
-        """The ring is closed: nothing is taken up any more, and the slab need not stay mapped."""
+        """The ring is closed: no request is claimed any more, and the slab need not stay mapped."""
         self._mapping = Mapping(-1, 0)
 
     cdef bint is_usable(self) noexcept:
-        """Whether requests may be taken up in this process."""
+        """Whether requests may be claimed in this process."""
         return self.is_open and self._forks == forks()
 
     # -- requests come -----------------------------------------------------------------------------------------------
 
     cdef int hear(self) except -1:
-        """Takes in what frontends have sent: sooner than the loop would."""
-        cdef FrontendEnd frontend
+        """Reads the records of all frontends, sooner than the loop would."""
+        cdef BaseFrontend frontend
         cdef Py_ssize_t place = 0
-        while place < len(self._frontends):  # which may be fewer meanwhile
+        while place < len(self._frontends):  # there may be fewer meanwhile
             frontend = self._frontends[place]
             place += 1
             if frontend._reader is not None and frontend._reader.has_news():
@@ -367,9 +368,9 @@ cdef class EngineEnd:
                     frontend.link.violated(error)
         return 0
 
-    cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
+    cdef int _submit(self, BaseFrontend frontend, Submit submit) except -1:
         cdef Content content = submit.content
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef bint is_on_device = False
         cdef uint32_t i
         if submit.epoch != self.epoch:
@@ -397,7 +398,7 @@ cdef class EngineEnd:
         claim._is_costly = content.value_count > _LIGHT_COUNT or content.payload_nbytes > _LIGHT_NBYTES
         for i in range(content.slot_count):
             claim.nbytes += content.slot_numbers[i].nbytes
-            if content.slot_numbers[i].lease_id == KEPT_LEASE:  # in many requests: the book numbers each use of it
+            if content.slot_numbers[i].lease_id == KEPT_LEASE:  # content can be in many requests: the book numbers each use
                 content.slot_numbers[i].generation = (<EngineSlotRecord>claim._request.slots[i]).generation
                 self.received_nbytes -= content.slot_numbers[i].nbytes
         self.submitted += 1
@@ -408,35 +409,35 @@ cdef class EngineEnd:
         return 0
 
     cdef void _publish_load(self) noexcept:
-        """Says how much is in flight here."""
+        """Publishes how much is in flight here."""
         if self._load is not None:
             self._load.put(self._known, self.waiting_count, self.received_nbytes)
 
-    cpdef object take_now(self):  # type: Claim | None
-        """Claims the next request; None if there is none, others wait for it, or the loop is to have a turn before."""
+    cpdef object claim_now(self):  # type: Claim | None
+        """Claims the next request; None if there is none, if tasks wait for one, or if the loop must have a turn first."""
         if not self.is_usable() or self.is_crowded:
             return None
         if not self.waiting_count:
             self.hear()
-        return self.take_next() if self.is_open else None
+        return self.claim_next() if self.is_open else None
 
-    cpdef object take_next(self):  # type: Claim | None
-        """Takes the next request up that is worth a claim; None if none is waiting, or the turn is over."""
-        cdef ClaimEnd claim, taken
+    cpdef object claim_next(self):  # type: Claim | None
+        """Claims the next request that can be claimed; None if none waits, or the turn is over."""
+        cdef BaseClaim claim, taken
         while not self.is_turn_over:
             claim = self._next()
             if claim is None:
                 break
             self._withdraw(claim)
-            taken = self._take_up(claim)
+            taken = self._claim(claim)
             self._charge(claim._submit.content)
             if taken is not None:
                 return taken
         return None
 
-    cdef ClaimEnd _next(self):
-        """The request that is to be taken up next; None if none is waiting."""
-        cdef FrontendEnd frontend
+    cdef BaseClaim _next(self):
+        """The request that is claimed next; None if none waits."""
+        cdef BaseFrontend frontend
         if not self._costly:
             return self._line.first
         if self._line.first is not None and self._overtaken < _OVERTAKING:
@@ -448,7 +449,7 @@ cdef class EngineEnd:
         return frontend._costly.first
 
     cdef int _charge(self, Content content) except -1:
-        """Something was taken up, or was not worth it: both took time."""
+        """A request was claimed, or could not be claimed: both took time."""
         cdef uint64_t nbytes = max(<uint64_t>PyBytes_GET_SIZE(content.payload), content.payload_nbytes)
         self._turn_left -= _CLAIM_COUNT + content.value_count + (nbytes >> _NBYTES_SHIFT)
         if self._turn_left <= 0:
@@ -461,9 +462,9 @@ cdef class EngineEnd:
         self._turn_left = _TURN_COUNT
         self.is_turn_over = False
 
-    cdef int _append(self, ClaimEnd claim) except -1:
+    cdef int _append(self, BaseClaim claim) except -1:
         """A request waits, behind the others."""
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef Line line = self._line
         self._know(claim)
         if claim._is_costly:
@@ -477,9 +478,9 @@ cdef class EngineEnd:
         self._publish_load()
         return 0
 
-    cdef int _withdraw(self, ClaimEnd claim) except -1:
+    cdef int _withdraw(self, BaseClaim claim) except -1:
         """A request waits no more."""
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         if not claim._is_costly:
             self._line.withdraw(claim)
         else:
@@ -491,22 +492,22 @@ cdef class EngineEnd:
         return 0
 
     def forget_waiting(self, client_id: int, request_id: int) -> None:
-        """A request has ended that was not taken up, and will not be."""
-        cdef ClaimEnd claim = self._find(client_id, request_id)
+        """A request has ended that was not claimed."""
+        cdef BaseClaim claim = self._find(client_id, request_id)
         if claim is None:
             raise KeyError((client_id, request_id))
         self._withdraw(claim)
 
     def forget_claim(self, client_id: int, request_id: int):
-        """A request that was taken up has ended; returns its claim, or None if there is none (any more)."""
-        cdef ClaimEnd claim = self._find(client_id, request_id)
+        """A claimed request has ended; returns its claim, or None if there is none (any more)."""
+        cdef BaseClaim claim = self._find(client_id, request_id)
         if claim is not None:
             self._unknow(claim)
         return claim
 
     # Claims by client and request: a table of lists, without references. A claim that is dropped takes itself out.
 
-    cdef int _know(self, ClaimEnd claim) except -1:
+    cdef int _know(self, BaseClaim claim) except -1:
         cdef PyObject** place
         if self._known >= self._lists:
             self._spread(2 * self._lists)
@@ -530,24 +531,24 @@ cdef class EngineEnd:
         for i in range(former_lists):
             while former[i] != NULL:
                 claim = former[i]
-                former[i] = (<ClaimEnd>claim)._other
-                place = self._list_of((<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id)
-                (<ClaimEnd>claim)._other, place[0] = place[0], claim
+                former[i] = (<BaseClaim>claim)._other
+                place = self._list_of((<BaseClaim>claim)._client_id, (<BaseClaim>claim)._request_id)
+                (<BaseClaim>claim)._other, place[0] = place[0], claim
         free(former)
         return 0
 
     cdef PyObject** _list_of(self, uint64_t client_id, uint64_t request_id) noexcept:
         return &self._claims[(31 * client_id + request_id) & (self._lists - 1)]
 
-    cdef ClaimEnd _find(self, uint64_t client_id, uint64_t request_id):
+    cdef BaseClaim _find(self, uint64_t client_id, uint64_t request_id):
         cdef PyObject* claim = self._list_of(client_id, request_id)[0]
         while claim != NULL:
-            if (<ClaimEnd>claim)._request_id == request_id and (<ClaimEnd>claim)._client_id == client_id:
-                return <ClaimEnd>claim
-            claim = (<ClaimEnd>claim)._other
+            if (<BaseClaim>claim)._request_id == request_id and (<BaseClaim>claim)._client_id == client_id:
+                return <BaseClaim>claim
+            claim = (<BaseClaim>claim)._other
         return None
 
-    cdef void _unknow(self, ClaimEnd claim) noexcept:
+    cdef void _unknow(self, BaseClaim claim) noexcept:
         cdef PyObject** place
         if not claim._is_known:
             return
@@ -555,7 +556,7 @@ cdef class EngineEnd:
         self._known -= 1
         place = self._list_of(claim._client_id, claim._request_id)
         while place[0] != <PyObject*>claim:
-            place = &(<ClaimEnd>place[0])._other
+            place = &(<BaseClaim>place[0])._other
         place[0] = claim._other
         self._publish_load()
 
@@ -565,8 +566,8 @@ cdef class EngineEnd:
     @property
     def waiting(self) -> dict[tuple[int, int], Any]:
         """Requests that wait, by client and request: the quick ones in order of arrival, then the costly ones of each frontend."""
-        cdef ClaimEnd claim
-        cdef FrontendEnd frontend
+        cdef BaseClaim claim
+        cdef BaseFrontend frontend
         cdef Line line
         waiting = {}
         for line in [self._line, *[frontend._costly for frontend in self._costly]]:
@@ -578,17 +579,17 @@ cdef class EngineEnd:
 
     @property
     def claims(self) -> dict[tuple[int, int], Any]:
-        """Those that were taken up and have not ended, by client and request."""
+        """Claimed requests that have not ended, by client and request."""
         cdef PyObject* claim
         cdef uint64_t i
-        cdef ClaimEnd taken
+        cdef BaseClaim taken
         in_hands = []
-        for i in range(self._lists):  # nothing here runs a collection, which could end a claim: a tuple that is made does
+        for i in range(self._lists):  # no collection may run here, since it could end a claim; making a tuple can start one
             claim = self._claims[i]
             while claim != NULL:
-                if (<ClaimEnd>claim)._is_in_hands:
-                    in_hands.append(<ClaimEnd>claim)
-                claim = (<ClaimEnd>claim)._other
+                if (<BaseClaim>claim)._is_in_hands:
+                    in_hands.append(<BaseClaim>claim)
+                claim = (<BaseClaim>claim)._other
         claims = {}
         for taken in in_hands:
             claims[taken._client_id, taken._request_id] = taken
@@ -596,10 +597,10 @@ cdef class EngineEnd:
 
     @property
     def running_count(self) -> int:
-        """Requests that were taken up and have not ended, whose claim somebody has."""
+        """Claimed requests that have not ended, and whose claim was not dropped."""
         return self._known - self.waiting_count
 
-    cdef ClaimEnd _take_up(self, ClaimEnd claim):
+    cdef BaseClaim _claim(self, BaseClaim claim):
         cdef Content content = claim._submit.content
         cdef bint is_payload_shared = content.payload_nbytes != 0
         self.book.claim_request(claim._request)
@@ -610,17 +611,17 @@ cdef class EngineEnd:
                 content.check_payload(self._payload_in_slot(content), self._bounds)
             placement = None
             if content.fence:
-                placement = self.shell.take_up_device(claim._client_id, claim._submit)
+                placement = self.shell.claim_on_device(claim._client_id, claim._submit)
             claim._payload = self._decoder.decode(claim._regions, placement)
-            if claim._request.state_number != _RUNNING:  # a hook of the payload's type has heard of it
+            if claim._request.state_number != _RUNNING:  # a hook of the payload's type has read the abort
                 raise AbortedError(
                     f"request {claim._submit.request_id} was aborted while it was taken up", request_id=claim._submit.request_id
                 )
         except RemoteProtocolError as error:
-            self.shell.take_up_failed(claim, error, breaks_rules=not is_payload_shared)
+            self.shell.claim_failed(claim, error, breaks_rules=not is_payload_shared)
             return None
         except Exception as error:
-            self.shell.take_up_failed(claim, error, breaks_rules=False)
+            self.shell.claim_failed(claim, error, breaks_rules=False)
             return None
         self._know(claim)
         claim._is_in_hands = True
@@ -632,15 +633,15 @@ cdef class EngineEnd:
             self._mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
         )
 
-    cdef int _check_headers(self, ClaimEnd claim) except -1:
-        """Compares what stands in shared memory with the descriptors that were accepted; each is read once."""
+    cdef int _check_headers(self, BaseClaim claim) except -1:
+        """Compares the headers in shared memory with the accepted descriptors; each header is read once."""
         cdef SlotNumbers* slot
         cdef uint64_t numbers[2]
         cdef uint32_t i
         for i in range(claim._submit.content.slot_count):
             slot = claim._submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
-                continue  # in device memory stands no header, and what is kept is what the book says
+                continue  # there are no headers in device memory, and the book knows kept content
             if not read_header(self._mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]):
                 raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
             if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
@@ -652,11 +653,11 @@ cdef class EngineEnd:
 
     # -- what is done with a claim -----------------------------------------------------------------------------------
 
-    def frontend_of(self, ClaimEnd claim not None) -> Frontend:
-        """Returns the frontend whose request it is; it may be forgotten here."""
+    def frontend_of(self, BaseClaim claim not None) -> Frontend:
+        """Returns the frontend of the request; the frontend may be forgotten here."""
         return claim._frontend
 
-    def check_running(self, ClaimEnd claim not None) -> None:
+    def check_running(self, BaseClaim claim not None) -> None:
         """Raises unless the request can still be answered.
 
         Raises:
@@ -666,14 +667,14 @@ cdef class EngineEnd:
         if claim.ended:
             self.shell.refuse(claim)
 
-    cpdef object finish(self, ClaimEnd claim):  # type: None
+    cpdef object finish(self, BaseClaim claim):  # type: None
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
         if claim.ended:
             self.release(claim)
         else:
             self._finish(claim, None, None)
 
-    def release(self, ClaimEnd claim not None, *, copying: bool = False) -> None:
+    def release(self, BaseClaim claim not None, *, copying: bool = False) -> None:
         """Releases the slots; twice is once.
 
         Args:
@@ -699,8 +700,8 @@ cdef class EngineEnd:
         if effects:
             self.shell.carry_out(effects)
 
-    def mark_ended(self, ClaimEnd claim not None, *, aborted: bool = False) -> None:
-        """Nothing more may be sent in answer; the callbacks for this are called soon."""
+    def mark_ended(self, BaseClaim claim not None, *, aborted: bool = False) -> None:
+        """No more replies may be sent; the callbacks for this are called soon."""
         callbacks = (claim._end_callbacks or []) + ((claim._abort_callbacks or []) if aborted else [])
         claim._abort_callbacks = claim._end_callbacks = None
         claim.ended = True
@@ -708,20 +709,20 @@ cdef class EngineEnd:
         if callbacks:
             self.shell.call_soon(callbacks)
 
-    def call_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
-        """Keeps a callback for the request's end, in whichever way."""
+    def call_on_end(self, BaseClaim claim not None, callback: Callable[[], object]) -> None:
+        """Keeps a callback for the request's end, however it ends."""
         if claim._end_callbacks is None:
             claim._end_callbacks = []
         claim._end_callbacks.append(callback)
 
-    def forget_on_end(self, ClaimEnd claim not None, callback: Callable[[], object]) -> None:
-        """Takes that back, if it was not called yet."""
+    def forget_on_end(self, BaseClaim claim not None, callback: Callable[[], object]) -> None:
+        """Forgets such a callback, if it was not called yet."""
         if claim._end_callbacks and callback in claim._end_callbacks:
             claim._end_callbacks.remove(callback)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
+    cdef int _lend_reply(self, BaseClaim claim, slot, SlotNumbers* numbers) except -1:
         """A reply slot is its frontend's from now on."""
         if slot is None:
             return 0
@@ -730,7 +731,7 @@ cdef class EngineEnd:
         self.book.reply_sent(claim._frontend.client_id, slot.generation)
         return 0
 
-    def send_reply(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+    def send_reply(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
         """Sends a reply.
 
         Args:
@@ -743,10 +744,10 @@ cdef class EngineEnd:
         Raises:
             AbortedError, LocalProtocolError: the request has ended.
         """
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef SlotNumbers numbers
         cdef uint64_t request_id = claim._submit.request_id
-        if claim.ended:  # whatever has run since its caller looked
+        if claim.ended:  # checked here: code may have run since the caller's check
             self.shell.refuse(claim)
         try:
             if frontend._writer is None or not frontend._writer.is_writable() \
@@ -765,8 +766,9 @@ cdef class EngineEnd:
         self._count_reply(reply)
         return True
 
-    def finish_with(self, ClaimEnd claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
-        """Sends a last reply, releases the slots and finishes the request, in one record, which finds room.
+    def finish_with(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+        """Sends a last reply, releases the slots and finishes the request, in one record. The caller knows that there is room
+        for it.
 
         Args:
             reply, slot: as of :meth:`send_reply`.
@@ -789,8 +791,9 @@ cdef class EngineEnd:
 
     # -- claims end --------------------------------------------------------------------------------------------------
 
-    cdef list _release(self, ClaimEnd claim, bint copying, uint64_t* released, Py_ssize_t* count):
-        """Releases a claim's slots in the book; those that are viewed drain. ``released``: generations to be told of."""
+    cdef list _release(self, BaseClaim claim, bint copying, uint64_t* released, Py_ssize_t* count):
+        """Releases a claim's slots in the book; those that are viewed drain. ``released``: the generations of which the
+        frontend is told."""
         cdef uint8_t few[_FEW_RELEASED]
         cdef uint8_t* viewed = few
         cdef uint32_t slots = claim._submit.content.slot_count, i
@@ -822,12 +825,12 @@ cdef class EngineEnd:
             if viewed != few:
                 free(viewed)
 
-    cdef bint _finish(self, ClaimEnd claim, Packed reply, slot) except -1:
+    cdef bint _finish(self, BaseClaim claim, Packed reply, slot) except -1:
         """Releases and finishes a request that has not ended: one record tells its frontend.
 
-        Releasing drops the payload, and so may run its code: whether the request still runs is asked after it.
+        Releasing drops the payload, which may run its code: so this checks afterwards whether the request still runs.
         """
-        cdef FrontendEnd frontend = claim._frontend
+        cdef BaseFrontend frontend = claim._frontend
         cdef SlotNumbers numbers
         cdef bint is_sent = False
         cdef uint64_t few[_FEW_RELEASED]
@@ -845,7 +848,7 @@ cdef class EngineEnd:
             if count > _MANY or (count and claim._request.state_number != _RUNNING):
                 self.shell.send_release(frontend, [released[i] for i in range(count)])
                 count = 0
-            if claim._request.state_number == _RUNNING:  # else it was aborted meanwhile, and its frontend knows
+            if claim._request.state_number == _RUNNING:  # otherwise it was aborted meanwhile, and its frontend knows
                 self.book.end_request(frontend.record, claim._request, _FINISH)
                 self.finished += 1
                 if reply is not None:
@@ -864,7 +867,7 @@ cdef class EngineEnd:
         return is_sent
 
     cdef int _send_done(
-        self, FrontendEnd frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
+        self, BaseFrontend frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
     ) except -1:
         try:
             if frontend._writer is not None and frontend._writer.is_writable() \

@@ -1,29 +1,32 @@
-"""The book of what an engine has handed to its workers: who still reads what, and what may be used again.
+"""The book of an engine's messages to its workers: which worker still reads which message, and which memory may be used again.
 
-Theory of operation: sans-I/O, like the other books. A *worker* has a rank, which is the caller's, and a *place*, which is a bit in
-masks. A message goes to some workers at once; it keeps what it shows (a run of blocks in the memory of broadcasts, slots of claims)
-until all of them have left it or are dead.
+Theory of operation: sans-I/O, like the other books. A *worker* has a rank, which its caller chooses, and a *place*, which is a
+bit in masks. A message goes to several workers at once. It keeps the memory that it shows (a run of blocks in the memory of
+broadcasts, slots of claims) until each of them has left it or is dead.
 
-What a worker says stands in a page of its own, which only it and the engine map and which is new with each join: for each of the
-``WINDOW`` stamps the number of the last message with that stamp that it has left. A message gets a stamp that no outstanding
-message has. Its place in the page counts only if it equals the message's number, and only for that worker; anything else says
-nothing. So a worker can free nothing but what it was given itself, whatever it writes. The masks are the engine's own.
+A worker acknowledges messages in a page of its own, which only this worker and the engine map, and which is new with each join.
+For each of the ``WINDOW`` stamps, the page has the number of the last message with that stamp that the worker has left. A
+message gets a stamp that no outstanding message has. The number at its stamp counts only if it equals the message's number, and
+only for that worker; any other number is ignored. So, whatever a worker writes, it can only acknowledge its own messages. The
+masks are in the engine's own memory.
 
-Nobody is rung for an acknowledgement: the engine looks (:meth:`FanOutBook.sweep`) when it publishes the next message. An engine that
-waits says so in the pages of those it waits for (``want_*``), looks once more, and then waits for a bell. A bell is rung once for all
-who wait: each asks anew. ``tests/model/acknowledgements.pml`` is this protocol in Promela.
+An acknowledgement rings no bell: the engine looks at the pages (:meth:`FanOutBook.sweep`) when it publishes the next message.
+An engine that waits writes so into the pages of the workers that it waits for (``want_*``), looks once more, and then waits for
+a bell. One bell is rung for all waiting tasks: each asks again. ``tests/model/acknowledgements.pml`` is this protocol in
+Promela.
 
-A worker that *parts* gets nothing more. What it had stays outstanding until it has acknowledged it or is proven dead: that its
-connection has ended, or that it was dropped, proves nothing. What was sent after it had closed it will never take, and so never
-acknowledge one by one: it says in its page from which message on that is so.
+A worker that *parts* gets nothing more. Its messages stay outstanding until it has acknowledged them or is proven dead: the end
+of its connection, or being dropped, proves nothing. A worker that has closed never reads messages that were sent later, and
+never acknowledges them one by one. So it writes into its page the number of the first such message.
 
-A forked child does not have the pages: a copy of this book there believes nothing and asks nobody.
+A forked child does not have the pages: a copy of this book there reads no page and writes none.
 
-Out of order is in order: a message that somebody keeps for long holds its own stamp and memory, and no later one's.
+Messages may be left in any order: a message that a worker keeps for long holds its own stamp and memory, and not those of later
+messages.
 
-Invariants (:meth:`FanOutBook.check`): an outstanding message is pending somewhere; a worker's counts are those of the messages
-pending at it, and no more than ``backlog``; free and taken blocks add up; a place is free when its worker has parted and nothing is
-pending there.
+Invariants (:meth:`FanOutBook.check`): an outstanding message is pending at a worker; a worker's counts are those of its pending
+messages, and no more than ``backlog``; free and reserved blocks add up; a place is free when its worker has parted and has no
+pending message.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -43,9 +46,9 @@ cdef enum:
 
 
 cdef struct Outstanding:
-    # A message that somebody may still read.
+    # A message that a worker may still read.
     uint64_t sequence      # 0: none
-    uint64_t pending       # places of those who have not left it
+    uint64_t pending       # places of the workers that have not left it
     int64_t start          # blocks that it has in the memory of broadcasts
     uint64_t blocks        # 0: none
     uint64_t nbytes        # that it keeps, wherever they are
@@ -56,7 +59,7 @@ cdef struct Outstanding:
 
 
 cdef enum:
-    PATIENCE = 4  # messages that somebody still reads, over which a short look goes on
+    PATIENCE = 4  # a short look goes on over so many messages that are still being read
 
 WORKER_PAGE_NBYTES: int = PAGE_NBYTES
 LARGEST_BACKLOG: int = WINDOW
@@ -69,7 +72,7 @@ cdef class WorkerRecord:
         rank: the caller's name for it.
         place: its bit.
         is_member: whether it gets messages.
-        is_gone: whether it has left for good: nothing is pending at it, and nothing ever will be.
+        is_gone: whether it has parted and has no pending message.
         unacknowledged, unacknowledged_nbytes: messages that it has not left, and what they keep.
         sent: messages so far.
     """
@@ -82,8 +85,8 @@ cdef class WorkerRecord:
     cdef readonly uint64_t unacknowledged_nbytes
     cdef readonly uint64_t sent
     cdef RecordWriter writer   # None: it gets nothing
-    cdef RecordReader reader   # None: nothing is read of it, or somebody else sees to that
-    cdef RecordTaker taker     # of what is read
+    cdef RecordReader reader   # None: it is not read, or the shell reads it
+    cdef RecordHandler taker     # of the payloads that are read
     cdef object _page
     cdef uint8_t* _at
 
@@ -93,13 +96,13 @@ cdef class FanOutBook:
 
     Args:
         backlog: messages that a worker may have that it has not left.
-        max_workers: at a time, those that have parted and are not gone included.
+        max_workers: at a time, including those that have parted and are not gone.
 
     Attributes:
         next_sequence: of the next message; they count from 1.
-        outstanding: messages that somebody may still read.
+        outstanding: messages that a worker may still read.
         ranks: of the members, in order.
-        gone: workers that are gone; whoever looks takes them out.
+        gone: workers that are gone; the shell removes them.
     """
 
     cdef readonly uint32_t backlog
@@ -108,7 +111,7 @@ cdef class FanOutBook:
     cdef readonly uint32_t outstanding
     cdef readonly tuple ranks  # type: tuple[int, ...]  # of members, in order
     cdef public list gone  # type: list[WorkerRecord]  # records of those who have left for good since somebody looked
-    cdef RunAllocator _memory        # None: nothing is reserved yet
+    cdef RunAllocator _memory        # None: no memory is reserved yet
     cdef uint64_t _blocks
     cdef Outstanding _messages[WINDOW]
     cdef int _unused[WINDOW]
@@ -145,7 +148,7 @@ cdef class FanOutBook:
             free(self._messages[stamp].regions)
 
     def reserve(self, blocks: int) -> None:
-        """There is memory for what has to be copied, counted in blocks."""
+        """There is memory for copied tensors, counted in blocks."""
         assert self._memory is None, "it is reserved once"
         self._blocks = blocks
         self._memory = RunAllocator(0, blocks)
@@ -157,11 +160,11 @@ cdef class FanOutBook:
         return self._members.get(rank)
 
     def workers(self) -> list[WorkerRecord]:
-        """Returns all that are not gone, in order of their places."""
+        """Returns all workers that are not gone, in order of their places."""
         return [worker for worker in self._places if worker is not None]
 
     def join(self, rank: int, page: Buffer, writer: RecordWriter | None = None) -> WorkerRecord:
-        """A worker has come; it gets what is published from now on.
+        """A worker has joined; it gets the messages that are published from now on.
 
         Args:
             rank: the caller's name for it.
@@ -201,7 +204,7 @@ cdef class FanOutBook:
         return worker
 
     def part(self, WorkerRecord worker not None) -> None:
-        """It gets nothing more; what it has stays outstanding. Twice is once."""
+        """The worker gets no more messages; its messages stay outstanding. A second call does nothing."""
         if worker.is_member:
             worker.is_member = False
             worker.writer = worker.reader = worker.taker = None
@@ -211,7 +214,7 @@ cdef class FanOutBook:
         self._forget_if_done(worker)
 
     def died(self, WorkerRecord worker not None) -> None:
-        """The kernel says that its process is dead: what it had comes back."""
+        """The kernel says that the worker's process is dead: the memory of its messages comes back."""
         cdef int stamp = self._oldest, newer
         if worker.is_gone:
             return
@@ -243,7 +246,7 @@ cdef class FanOutBook:
         """The mask of members by their ranks.
 
         Raises:
-            WorkerLostError: one of them is none.
+            WorkerLostError: there is no member of a rank.
         """
         cdef uint64_t mask = 0
         missing = []
@@ -258,7 +261,7 @@ cdef class FanOutBook:
         return mask
 
     def no_workers(self, ranks: Sequence[int]) -> WorkerLostError:
-        """Makes the error for who has named ranks of which there is no worker."""
+        """Makes the error for ranks of which there is no worker."""
         listed = ", ".join(map(str, ranks))
         return WorkerLostError(f"there is no worker of rank {listed} (any more, or yet); there are {list(self.ranks)}", ranks=ranks)
 
@@ -271,8 +274,8 @@ cdef class FanOutBook:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    cdef int64_t take_blocks(self, uint64_t blocks) except -2:
-        """Takes memory for a message that is not published yet; -1: there is none now."""
+    cdef int64_t reserve_blocks(self, uint64_t blocks) except -2:
+        """Reserves memory for a message that is not published yet; -1: there is none now."""
         return self._memory.take(blocks)
 
     cdef int give_blocks(self, int64_t start, uint64_t blocks) except -1:
@@ -280,12 +283,12 @@ cdef class FanOutBook:
         return 0
 
     def take(self, blocks: int) -> int | None:
-        """As ``take_blocks``, for Python; None: there are none now."""
-        start = self.take_blocks(blocks)
+        """As ``reserve_blocks``, for Python; None: there are none now."""
+        start = self.reserve_blocks(blocks)
         return None if start < 0 else start
 
     def give(self, start: int, blocks: int) -> None:
-        """Memory that was taken is not used after all."""
+        """Reserved memory is not used after all."""
         self.give_blocks(start, blocks)
 
     cdef bint has_place(self, uint64_t mask) except -1:
@@ -309,13 +312,13 @@ cdef class FanOutBook:
     cdef uint64_t publish_to(
         self, uint64_t mask, int64_t start, uint64_t blocks, uint64_t nbytes, Lent** regions, uint32_t region_count
     ) except 0:
-        """A message goes to members, for whom there is place; returns its number.
+        """A message goes to members that have room for it; returns its number.
 
         Args:
-            mask: who gets it; not empty.
-            start, blocks: memory that was taken for it.
+            mask: the members that get it; not empty.
+            start, blocks: memory that was reserved for it.
             nbytes: that it keeps in all.
-            regions: slots that it keeps, with a reference to each; the array and the references are taken over.
+            regions: slots that it keeps, with a reference to each; the book owns the array and the references from now on.
         """
         cdef Outstanding* message
         cdef WorkerRecord worker
@@ -352,7 +355,7 @@ cdef class FanOutBook:
     # -- what comes back ---------------------------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        """Looks at all that is outstanding; returns how many messages came back."""
+        """Looks at all outstanding messages; returns how many came back."""
         cdef uint32_t before = self.outstanding
         cdef int stamp = self._oldest, newer
         while stamp >= 0:
@@ -362,7 +365,7 @@ cdef class FanOutBook:
         return before - self.outstanding
 
     cdef int sweep_oldest(self) except -1:
-        """Looks at the oldest messages, and no further than over a few that somebody still reads."""
+        """Looks at the oldest messages, and stops after a few that are still being read."""
         cdef int stamp = self._oldest, newer, patience = PATIENCE
         while stamp >= 0 and patience:
             newer = self._messages[stamp].newer
@@ -372,7 +375,7 @@ cdef class FanOutBook:
         return 0
 
     cdef int _look_at(self, int stamp) except -1:
-        """Believes the stamps of a message; returns whether it is still outstanding."""
+        """Reads the stamps of a message; returns whether the message is still outstanding."""
         cdef Outstanding* message = &self._messages[stamp]
         cdef uint64_t left = message.pending
         cdef WorkerRecord worker
@@ -381,14 +384,14 @@ cdef class FanOutBook:
         while left:
             worker = <WorkerRecord>self._places[lowest_bit(left)]
             left &= left - 1
-            # Acquire: whatever it has read there it has read before it said so.
+            # Acquire: the worker's reads of the message come before its stamp.
             if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence \
                     or (not worker.is_member and self._has_closed_before(worker, message.sequence)):
                 self._strike(message, stamp, worker)
         return message.sequence != 0
 
     cdef bint _has_closed_before(self, WorkerRecord worker, uint64_t sequence) noexcept:
-        """Whether a worker that has parted says that it will never take a message: it had closed before that was sent."""
+        """Whether a worker that has parted will never read a message, since it had closed before the message was sent."""
         cdef uint64_t closed = load_acquire_u64(worker._at + AT_CLOSED)
         return closed != 0 and closed <= sequence
 
@@ -428,10 +431,10 @@ cdef class FanOutBook:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     cdef int _want(self, const uint64_t* wanted) except -1:
-        """Writes to pages, and looks once more; returns whether something came back meanwhile.
+        """Writes to pages, and looks once more; returns whether a message came back meanwhile.
 
         Args:
-            wanted: by place, the message whose acknowledgement is waited for; 0: nobody waits for that worker's.
+            wanted: by place, the message whose acknowledgement is waited for; 0: none of that worker.
         """
         cdef uint8_t* at
         cdef uint64_t earlier
@@ -441,13 +444,13 @@ cdef class FanOutBook:
         for place in range(MAX_WORKERS):
             if wanted[place]:
                 at = (<WorkerRecord>self._places[place])._at + AT_WANT
-                earlier = load_acquire_u64(at)  # of somebody else who waits, and is rung for with this
+                earlier = load_acquire_u64(at)  # of another waiting task, which is rung for as well
                 store_release_u64(at, min(earlier, wanted[place]) if earlier else wanted[place])
-        fence_full()  # before the look: a worker stores its stamp, fences, and looks at what is wanted
+        fence_full()  # before the look: a worker stores its stamp, fences, and looks which message is wanted
         return self.sweep() > 0
 
     cdef uint64_t _crowded(self, uint64_t mask) except? 0:
-        """Of those who are to get a message, who stands in its way; 0: nobody."""
+        """Returns which of these workers have no room for one more message; 0: all have room."""
         cdef uint64_t crowded = 0, bit
         if not self._unused_count:
             return self._messages[self._oldest].pending
@@ -459,12 +462,12 @@ cdef class FanOutBook:
         return crowded
 
     cdef bint want_place(self, uint64_t mask) except -1:
-        """Has those who stand in the way of one more message ring when they have left half of what they have.
+        """Asks the workers without room for one more message to ring when they have left half of their messages.
 
-        For the very next acknowledgement nobody waits: that would wake the engine for each.
+        It does not wait for the next acknowledgement, because then each one would wake the engine.
 
         Returns:
-            False: something came back while this was said, so the caller looks again before it waits.
+            False: a message came back meanwhile, so the caller looks again before it waits.
         """
         cdef uint64_t wanted[MAX_WORKERS]
         cdef uint32_t seen[MAX_WORKERS]
@@ -504,26 +507,26 @@ cdef class FanOutBook:
         return self.want_place(self.mask_of(ranks))
 
     def want_memory(self) -> bool:
-        """Has those ring who leave a message that has memory of broadcasts; returns as :meth:`want`."""
+        """Asks workers to ring when they leave a message with memory of broadcasts; returns as :meth:`want_place`."""
         return self._want_first(False)
 
     def want_slots(self) -> bool:
-        """Has those ring who leave a message that keeps slots of claims; returns as :meth:`want`."""
+        """Asks workers to ring when they leave a message that keeps slots of claims; returns as :meth:`want_place`."""
         return self._want_first(True)
 
     def laggards(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Returns the ranks of those who stand in the way of one more message to these, in order."""
+        """Returns the ranks of the workers, among these, that have no room for one more message, in order."""
         return self.ranks_of(self._crowded(self.mask_of(ranks)))
 
     def memory_laggards(self) -> tuple[int, ...]:
-        """Returns the ranks of those who still read the oldest message that has memory of broadcasts."""
+        """Returns the ranks of the workers that still read the oldest message with memory of broadcasts."""
         cdef int stamp = self._oldest
         while stamp >= 0 and not self._messages[stamp].blocks:
             stamp = self._messages[stamp].newer
         return () if stamp < 0 else self.ranks_of(self._messages[stamp].pending)
 
     def holds_slots(self) -> bool:
-        """Whether something outstanding keeps slots of claims."""
+        """Whether an outstanding message keeps slots of claims."""
         cdef int stamp = self._oldest
         while stamp >= 0:
             if self._messages[stamp].region_count:
@@ -533,11 +536,11 @@ cdef class FanOutBook:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the memory of broadcasts that nobody has."""
+        """Free blocks of the memory of broadcasts."""
         return 0 if self._memory is None else self._memory.free_units
 
     def check(self) -> None:
-        """Asserts the invariants; for tests. Nothing may be taken that was not published."""
+        """Asserts the invariants; for tests. All reserved memory must belong to published messages."""
         cdef int stamp = self._oldest
         cdef uint64_t blocks = 0, last = 0
         cdef uint32_t count = 0

@@ -1,16 +1,16 @@
-"""The engine's end towards its workers: what it does with every message to them, and with every reply of theirs.
+"""The engine's side towards its workers: its work on every message to them, and on every reply.
 
 Theory of operation. A message is packed once. Tensors that lie in slots of claims that are in hand stay there, and the message keeps
 those slots as a view would; the others are copied once, into the record or into the memory of broadcasts, which only the engine can
-write. Then the record goes to the message ring of each worker in one step: so the order is the same for all, and a message is given
-to all or to none. Whoever sleeps is rung for.
+write. Then the record goes to the message ring of each worker in one step. So the order is the same for all, and a message goes
+to all workers or to none. Workers that sleep are rung.
 
-Nothing is waited for here. What finds no memory, no place, or no room in a ring, and what takes long to copy, is for the *shell*
-(:mod:`shmring.ring.workers`), which is handed in; it has those who wait stand in line, and calls back here.
+This file never waits. If a message finds no memory, no place, or no room in a ring, or takes long to copy, the *shell*
+(:mod:`shmring.ring.workers`) puts its sender in line, and calls back here.
 
-What a worker sends is its own word about itself. A reply that nobody waits for (any more) is counted; what can't be true ends that
-worker's connection. Replies are read in C, like submissions. An engine that polls busily looks for those that it has just asked for
-before it lets its loop go on, for a moment at most: a turn of the loop takes longer than workers that poll need to reply.
+A reply for which no gather waits (any more) is counted. A record that can't be true ends that worker's connection. Replies are
+read in C, like submissions. An engine that polls busily looks for the replies to its gather before it lets its loop go on, for
+a moment at most: a turn of the loop takes longer than workers that poll need to reply.
 """
 
 cimport cython
@@ -27,14 +27,16 @@ cdef enum:
     BROADCAST = 120     # tags of the records that are read and written here and in worker_end
     ANSWER = 32
     WANTS_ANSWER = 1    # flags of a message
-    IS_SHARED = 2       # its payload is an array of a claim's and of what goes beside it
+    IS_SHARED = 2       # its payload is an array of a claim's payload and the payload beside it
 
 
 
 cdef class ClaimedSlots(HeldSlots):
-    """The slots of claims that are in hand, as a :class:`Packer` asks for them: written down when the first one of a message is looked for.
+    """The slots of claims that are in hand, for a :class:`Packer`. The table is made when the first tensor of a message is
+    looked up.
 
-    A claim that code of the payload takes up after that, while the message is encoded, is not among them: its tensors are copied.
+    If code of the payload claims a request after that, while the message is encoded, its slots are not in the table, and its
+    tensors are copied.
 
     Args:
         end: whose claims.
@@ -44,8 +46,8 @@ cdef class ClaimedSlots(HeldSlots):
     cdef EngineEnd _end
     cdef uint64_t _address
     cdef uint64_t _nbytes
-    cdef ClaimEnd _last      # in which something was found last
-    cdef bint _is_filled     # all that are in hand are in HeldSlots' table, by address
+    cdef BaseClaim _last      # the claim of the last tensor that was found
+    cdef bint _is_filled     # the slots of all claims in hand are in HeldSlots' table, by address
 
     def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ cdef class ClaimedSlots(HeldSlots):
         self._address, self._nbytes = address, nbytes
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found) except -1:
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef uint64_t start
         if address - self._address >= self._nbytes:
             return False
@@ -70,28 +72,28 @@ cdef class ClaimedSlots(HeldSlots):
         return True
 
     cdef int _fill(self) except -1:
-        """Writes down where the slots of all claims are."""
-        cdef ClaimEnd claim
+        """Writes the addresses of the slots of all claims into the table."""
+        cdef BaseClaim claim
         cdef uint64_t start
         cdef uint32_t i
-        claims = self._end.claims  # which may run a collection, and a finaliser with a message of its own: nothing after this does
+        claims = self._end.claims  # this may run a collection, and a finaliser that sends a message; no later call here does
         self._is_filled = True
         for claim in claims.values():
             for i in range(0 if claim._regions is None else claim._regions.content.slot_count):
                 start = self._address + claim._regions.content.slot_numbers[i].offset + SLOT_HEADER_NBYTES
-                if start not in self._slots:  # what is kept may be in several
+                if start not in self._slots:  # kept content may be in several claims
                     self._addresses.make_ready()
                     self._addresses.insert(start)
                     self._slots[start] = claim
         return 0
 
-    cdef int look_in(self, ClaimEnd claim) except -1:
-        """Looks in this claim first: also one that is in hand though its request has ended, because its frontend gave it up."""
+    cdef int look_in(self, BaseClaim claim) except -1:
+        """Looks in this claim first. It may be in hand although its request has ended, because its frontend aborted it."""
         self._last = claim
         return 0
 
     cdef int rest(self) except -1:
-        """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
+        """Keeps no claim alive any longer: a claim that is dropped fails its request, with a warning."""
         self._last = None
         if self._is_filled:
             self._is_filled = False
@@ -99,7 +101,7 @@ cdef class ClaimedSlots(HeldSlots):
         return 0
 
     cdef bint _find_in(
-        self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
+        self, BaseClaim claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset, list found
     ) except -1:
         cdef SlotNumbers* slot
         cdef uint64_t start
@@ -124,8 +126,8 @@ cdef class ClaimedSlots(HeldSlots):
         return False
 
 
-cdef class JoinedWorker(RecordTaker):
-    """A worker, as far as every reply needs it; the shell's worker is a subclass.
+cdef class JoinedWorker(RecordHandler):
+    """A worker: the part that every reply needs. ``Worker`` of the shell is a subclass.
 
     Args:
         end: that it belongs to.
@@ -141,16 +143,16 @@ cdef class JoinedWorker(RecordTaker):
         self.end = end
 
     def attach(self, WorkerRecord record not None, RecordReader reader not None) -> None:
-        """Its connection is there, whose ring the shell reads, too."""
+        """Its connection is there. The shell reads its ring, too."""
         self.record = record
         record.reader, record.taker = reader, self
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        return self.end._take_answer(self.record, record, nbytes)
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        return self.end._handle_answer(self.record, record, nbytes)
 
-    def take_answer(self, bytes record not None) -> bool:
-        """Takes a reply of any length; returns False if the record is none."""
-        return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
+    def handle_answer(self, bytes record not None) -> bool:
+        """Handles a reply of any length; returns False if the record is no reply."""
+        return self.end._handle_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
 
 @cython.final
 @cython.no_gc
@@ -159,9 +161,9 @@ cdef class Parcel:
 
     Attributes:
         packed: its content; None once it was discarded.
-        to: ranks of those who get it; None: all.
+        to: ranks of the workers that get it; None: all.
         sequence: its number, once it was published; 0: it was not, or went to nobody.
-        is_copied: whether what is copied has been.
+        is_copied: whether its copies were made.
     """
 
     cdef readonly Packed packed
@@ -171,7 +173,7 @@ cdef class Parcel:
     cdef int64_t start
     cdef uint64_t blocks
     cdef readonly bint is_copied
-    cdef bint had_memory         # for what is copied
+    cdef bint had_memory         # for copied tensors
     cdef uint64_t nbytes         # that it keeps
     cdef SlotNumbers* slots      # in place; and then that of region 0
     cdef Lent** regions          # of those in place
@@ -185,7 +187,7 @@ cdef class Parcel:
         free(self.slots)
 
     cdef void drop(self) noexcept:
-        """Keeps nothing of what it was made of any longer, however long it is kept itself: an error's traceback may do that."""
+        """Lets go of its payload and tensors: an error's traceback may keep this object for long."""
         cdef uint32_t i
         if self.regions != NULL:
             for i in range(self.slot_count):
@@ -204,7 +206,7 @@ cdef class FanOutEnd:
     """See the head of this file.
 
     Args:
-        shell: what is asked to wait, and told of workers that break the rules.
+        shell: waits for this end, and is told of workers that break the rules.
         end: of this engine: its claims and its slab.
         book: of its workers.
         packer, decoder: of payloads.
@@ -213,11 +215,11 @@ cdef class FanOutEnd:
         record_nbytes: of a record, at most.
         at_once_nbytes: copies of no more than this are made at once.
         max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
-        look_s: so long it looks for replies before it waits for them. Meanwhile nothing else happens in the loop.
+        look_s: how long it looks for replies before it waits for them. Nothing else runs in the loop meanwhile.
 
     Attributes:
-        is_crowded: whether others wait, and come first; the shell says so.
-        is_open: whether anything may be sent; the shell says so.
+        is_crowded: whether senders wait in line, and come first; the shell sets it.
+        is_open: whether messages may be sent; the shell sets it.
         broadcasts, gathered, copied_nbytes, in_place_nbytes, late_answers: counted so far.
     """
 
@@ -282,16 +284,16 @@ cdef class FanOutEnd:
         self.book.reserve(memory.nbytes // BLOCK_NBYTES)
 
     def close(self) -> None:
-        """Nothing is sent any more, and nothing need stay mapped."""
+        """No more messages are sent, and no memory need stay mapped."""
         self.is_open = False
         self._memory = None
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def broadcast(
-        self, payload, to: Sequence[int] | None, timeout: float | None, *, ClaimEnd claim=None
+        self, payload, to: Sequence[int] | None, timeout: float | None, *, BaseClaim claim=None
     ) -> Awaitable[tuple[int, ...]]:
-        """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
+        """Sends a payload to workers when awaited. ``claim``: the claim that is shared; ``payload`` goes beside its payload."""
         cdef Broadcasting sending
         check_timeout(timeout)
         sending = Broadcasting.__new__(Broadcasting)
@@ -300,18 +302,18 @@ cdef class FanOutEnd:
         return sending
 
     def gather(self, payload, to: Sequence[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
-        """Sends a payload to workers and waits for their replies when that is awaited."""
+        """Sends a payload to workers and waits for their replies when awaited."""
         cdef Gathering gathering
         check_timeout(timeout)
         gathering = Gathering.__new__(Gathering)
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
 
-    def send_now(self, payload, to: Sequence[int] | None, *, ClaimEnd claim=None) -> tuple[int, ...] | None:
-        """Sends a payload if nothing has to be waited for. ``claim``: as of :meth:`broadcast`.
+    def send_now(self, payload, to: Sequence[int] | None, *, BaseClaim claim=None) -> tuple[int, ...] | None:
+        """Sends a payload if it need not wait. ``claim``: as of :meth:`broadcast`.
 
         Returns:
-            The ranks it went to; None if something would have to be waited for.
+            The ranks that it went to; None if it would have to wait.
         """
         cdef Parcel parcel = self._pack(payload, to, 0, claim)
         if self._send_at_once(parcel):
@@ -320,11 +322,11 @@ cdef class FanOutEnd:
         return None
 
     def ask_now(self, payload, to: Sequence[int] | None) -> Gathering | None:
-        """Sends what :meth:`gather` does if nothing has to be waited for, but the replies.
+        """Sends the message of a :meth:`gather` if only its replies have to be waited for.
 
         Returns:
-            What they are waited for with: :meth:`Gathering.look`, :meth:`Gathering.expect`, and in the end :meth:`Gathering.forget`.
-            None if something would have to be waited for before.
+            The gathering: call its :meth:`Gathering.look` or :meth:`Gathering.expect`, and in the end :meth:`Gathering.forget`.
+            None if the message itself would have to wait.
         """
         cdef Gathering gathering = self.gather(payload, to, None)
         gathering._begun = True
@@ -344,9 +346,9 @@ cdef class FanOutEnd:
             raise self.shell.closed()
         return 0
 
-    cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared):
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags, BaseClaim shared):
         cdef Parcel parcel
-        cdef ClaimEnd claim
+        cdef BaseClaim claim
         cdef SlotNumbers* slot
         cdef uint32_t count, place, i
         self._check_open()
@@ -364,7 +366,7 @@ cdef class FanOutEnd:
         finally:
             self._slots.rest()
         self._check_open()  # code of the caller may have run, and closed this; or left a claim: see below
-        found, parcel.packed.slots = parcel.packed.slots, []  # keeps no claim alive: who drops one is told so
+        found, parcel.packed.slots = parcel.packed.slots, []  # keeps no claim alive: see HeldSlots
         if parcel.packed.slot_nbytes:
             parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
             if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
@@ -398,20 +400,20 @@ cdef class FanOutEnd:
                 parcel.slot_count += 1
         return parcel
 
-    def take_memory(self, Parcel parcel not None) -> bool:
-        """Takes memory for what is copied, if it needs any; False: there is none now."""
+    def reserve_memory(self, Parcel parcel not None) -> bool:
+        """Reserves memory for its copies, if it needs any; False: there is none now."""
         if not parcel.packed.slot_nbytes or parcel.start >= 0:
             return True
         if self._memory is None:
-            return True  # there is nobody to send it to
-        parcel.start = self.book.take_blocks(parcel.blocks)
+            return True  # there are no workers
+        parcel.start = self.book.reserve_blocks(parcel.blocks)
         if parcel.start < 0 and self.book.sweep():
-            parcel.start = self.book.take_blocks(parcel.blocks)
+            parcel.start = self.book.reserve_blocks(parcel.blocks)
         parcel.had_memory = parcel.start >= 0
         return parcel.had_memory
 
     def address_of(self, Parcel parcel not None) -> int:
-        """Where what is copied goes; 0: nowhere."""
+        """The address for its copies; 0: it has none."""
         if parcel.start < 0:
             return 0
         return <uint64_t>self._memory.at(parcel.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, parcel.packed.slot_nbytes)
@@ -421,7 +423,7 @@ cdef class FanOutEnd:
         parcel.is_copied = True
 
     def discard(self, Parcel parcel not None) -> None:
-        """It is not sent after all, or was sent. Nobody may be writing to its memory any more."""
+        """It is not sent after all, or was sent. No thread may still be writing to its memory."""
         if parcel.start >= 0:
             self.book.give_blocks(parcel.start, parcel.blocks)
             parcel.start = -1
@@ -430,14 +432,14 @@ cdef class FanOutEnd:
         parcel.drop()
 
     def publish(self, Parcel parcel not None) -> bool:
-        """Sends what was copied; False: there is no place, or no room in a ring.
+        """Sends a message whose copies were made; False: there is no place, or no room in a ring.
 
         Raises:
-            WorkerLostError: somebody who was to get it is no worker any more.
+            WorkerLostError: one of its workers is no worker any more.
         """
         if not self._has_room(self._mask(parcel), parcel):
             return False
-        self._publish(self._mask(parcel), parcel)  # without those who have broken the rules
+        self._publish(self._mask(parcel), parcel)  # without workers that have broken the rules
         return True
 
     cdef uint64_t _mask(self, Parcel parcel) except? 0:
@@ -455,8 +457,8 @@ cdef class FanOutEnd:
             return True
         if not self._has_room(mask, parcel):
             return False
-        mask = self._mask(parcel)  # without those who have broken the rules
-        if not self.take_memory(parcel):
+        mask = self._mask(parcel)  # without workers that have broken the rules
+        if not self.reserve_memory(parcel):
             return False
         if parcel.start < 0:
             self._publish(mask, parcel)
@@ -466,11 +468,11 @@ cdef class FanOutEnd:
                 <uint8_t*>memory.at(parcel.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, parcel.packed.slot_nbytes), False
             )
             parcel.is_copied = True
-            is_sent = self.publish(parcel)  # looks again: copying a tensor that is not contiguous runs torch's code
+            is_sent = self.publish(parcel)  # checked again: copying a tensor that is not contiguous runs torch's code
         except BaseException:
             self.discard(parcel)
             raise
-        if is_sent and parcel.start >= 0:  # nobody is left who could get it
+        if is_sent and parcel.start >= 0:  # no worker is left to get it
             self.discard(parcel)
         return is_sent
 
@@ -484,7 +486,7 @@ cdef class FanOutEnd:
         )
 
     cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1:
-        """Whether there is place for it, and room in every ring; whose count is impossible is not asked further."""
+        """Whether there is place for it, and room in every ring. A ring with an impossible count is not asked further."""
         cdef WorkerRecord worker
         cdef uint32_t nbytes = <uint32_t>self._record(parcel, WINDOW - 1)
         if not self.book.has_place(mask):
@@ -504,7 +506,8 @@ cdef class FanOutEnd:
         return True
 
     cdef int _publish(self, uint64_t mask, Parcel parcel) except -1:
-        """For which there is place, and room in every ring. No Python runs between the first record and the last."""
+        """Sends a message for which there is place, and room in every ring. No Python runs between the first record and the
+        last."""
         cdef WorkerRecord worker
         cdef RecordWriter writer
         cdef uint64_t left, sequence
@@ -560,7 +563,7 @@ cdef class FanOutEnd:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1:
+    cdef bint _handle_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1:
         """A record came from a worker; returns False if it is no reply.
 
         Raises:
@@ -590,7 +593,7 @@ cdef class FanOutEnd:
                 gathering._take(worker, answer)
         return True
 
-    def take_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
+    def handle_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
         """A worker has no reply to a message.
 
         Raises:
@@ -601,7 +604,7 @@ cdef class FanOutEnd:
             gathering._fail(WorkerFailedError(type_name, message, rank=worker.rank))
 
     cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence):
-        """Who waits for a worker's reply to a message; None: nobody does any more."""
+        """Returns the gathering that waits for a worker's reply to a message; None: none does any more."""
         cdef Gathering gathering
         if not sequence or sequence >= self.book.next_sequence:
             raise RemoteProtocolError(f"a reply is to message {sequence}, and there was none")
@@ -623,7 +626,7 @@ cdef class FanOutEnd:
 
 
 cdef object _of_shared(object error):
-    """Says what can't be sent by the name that its caller knows: what is shared is packed as a pair of payloads."""
+    """Changes the path in an error to the one that the caller knows: a shared claim is packed as a pair of payloads."""
     text = str(error)
     for place, name in (("payload[0]", "payload"), ("payload[1]", "beside")):
         if text.startswith(place):
@@ -633,13 +636,13 @@ cdef object _of_shared(object error):
 
 @cython.final
 cdef class Broadcasting(Awaited):  # type: Awaited[tuple[int, ...]]
-    """What sends a message to workers."""
+    """Sends a message to workers."""
 
     cdef FanOutEnd end
     cdef object payload
     cdef object to
     cdef object timeout
-    cdef ClaimEnd claim          # whose payload it is; None: a message of the engine's own
+    cdef BaseClaim claim          # the claim that is shared; None: none
 
     cdef PyObject* happen(self) except NULL:
         cdef Parcel parcel = self.end._pack(self.payload, self.to, 0, self.claim)
@@ -654,7 +657,7 @@ cdef class Broadcasting(Awaited):  # type: Awaited[tuple[int, ...]]
 
 @cython.final
 cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
-    """What sends a message to workers and waits for their replies."""
+    """Sends a message to workers and waits for their replies."""
 
     cdef FanOutEnd end
     cdef object payload
@@ -663,10 +666,10 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
     cdef Parcel parcel
     cdef object future
     cdef object timer
-    cdef readonly uint64_t expected   # places of those who have not replied
+    cdef readonly uint64_t expected   # places of the workers that have not replied
     cdef list answers                 # in order of rank
     cdef uint8_t _orders[MAX_WORKERS] # by place, where in that a reply goes
-    cdef object _error                # why one will not come; None: it may
+    cdef object _error                # why a reply will not come; None: all may come
 
     cdef PyObject* happen(self) except NULL:
         self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER, None)
@@ -691,7 +694,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return self.wait_in(self.future)
 
     def sent(self, future: asyncio.Future[None], timer: asyncio.TimerHandle | None) -> None:
-        """For the shell: it was sent, and the shell waits for this future. ``timer``: ends that; may be None."""
+        """For the shell: the message was sent, and the shell waits for this future. ``timer``: ends the wait; may be None."""
         self.future, self.timer = future, timer
         if self.parcel.sequence:
             self._sent()
@@ -703,11 +706,11 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
 
     @property
     def is_over(self) -> bool:
-        """Whether all have replied, or one will not."""
+        """Whether all workers have replied, or one will not."""
         return self._error is not None or not self.expected
 
     def look(self, seconds: float) -> None:
-        """Takes replies as they come, for so many seconds, or for a moment if that is longer and has helped before."""
+        """Reads replies as they come, for so many seconds, or for a moment if that is longer and has helped before."""
         cdef FanOutBook book = self.end.book
         cdef Looking looking = self.end._looking
         cdef uint64_t left = self.expected
@@ -724,7 +727,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
                 if worker is not None and worker.reader is not None:
                     worker.reader.stay_awake()
                     worker.reader.is_roused = True
-                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the one that was asked for
+                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the awaited reply
                     roused.append(worker)
             try:
                 self._look()
@@ -734,21 +737,21 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         looking.has_looked(self.is_over)
 
     cdef int _let_sleep(self, WorkerRecord worker) except -1:
-        """It rings again, if nobody else looks into its ring."""
+        """The worker rings again, if no other call looks into its ring."""
         cdef RecordReader reader = worker.reader
         if reader is None:
             return 0  # its connection has ended
         reader.is_roused = False
         if not reader.awake and not reader.fall_asleep():
-            self.end.shell.expects_replies(worker)  # it has published something just now: its turns are given again
+            self.end.shell.expects_replies(worker)  # it has published a record just now: its link gets turns again
         return 0
 
     def expect(self, future: Any, timeout: float | None, timer: asyncio.TimerHandle | None) -> None:
-        """Has this future, or what passes for one, set when it is over. ``timer``: see :meth:`time_out`; may be None."""
+        """Sets this future, or an object like one, when the gathering is over. ``timer``: see :meth:`time_out`; may be None."""
         self.future, self.timeout, self.timer = future, timeout, timer
 
     def result(self) -> list[Any]:
-        """Returns the replies, in order of rank. Raises what has kept one of them from coming."""
+        """Returns the replies, in order of rank. Raises the error if one of them will not come."""
         if self._error is not None:
             raise self._error
         return self.answers
@@ -768,7 +771,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return 0
 
     cdef int _look(self) except -1:
-        """Takes replies as they come, for a moment; lets other processes run whenever there is none."""
+        """Reads replies as they come, for a moment; lets other processes run whenever there is none."""
         cdef FanOutEnd end = self.end
         cdef FanOutBook book = end.book
         cdef WorkerRecord worker
@@ -784,10 +787,10 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
                     continue
                 is_news = True
                 if not worker.reader.records_left:
-                    return 0  # it has had its share of this turn
+                    return 0  # its link has used up its share of this turn
                 try:
                     if not worker.reader.hear(worker.taker):
-                        return 0  # who gives it its turns does that
+                        return 0  # the poller does that
                 except RemoteProtocolError as error:
                     end.shell.worker_violated(worker, error)
             if not self.expected or self._error is not None:
@@ -820,13 +823,13 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return 0
 
     def missing(self) -> tuple[int, ...]:
-        """Ranks of those who have not replied."""
+        """Ranks of the workers that have not replied."""
         return self.end.book.ranks_of(self.expected)
 
     def time_out(self) -> None:
         """The time is over."""
         if self.future.done():
-            return  # in this turn of the loop; those who have not replied may be gone
+            return  # in this turn of the loop; workers that have not replied may be gone
         ranks = self.missing()
         self._fail(WorkersBehindError(
             f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, which have the message, and gave up",
@@ -846,7 +849,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return 0
 
     def forget(self) -> None:
-        """Nobody waits any more."""
+        """The caller no longer waits."""
         if self.parcel is not None:
             self.end.gathers.pop(self.parcel.sequence, None)
         if self.timer is not None:

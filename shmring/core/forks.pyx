@@ -1,16 +1,16 @@
-"""Whether something is still in the process that made it.
+"""The check that an object is still in the process that made it.
 
 Theory of operation: a forked child inherits every object of its parent, sockets and mappings included, and must not use them.
-Asking the kernel for the process's id takes as long as encoding a small message, and it would be asked several times for each. So
-forks are counted: libc calls a hook in each child, before ``fork`` returns there, whoever called it. What belongs to a process
-remembers the count, and compares it: compiled code by ``forks()``, a load and a compare, and Python by an :class:`Origin`.
+Asking the kernel for the process's id takes as long as encoding a small message, and it would be asked several times for each.
+So forks are counted: libc calls a hook in each child, before ``fork`` returns there. An object that belongs to a process
+remembers the count, and compares it: compiled code calls ``forks()``, a load and a compare; Python has an :class:`Origin`.
 
-This is the only way in which the package finds out. Two other hooks ask nothing, but act in a new child: Python's, by which
-:mod:`shmring.transport.endpoint` closes the sockets and locks of its parent there, and one in ``memory/copy_helpers.c``, which forgets
-the threads that help with large copies: that C code is an extension of its own, and imports nothing.
+No other code of the package detects forks. Two other hooks act in a new child without a check. With Python's hook,
+:mod:`shmring.transport.endpoint` closes the sockets and locks of its parent there. A hook in ``memory/copy_helpers.c`` forgets
+the threads that help with large copies; that C code is an extension of its own.
 
 Invariants: the count only grows, and only in a child, which has one thread then. A child that is to become another program
-(``subprocess``) may not be counted; it runs nothing of ours.
+(``subprocess``) may not be counted; it runs no code of ours.
 """
 
 cimport cython
@@ -22,7 +22,7 @@ cdef int fork_count
 
 
 cdef inline int forks() noexcept nogil:
-    """Returns the number of forks from the first process that loaded this to this one: who remembers it knows whether it is a child."""
+    """Returns the number of forks between the first process that loaded this module and this process."""
     return fork_count
 
 
@@ -56,5 +56,5 @@ cdef class Origin:
         return self._forks != forks()
 
     def stray(self, what: str, instead: str) -> ClosedError:
-        """Returns what to raise in a child that was asked to use what its parent made: what that is, and what to do instead."""
+        """Returns the error for a child that uses an object of its parent: it names the object, and says what to do instead."""
         return ClosedError(f"{what} belongs to process {self.pid}, which forked this one; {instead}")

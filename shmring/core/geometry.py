@@ -1,4 +1,4 @@
-"""How the slab is divided and counted: blocks, and what bounds the books of both ends."""
+"""How the slab is divided and counted: blocks, and the limits of the books of both sides."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Geometry:
 
 
 def nbytes_for_slots(sizes: Sequence[int]) -> int:
-    """Returns the content of one slot whose memory is that of slots of these sizes, which it can be split into."""
+    """Returns the content size of one slot that can be split into slots of these sizes."""
     if len(sizes) == 1:
         return sizes[0]
     return sum(map(slot_blocks, sizes)) * BLOCK_NBYTES - SLOT_HEADER_NBYTES
@@ -123,7 +123,7 @@ class EngineBookLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientBookLimits:
-    """What bounds a frontend's book: the engine's limits, and how this client sizes and keeps its leases.
+    """The limits of a frontend's book: the engine's, and how this client sizes and keeps its leases.
 
     Leases of this ``memory`` lie in the ``leasable_nbytes`` from ``first_block`` on, in the engine's address space.
     """

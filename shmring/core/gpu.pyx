@@ -1,15 +1,16 @@
-"""A GPU as its driver has it: events, memory that is lent out, and a thread that waits.
+"""A GPU by its driver's functions: events, memory that is lent out, and a thread that waits.
 
-Theory of operation. The functions of the driver are called by their addresses, which are handed in. What CUDA calls an event is a
-*point* in a stream here, with the regions that are kept until the GPU has come to it: a copy reads them, or work that is queued may
-still use them. A point is handed to a :class:`Watch`, whose thread waits for one after the other, without the interpreter's lock, and
-drops what each of them keeps. From there on that is the death of a view like any other (``views.pyx``). Then the point is used again:
-who has waited for an event in a stream waits for what was recorded then, whatever is recorded later.
+Theory of operation. The functions of the driver are called by their addresses, which are handed in. A CUDA event is called a
+*point* in a stream here. It keeps regions until the GPU has reached it: a copy reads them, or queued work may still use them. A
+point is handed to a :class:`Watch`, whose thread waits for one after the other, without the interpreter's lock, and drops the
+regions of each. This works like the death of a view (``views.pyx``). Then the point is used again. That is safe: a stream that
+waits for an event waits for the work that was recorded when the wait was queued, even if the event is recorded again later.
 
-Memory on a GPU is lent in regions like memory of the host. Its views count, so somebody knows whether it is used.
+Memory on a GPU is lent in regions like memory of the host. Its views are counted, so its users know whether it is in use.
 
-Invariants: what a point keeps is dropped only when the driver has said that its event has come; where the driver can't say so, it is
-kept until the process ends, and counted. A call leaves the thread's current context as it was; the driver knows no pending errors.
+Invariants: the regions of a point are dropped only when the driver has said that its event has come; if the driver can't say
+so, they are kept until the process ends, and counted. A call leaves the thread's current context as it was; the driver has no
+pending errors.
 """
 
 cimport cython
@@ -31,7 +32,7 @@ cdef enum:
 
 
 cdef struct Point:
-    # An event, and what is kept until the GPU has come to it.
+    # An event, and the regions that are kept until the GPU has reached it.
     void* event
     Point* next
     uint32_t count
@@ -40,9 +41,9 @@ cdef struct Point:
 
 
 cdef struct _Lender:
-    # Who has memory on a GPU.
+    # The owner of memory on a GPU.
     Owner owner
-    DLManagedTensor* tensor   # keeps the memory until nobody uses it any more; NULL: somebody else looks after it
+    DLManagedTensor* tensor   # keeps the memory until its last use; NULL: its owner does that
 
 
 cdef void _lender_gone(Owner* owner) noexcept nogil:
@@ -71,15 +72,15 @@ cdef class Gpu:
         device: its type and number, as DLPack has them.
         context: the driver's, in which all of this is.
         functions: the addresses of the driver's functions, by name.
-        error: ``error(call, code, text)`` returns what to raise when a call has failed.
+        error: ``error(call, code, text)`` returns the error to raise when a call has failed.
     """
 
     cdef DLDevice device
     cdef DriverCalls calls
     cdef void* _context
     cdef object _error
-    cdef Point* _idle    # points that nobody uses
-    cdef void* _over     # a stack of those that a thread has seen come
+    cdef Point* _idle    # points that are not in use
+    cdef void* _over     # a stack of points that the thread has finished with
 
     def __init__(
         self, device: tuple[int, int], context: int, functions: dict[str, int], error: Callable[[str, int, str], Exception]
@@ -110,17 +111,17 @@ cdef class Gpu:
             free(point)
             point = following
 
-    cdef int enter(self) noexcept nogil:
+    cdef int push_context(self) noexcept nogil:
         """Makes this GPU's context the thread's current one; returns the driver's code."""
         return self.calls.cuCtxPushCurrent_v2(self._context)
 
-    cdef void leave(self) noexcept nogil:
-        """Makes the one before the current one again."""
+    cdef void pop_context(self) noexcept nogil:
+        """Makes the thread's previous context the current one again."""
         cdef void* context
         self.calls.cuCtxPopCurrent_v2(&context)
 
     cdef object failure(self, str call, int code):
-        """Returns what to raise when a call has returned this code."""
+        """Returns the error to raise when a call has returned this code."""
         cdef const char* text = NULL
         self.calls.cuGetErrorString(code, &text)
         return self._error(call, code, "unknown error" if text == NULL else (<bytes>text).decode("ascii", "replace"))
@@ -130,13 +131,13 @@ cdef class Gpu:
             raise self.failure(call, code)
         return 0
 
-    cdef int _enter(self) except -1:
-        return self._check("cuCtxPushCurrent_v2", self.enter())
+    cdef int _push_context(self) except -1:
+        return self._check("cuCtxPushCurrent_v2", self.push_context())
 
     # -- points ------------------------------------------------------------------------------------------------------
 
-    cdef Point* take_point(self, uint32_t kept) except NULL:
-        """Returns a point that nobody uses, with room for so many regions."""
+    cdef Point* new_point(self, uint32_t kept) except NULL:
+        """Returns an unused point, with room for so many regions."""
         cdef Point* point
         if self._idle == NULL:
             self._idle = <Point*>take_stack(&self._over, NULL)
@@ -157,17 +158,17 @@ cdef class Gpu:
         if point == NULL:
             raise MemoryError
         point.next, point.kept, point.count = NULL, point.few, 0
-        code = self.enter()
+        code = self.push_context()
         if not code:
             code = self.calls.cuEventCreate(&point.event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING)
-            self.leave()
+            self.pop_context()
         if code:
             free(point)
             raise self.failure("cuEventCreate", code)
         return point
 
     cdef void give_point(self, Point* point) noexcept:
-        """Nobody uses a point any more; with the interpreter's lock. What it keeps is dropped."""
+        """Ends the use of a point, and drops its regions; with the interpreter's lock."""
         drop_kept(point)
         point.next, self._idle = self._idle, point
 
@@ -183,24 +184,24 @@ cdef class Gpu:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def is_idle(self, uint64_t stream) -> bool:
-        """Whether a stream has come to the end of all that was queued on it."""
+        """Whether a stream has finished all work that was queued on it."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuStreamQuery(<void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         if code != CUDA_ERROR_NOT_READY:
             self._check("cuStreamQuery", code)
         return not code
 
     def record(self, uint64_t stream) -> Mark:
-        """Returns a mark behind all that is queued on a stream."""
+        """Returns a mark behind all work that is queued on a stream."""
         cdef Mark mark = Mark.__new__(Mark)
         cdef int code
         mark._gpu = self
-        mark._point = self.take_point(0)
-        self._enter()
+        mark._point = self.new_point(0)
+        self._push_context()
         code = self.calls.cuEventRecord(mark._point.event, <void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         self._check("cuEventRecord", code)
         return mark
 
@@ -214,9 +215,9 @@ cdef class Gpu:
         """Returns a new event that other processes can wait for."""
         cdef void* event = NULL
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS)
-        self.leave()
+        self.pop_context()
         self._check("cuEventCreate", code)
         return <uintptr_t>event
 
@@ -224,9 +225,9 @@ cdef class Gpu:
         """Returns the handle by which other processes open an event of :meth:`create_shared`."""
         cdef CUipcEventHandle handle
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuIpcGetEventHandle(&handle, <void*><uintptr_t>event)
-        self.leave()
+        self.pop_context()
         self._check("cuIpcGetEventHandle", code)
         return (<char*>&handle)[:sizeof(handle)]
 
@@ -238,32 +239,32 @@ cdef class Gpu:
         if len(handle) != sizeof(taken):
             raise self.failure("cuIpcOpenEventHandle", 1)
         memcpy(&taken, <const char*><bytes>handle, sizeof(taken))
-        self._enter()
+        self._push_context()
         code = self.calls.cuIpcOpenEventHandle(&event, taken)
-        self.leave()
+        self.pop_context()
         self._check("cuIpcOpenEventHandle", code)
         return <uintptr_t>event
 
     def record_shared(self, uint64_t event, uint64_t stream) -> None:
-        """Records an event of :meth:`create_shared` behind all that is queued on a stream."""
+        """Records an event of :meth:`create_shared` behind all work that is queued on a stream."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuEventRecord(<void*><uintptr_t>event, <void*><uintptr_t>stream)
-        self.leave()
+        self.pop_context()
         self._check("cuEventRecord", code)
 
     def wait(self, uint64_t stream, uint64_t event) -> None:
         """Has all later work of a stream wait for an event as it was recorded last. Returns at once."""
         cdef int code
-        self._enter()
+        self._push_context()
         code = self.calls.cuStreamWaitEvent(<void*><uintptr_t>stream, <void*><uintptr_t>event, 0)
-        self.leave()
+        self.pop_context()
         self._check("cuStreamWaitEvent", code)
 
 
 @cython.final
 cdef class Mark:
-    """What was queued on a stream by some moment; made by :meth:`Gpu.record`."""
+    """Stands for the work that was queued on a stream by some moment; made by :meth:`Gpu.record`."""
 
     cdef Gpu _gpu
     cdef Point* _point
@@ -274,11 +275,11 @@ cdef class Mark:
 
     @property
     def has_come(self) -> bool:
-        """Whether the GPU has come to it. Does not wait."""
+        """Whether the GPU has finished that work. Does not wait."""
         cdef int code
-        self._gpu._enter()
+        self._gpu._push_context()
         code = self._gpu.calls.cuEventQuery(self._point.event)
-        self._gpu.leave()
+        self._gpu.pop_context()
         if code != CUDA_ERROR_NOT_READY:
             self._gpu._check("cuEventQuery", code)
         return not code
@@ -291,7 +292,7 @@ cdef class GpuMemory:
     Args:
         gpu: that it is on.
         address, nbytes: of it.
-        keeper: a capsule of DLPack that keeps it, for as long as this and regions of it live; None: somebody else looks after it.
+        keeper: a capsule of DLPack that keeps it, for as long as this and regions of it live; None: the caller keeps it.
     """
 
     cdef Gpu _gpu
@@ -313,7 +314,7 @@ cdef class GpuMemory:
 
     def __dealloc__(self) -> None:
         if self._lender != NULL:
-            leave_owner(&self._lender.owner)
+            drop_owner(&self._lender.owner)
 
     @property
     def lent(self) -> int:
@@ -344,13 +345,13 @@ cdef class Watch:
     """
 
     cdef Gpu gpu
-    cdef PyThread_type_lock _news  # is released when something is on the stack that was empty; the thread alone acquires it
+    cdef PyThread_type_lock _news  # is released when a point is pushed on the empty stack; only the thread acquires it
     cdef void* _given      # a stack of points
-    cdef Point* _next      # those that were taken from it, in order; the thread's own
+    cdef Point* _next      # the points that the thread has taken from it, in order
     cdef Point _end        # the last one, without an event
     cdef bint _is_closed
     cdef uint64_t _lost    # points whose event the thread could not wait for
-    cdef uint64_t _kept    # what the driver did not even take
+    cdef uint64_t _kept    # points that the driver refused
 
     def __init__(self, Gpu gpu not None) -> None:
         assert self.gpu is None
@@ -366,11 +367,11 @@ cdef class Watch:
 
     @property
     def kept(self) -> int:
-        """How much is kept for good."""
+        """How many points are kept for good."""
         return self._lost + self._kept
 
     cdef void guard(self, Point* point) noexcept:
-        """What a point keeps is dropped when its event has come, and the point is used again."""
+        """When the point's event has come, its regions are dropped, and the point is used again."""
         cdef void* seen = load_top(&self._given)
         while True:
             point.next = <Point*>seen
@@ -380,21 +381,21 @@ cdef class Watch:
             PyThread_release_lock(self._news)
 
     cdef void keep(self, Point* point) noexcept:
-        """What a point keeps is kept for good."""
+        """The regions of a point are kept for good."""
         self._kept += 1
 
     def keep_for_good(self) -> None:
-        """Counts what somebody else keeps for good."""
+        """Counts something that the caller keeps for good."""
         self._kept += 1
 
     def follow(self, Regions regions not None, key: tuple[int, int], streams: Iterable[int]) -> bool:
-        """Has ``regions`` collect a key when the GPU has come to all that was queued on some streams by now.
+        """Has ``regions`` collect a key when the GPU has finished all work that is queued on some streams now.
 
         Returns:
-            Whether it has already; then there is nothing to collect.
+            Whether it has finished already; then there is nothing to collect.
 
         Raises:
-            what the GPU was given: nobody can say when that is. It is counted as kept for good.
+            the error that the :class:`Gpu` makes: CUDA can't say when that is. It is counted as kept for good.
         """
         cdef Lent* region = NULL
         cdef Point* point
@@ -407,14 +408,14 @@ cdef class Watch:
                     continue
                 if region == NULL:
                     region = regions.lend_for(key_high, key_low, NULL, 0, NULL)
-                point = self.gpu.take_point(1)
+                point = self.gpu.new_point(1)
             except BaseException:
                 self._kept += 1
                 raise
-            code = self.gpu.enter()
+            code = self.gpu.push_context()
             if not code:
                 code = self.gpu.calls.cuEventRecord(point.event, <void*><uintptr_t>stream)
-                self.gpu.leave()
+                self.gpu.pop_context()
             if code:
                 self._kept += 1
                 raise self.gpu.failure("cuEventRecord", code)
@@ -427,7 +428,7 @@ cdef class Watch:
         """In the thread: waits for points until :meth:`close`; returns None then, when the last of them has come.
 
         Returns:
-            The error, where the driver could not wait for a point: what that keeps is kept for good. To be called again.
+            The error, if the driver could not wait for a point: its regions are kept for good. Call this again then.
         """
         cdef int code
         with nogil:
@@ -436,35 +437,35 @@ cdef class Watch:
 
     cdef int _see_out(self) noexcept nogil:
         cdef Point* point
-        cdef int code = self.gpu.enter()
+        cdef int code = self.gpu.push_context()
         while True:
             while self._next == NULL and not self._take():
                 PyThread_acquire_lock(self._news, WAIT_LOCK)
             point = self._next
             self._next = point.next
             if point.event == NULL:
-                self.gpu.leave()
+                self.gpu.pop_context()
                 return 0
             if not code:
                 code = self.gpu.calls.cuEventSynchronize(point.event)
             if code:
                 self._lost += 1
-                self.gpu.leave()
+                self.gpu.pop_context()
                 return code
             self.gpu.point_came(point)
 
     cdef bint _take(self) noexcept nogil:
-        """Takes what was given, when nothing is left of before; returns whether that was something."""
+        """Takes the points from the stack when the last batch is done; returns whether there were any."""
         cdef Point* point = <Point*>take_stack(&self._given, NULL)
         cdef Point* older
-        while point != NULL:  # turned over: the first that was given comes first
+        while point != NULL:  # reversed: the first that was pushed comes first
             older = point.next
             point.next, self._next = self._next, point
             point = older
         return self._next != NULL
 
     def close(self) -> None:
-        """Nothing more is given: :meth:`see_out` returns when all has come. Twice is once."""
+        """No more points are added: :meth:`see_out` returns when all have come. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.guard(&self._end)

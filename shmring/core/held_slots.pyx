@@ -1,10 +1,10 @@
-"""The slots that a frontend's callers hold, by where they are in this process.
+"""The slots that a frontend's callers hold, by their addresses in this process.
 
-A tensor of a payload whose bytes lie in one of them is sent from there. Slots that the engine has at the moment do not count: reading
-them is safe, so the tensor is copied, but submitting them twice is not.
+A tensor of a payload whose bytes lie in one of them is sent from there. Slots that the engine has at the moment do not count:
+reading such a slot is safe, so its tensor is copied, but submitting it a second time is not safe.
 
-Mostly a slot is held for as long as it takes to fill and to submit it, and few are at a time. So the last few are in a list that is
-gone through; those that they push out are found by their addresses in order.
+Mostly a slot is held only until it is filled and submitted, so few are held at a time. The last few are in a list that is
+searched one by one. Older ones are in a second place, sorted by address.
 
 Invariant: no two of them overlap; each is in one of the two places.
 """
@@ -81,7 +81,7 @@ cdef class HeldSlots:
         return 0
 
     def overlaps(self, uint64_t address, uint64_t nbytes) -> bool:
-        """Whether some of these bytes, at least one, are a slot's that is held."""
+        """Whether at least one of these bytes lies in a held slot."""
         cdef uint64_t start, end = address + max(nbytes, 1)
         cdef Held* held
         cdef uint32_t i
@@ -113,9 +113,9 @@ cdef class HeldSlots:
         drop_object_unless_null(gone.tensor)
 
     cdef void remember(self, uint64_t address, object tensor) noexcept:
-        """A tensor was made in the slot at this address, whose bytes are what they seem: torch negates none of them when it reads.
+        """A tensor was made in the slot at this address. torch does not negate its bytes when it reads them.
 
-        It is kept for as long as the slot is held, so that nothing else is taken for it.
+        It is kept for as long as the slot is held, so that no other object gets its address.
         """
         cdef PyObject* before
         cdef uint32_t i
@@ -127,9 +127,9 @@ cdef class HeldSlots:
                 break
 
     cdef bint has_made(self, object tensor, uint64_t address) noexcept:
-        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held, and its bytes are there.
+        """Whether this is the last tensor that :meth:`remember` got for a held slot, and its bytes are still there.
 
-        They may be elsewhere since, and be negated: a caller has set the tensor's data.
+        If a caller has set the tensor's data, its bytes may be elsewhere and be negated.
         """
         cdef uint32_t i
         for i in range(self._recent_count):
@@ -152,7 +152,7 @@ cdef class HeldSlots:
         cdef uint32_t i
         for i in range(self._recent_count):
             held = &self._recent[i]
-            if address - held.address < held.nbytes:  # else it lies before or behind it: the numbers have no sign
+            if address - held.address < held.nbytes:  # otherwise it lies before or after it: the numbers are unsigned
                 start, content_nbytes, record = held.address, held.nbytes, <object>held.record
                 break
         else:

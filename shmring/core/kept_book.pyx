@@ -1,15 +1,15 @@
-"""What the engine keeps to be sent again: content by key, what of it is pinned, and what goes next.
+"""The content that the engine keeps to be sent again: by key, with its pins, and in the order in which it is dropped.
 
 Theory of operation. A slot that a frontend gives the engine to keep is the engine's: its blocks leave the frontend's lease, and
-nobody's death takes them away. It is found by its key, by any frontend. Whoever finds it has it *pinned* until it says otherwise or
-is dead; a request that has it pins it as well, until its claim was left and the last view has died. What nobody has pinned stays
-for as long as nobody wants its memory: whoever asks for a lease gets it as if it were free (``lending.pyx``), the least recently
-used first. So nothing ever waits for what is only kept.
+nobody's death takes them away. Any frontend finds it by its key. A frontend that finds it has it *pinned* until it gives the
+pin back or is dead. A request that uses it pins it as well, until its claim was left and the last view has died. Content
+without a pin stays until its memory is wanted: for a request for a lease, that memory is as good as free (``lending.pyx``), the
+least recently used content first. So no request ever waits for unpinned content.
 
-This book says what there is. :class:`Lending` knows where it lies, and :class:`EngineBook`
-who has pinned it.
+This book has the contents. :class:`Lending` knows where they lie, and :class:`EngineBook` which clients have pinned them.
 
-Invariants (:meth:`KeptBook.check`): what has no pin is in ``unpinned``, and nothing else is; the sums are true, and within the bounds.
+Invariants (:meth:`KeptBook.check`): ``unpinned`` has exactly the contents without a pin; the sums are true, and within the
+bounds.
 """
 
 from collections import OrderedDict
@@ -24,8 +24,8 @@ cdef class KeptBook:
         limits: the engine's.
 
     Attributes:
-        hits, misses: how often somebody looked for a key, and found it or not.
-        evictions: content that has gone because its memory was wanted.
+        hits, misses: how often a frontend looked for a key, and found it or not.
+        evictions: contents that were dropped because their memory was wanted.
     """
 
     cdef public dict by_key  # type: dict[bytes, KeptRecord]
@@ -47,13 +47,13 @@ cdef class KeptBook:
         return len(self.by_generation)
 
     cdef int add(self, KeptRecord record) except -1:
-        """Keeps what has a first pin already."""
+        """Keeps content, which has its first pin already."""
         self.by_key[record.key] = self.by_generation[record.generation] = record
         self.blocks += record.blocks
         return 0
 
     cdef int pin(self, KeptRecord record) except -1:
-        """Whatever is pinned stays."""
+        """Content gets a pin: it stays."""
         if not record.pins:
             del self.unpinned[record.generation]
             self.unpinned_blocks -= record.blocks
@@ -61,7 +61,7 @@ cdef class KeptBook:
         return 0
 
     cdef int unpin(self, KeptRecord record) except -1:
-        """What has lost its last pin was used just now."""
+        """Content has lost its last pin. It counts as used just now."""
         assert record.pins, "a pin is given back twice"
         record.pins -= 1
         if not record.pins:
@@ -70,7 +70,7 @@ cdef class KeptBook:
         return 0
 
     cdef int forget(self, KeptRecord record) except -1:
-        """What is not pinned goes."""
+        """Content without a pin is dropped."""
         del self.unpinned[record.generation]
         del self.by_generation[record.generation]
         del self.by_key[record.key]
@@ -79,14 +79,14 @@ cdef class KeptBook:
         self.evictions += 1
         return 0
 
-    cdef bint may_take(self, uint64_t blocks) except -1:
-        """Whether so much more can be kept, if what is not pinned goes."""
+    cdef bint may_keep(self, uint64_t blocks) except -1:
+        """Whether so many more blocks can be kept, if all unpinned content is dropped."""
         if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept:
             return False
         return self.blocks - self.unpinned_blocks + blocks <= self.max_blocks
 
     cdef bint must_give(self, uint64_t blocks) except -1:
-        """Whether something has to go before so much more is kept."""
+        """Whether content has to be dropped before so many more blocks are kept."""
         return self.blocks + blocks > self.max_blocks or <uint64_t>len(self.by_generation) >= self.max_kept
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
-"""Kept content at the end that sends it: its payload, views of its slot, and how a slot is known that is in no lease.
+"""Kept content in a frontend: its payload, views of its slot, and the record of a slot that is in no lease.
 
-Not hot: a content is opened once for each time that it was found. What stands in the payload came from the engine, which has checked
-it against its own book (:func:`check_kept`).
+This is not hot: a content is opened once each time it is found. The payload comes from the engine, which has checked it
+(:func:`check_kept`).
 """
 
 from libc.stdint cimport UINT64_MAX, uint64_t
@@ -31,7 +31,7 @@ def check_kept(bytes payload not None, nbytes: int, bint is_copied, max_tensors:
         payload: msgpack with an extension for each tensor.
         nbytes: of the slot that they are in.
         is_copied: whether that is region 0; else it is region 1.
-        max_tensors, max_values: so many may be in it, and so much may its values count.
+        max_tensors, max_values: how many tensors may be in it, and what its values may count.
 
     Raises:
         RemoteProtocolError: it is no payload of such a slot.
@@ -58,7 +58,7 @@ cdef class KeptContent:
     Args:
         found: how the engine described it.
         key: the first number of its region's key.
-        regions: that tell of the death of its last view.
+        regions: these report the death of its last view.
         mapping: the slab's.
         max_tensors: in a payload.
 
@@ -86,7 +86,7 @@ cdef class KeptContent:
         return decoder.decode(self._regions, None)
 
     def leave(self) -> bool:
-        """Makes no further views; returns whether views are alive, of whose death the regions will tell. Once."""
+        """Makes no further views; returns whether views are alive, whose death the regions will report. Call it once."""
         assert not self._is_left, "content is left once"
         self._is_left = True
         return self._regions.leave(0)

@@ -1,26 +1,28 @@
-"""Lending one memory out in ranges: who asks for one, who holds one, and for whom a range is kept.
+"""Lending one memory out in leases: the clients that wait for one, the clients that hold one, and the window.
 
 A client has at most one request waiting in each memory. Requests are served in order of arrival, which is round robin over
-clients. The first that can't be served gets a *window*: the address range that is cheapest to empty (its leases are recalled),
-closed to every other client until the request is granted or withdrawn. So small requests go on beside a large one, but can't
-overtake it for ever.
+clients. The first request that can't be served gets a *window*: the address range that is cheapest to empty. Its leases are
+recalled, and it is closed to every other client until the request is granted or withdrawn. So small requests go on beside a
+large one, but can't overtake it for ever.
 
-The owner's own leases in its window are not recalled. While a caller of it waits it puts nothing into them, and returns those that
-are empty; afterwards it goes on using them. A request for which nobody waits is a *wish*: granted when there is room, with no window.
-When it comes, and nobody waits, and leases that lie idle (no slot of them is live) would make room for it, those are recalled,
-whoever has them. So idle clients keep nothing from busy ones, and a wish takes nothing that is in use.
+The owner's own leases in its window are not recalled. While a caller of the owner waits, the owner puts no slots into them, and
+returns those that are empty; afterwards it goes on using them. A request for which no caller waits is a *wish*: it is granted
+when there is room, and gets no window. If no request waits when a wish comes, and idle leases (without live slots) would make
+room for it, these are recalled, whichever client has them. So idle clients keep no memory from busy ones, and a wish never
+recalls a lease in use.
 
 The slab is lent out by one :class:`Lending`, a device slab by another. Both count blocks in one address space.
 
-What an event costs: a request that others wait before is tried once, which is one search in the free runs. What is free in the
-window is set apart from them (``_apart``), so that such a search does not meet it. Leases are recalled at most once for a wish, and
-once for each grant or withdrawal that ends a window; that takes one pass over the leases by address. What comes back is offered to
-everybody who waits, which costs nanoseconds for each whom it does not suffice. ``tests/model/lending.py`` says the same without any of that.
+The cost of an event: a request behind other waiting requests is tried once, which is one search in the free runs. Free blocks
+in the window are set apart from them (``_apart``), so that this search does not find them. Leases are recalled at most once for
+a wish, and once for each grant or withdrawal that ends a window; that takes one pass over the leases by address. Blocks that
+come back are offered to all waiting clients, which costs nanoseconds for each one that they do not suffice for.
+``tests/model/lending.py`` specifies the same without these optimisations.
 
-A slot that the engine keeps leaves the lease that it was in (:meth:`Lending.carve`): the lease has a hole from then on, which nothing
-can be put into and which does not come back with it. So what is lent or kept is in *pieces*: ranges that do not overlap. What is kept
-and not pinned is as good as free. Whoever asks for a lease gets the range in which the least recently used of it lies; and it is
-no reason to look for another range for a window. What is pinned there is.
+A slot that the engine keeps leaves the lease that it was in (:meth:`Lending.carve`): from then on, the lease has a hole, into
+which no slot can be put and which does not come back with the lease. So lent and kept memory is in *pieces*: ranges that do not
+overlap. Unpinned kept content is as good as free: a request for a lease gets the range of the least recently used content, and
+a window may lie over unpinned content. It does not lie over pinned content if another range can be had.
 
 Invariants (:meth:`Lending.check`): free, lent and kept blocks add up, pieces do not overlap, and the counts are true.
 """
@@ -59,7 +61,8 @@ cdef int GRANT = LeaseEvent.GRANT
 
 
 cdef enum:
-    # Content that is tried, to make room for a lease by letting the least recently used go. Trying one takes half a microsecond.
+    # How many contents are tried, to make room for a lease by dropping the least recently used. Trying one takes half a
+    # microsecond.
     MOST_TRIED = 128
 
 
@@ -82,7 +85,7 @@ cdef class Lending:
         memory: which one.
         start, blocks: the range that is lent out, in blocks of the address space.
         first_lease_id: where its lease ids begin; those of two memories must not meet.
-        contents: what is kept there; None: nothing ever is.
+        contents: the content that is kept there; None: none ever is.
     """
 
     cdef readonly object limits  # type: EngineBookLimits
@@ -122,7 +125,7 @@ cdef class Lending:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that can be lent out and that nobody holds."""
+        """Free bytes that can be lent out."""
         return (self._free.free_units + self._apart_blocks) * BLOCK_NBYTES
 
     @property
@@ -135,7 +138,7 @@ cdef class Lending:
         return self._blocks_in[state] * BLOCK_NBYTES if state != LEASE_FREE else 0
 
     cdef object connect(self, ClientRecord client, uint64_t blocks):
-        """Returns a base lease, smaller than asked for where less is free; None if nothing is free, or somebody waits for it."""
+        """Returns a base lease, smaller than asked for if less is free; None if no memory is free, or a client waits for it."""
         cdef LeaseWant want
         for want in self._wants.values():
             if want.waits:
@@ -170,14 +173,15 @@ cdef class Lending:
             self.serve(effects)
         elif owner is not None and self._is_over_quota(owner, (<LeaseWant>self._wants[owner.client_id]).blocks):
             self.serve(effects)
-        elif self._serve_one(client, want, effects):  # whoever waits already can't be served now either: nothing has come free
+        elif self._serve_one(client, want, effects):  # the others were tried before
             self.serve(effects)
         if not waits and self._wants.get(client.client_id) is want and not self._is_over_quota(client, blocks):
             self._recall_idle(blocks, effects)
         return 0
 
     cdef int forget(self, uint64_t client_id) except -1:
-        """A client has gone: it waits for nothing, and the window is chosen again, as it may rest on a lease of that client."""
+        """A client has gone: its request is forgotten, and the window is chosen again, as it may lie over a lease of that
+        client."""
         self._wants.pop(client_id, None)
         return self._close_window()
 
@@ -190,7 +194,7 @@ cdef class Lending:
         return 0
 
     cdef int take_back(self, ClientRecord client, LeaseRecord lease) except -1:
-        """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
+        """Frees a lease's blocks. The caller must then serve the clients that wait for blocks."""
         cdef Py_ssize_t place = self._place_of(lease.start)
         cdef Piece piece
         del client.leases[lease.lease_id]
@@ -200,7 +204,7 @@ cdef class Lending:
             piece = <Piece>self._by_start[place]
             if piece.start >= lease.start + lease.blocks:
                 break
-            if piece.lease is not lease:  # it lies where something was kept
+            if piece.lease is not lease:  # it was granted where content was kept
                 place += 1
                 continue
             del self._by_start[place]
@@ -210,7 +214,7 @@ cdef class Lending:
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     cdef int carve(self, ClientRecord client, LeaseRecord lease, KeptRecord kept) except -1:
-        """A range of a lease, in which nothing else lies, is kept from now on."""
+        """A range of a lease, with no other slot in it, is kept from now on."""
         cdef Py_ssize_t place = self._place_of(kept.start + 1) - 1
         cdef Piece piece = <Piece>self._by_start[place]
         cdef uint64_t end = kept.start + kept.blocks, piece_end = piece.start + piece.blocks
@@ -228,19 +232,19 @@ cdef class Lending:
         return 0
 
     cdef bint is_wanted(self, uint64_t start, uint64_t blocks) noexcept:
-        """Whether somebody waits for a range that has a block of this one."""
+        """Whether a client waits for a range that overlaps this one."""
         return (
             self._window is not None
             and start < self._window.start + self._window.blocks and self._window.start < start + blocks
         )
 
     cdef int evict(self, KeptRecord kept) except -1:
-        """What is kept and not pinned goes. The caller must then serve those that wait for blocks."""
+        """Drops unpinned content. The caller must then serve the clients that wait for blocks."""
         self._forget(kept)
         return self._free_run(kept.start, kept.blocks)
 
     cdef int _forget(self, KeptRecord kept) except -1:
-        """It has gone: its blocks are the caller's."""
+        """Content is dropped; its blocks are the caller's."""
         cdef Py_ssize_t place = self._place_of(kept.start)
         assert (<Piece>self._by_start[place]).kept is kept
         del self._by_start[place]
@@ -248,9 +252,10 @@ cdef class Lending:
         return 0
 
     cdef bint _make_room(self, uint64_t blocks) except -1:
-        """Lets the least recently used content go that leaves a free run of so many blocks; returns whether there is one then.
+        """Drops the least recently used content that leaves a free run of so many blocks; returns whether there is such a run.
 
-        That is the first of it, in this order, with which there is such a run; of what comes before it, only what lies in that run.
+        It looks for the first content, in this order, with which there is such a run. Of the contents before it, it drops only
+        those in that run.
         """
         cdef KeptRecord kept
         cdef list tried
@@ -272,7 +277,7 @@ cdef class Lending:
             if start <= kept.start and kept.start + kept.blocks <= start + length:
                 self._forget(kept)
             else:
-                is_taken = self._free.take_at(kept.start, kept.blocks)
+                is_taken = self._free.carve_run(kept.start, kept.blocks)
                 assert is_taken, "what was given back is free"
         return length != 0
 
@@ -291,18 +296,18 @@ cdef class Lending:
                     and want.blocks > self._free.largest()
                     and (self.contents is None or not self.contents.unpinned_blocks)
                 ):
-                    continue  # there is no room for it, and somebody else has the window: nothing can be done
-                # When a window was closed: begin again with the first, whom it may have kept out.
+                    continue  # there is no room for it, and another client has the window: nothing can be done
+                # When a window was closed: begin again with the first request, which the window may have kept out.
                 begin_again = self._serve_one(<ClientRecord>self.clients[want.client_id], want, effects)
                 if begin_again:
                     break
         return 0
 
     cdef bint _serve_one(self, ClientRecord client, LeaseWant want, list effects) except -1:
-        """Does what can be done for one that waits; returns whether a window was closed."""
+        """Serves a waiting request as far as possible; returns whether a window was closed."""
         cdef uint64_t start, blocks
         if self._is_over_quota(client, want.blocks):
-            # It waits for what its own client returns, so nobody else waits for it.
+            # It waits for memory that its own client returns, so no other request waits for it.
             if self._window is None or self._window.client_id != client.client_id:
                 return False
             self._close_window()
@@ -312,13 +317,13 @@ cdef class Lending:
             return self._withdraw(client.client_id)
         if self._window is None and want.waits:
             self._open_window(client, want.blocks, effects)
-            if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # it held nothing but content
+            if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # only content was there
                 effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
                 return self._withdraw(client.client_id)
         return False
 
     cdef object _lend(self, ClientRecord client, uint64_t token, uint64_t start, uint64_t blocks):
-        """Writes a lease down whose blocks are taken; returns what its holder is told."""
+        """Records a lease whose blocks were allocated; returns the effect for its holder."""
         cdef LeaseRecord lease = LeaseRecord.__new__(LeaseRecord)
         lease.lease_id = self._next_lease_id
         lease.client_id, lease.memory, lease.start, lease.blocks = client.client_id, self.memory, start, blocks
@@ -333,7 +338,7 @@ cdef class Lending:
         return LeaseGrant(token, lease.lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
 
     cdef bint _withdraw(self, uint64_t client_id) except -1:
-        """Forgets what a client waits for; returns whether a window was closed with it."""
+        """Forgets a client's request; returns whether its window was closed with it."""
         self._wants.pop(client_id, None)
         if self._window is None or self._window.client_id != client_id:
             return False
@@ -346,9 +351,10 @@ cdef class Lending:
         return 0
 
     cdef bint _is_over_quota(self, ClientRecord client, uint64_t blocks) except -1:
-        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold.
+        """Whether the client must first return memory. A client that is alone may hold everything, and each client may hold one
+        lease.
 
-        What it has pinned counts as if it held it.
+        Pinned content counts as if the client held it.
         """
         cdef ClientRecord other
         cdef uint64_t held = client.blocks_in[self.memory]
@@ -366,7 +372,8 @@ cdef class Lending:
         return False
 
     cdef bint _take_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1:
-        """Takes a run for a want from the free list, outside the window of anybody else; returns whether there was one."""
+        """Allocates a run for a request from the free list, outside the window of another client; returns whether there was
+        one."""
         cdef bint is_owner = self._window is not None and self._window.client_id == client.client_id
         cdef bint has_run
         if is_owner:
@@ -382,14 +389,15 @@ cdef class Lending:
         if not self._is_over_quota(client, want.preferred_blocks) and self._make_room(want.preferred_blocks):
             at = self._free.take(want.preferred_blocks)
         if at < 0 and want.blocks != want.preferred_blocks and self._make_room(want.blocks):
-            # What it needs is within its quota, what it would prefer may not be.
+            # The least size is within its quota, the preferred size may not be.
             blocks[0] = want.blocks
             at = self._free.take(want.blocks)
         start[0] = <uint64_t>at
         return at >= 0
 
     cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1:
-        """Closes the range that is cheapest to empty to all but this want: its leases are recalled, what is kept there unpinned goes."""
+        """Opens a window in the range that is cheapest to empty: its leases are recalled, and its unpinned content is
+        dropped."""
         cdef uint64_t start
         self._cheapest_range(blocks, False, &start)
         self._window = Window.__new__(Window)
@@ -399,7 +407,7 @@ cdef class Lending:
         return self._recall(client, start, blocks, effects)
 
     cdef int _evict_range(self, uint64_t start, uint64_t blocks) except -1:
-        """What is kept and not pinned goes from a range."""
+        """Drops the unpinned content in a range."""
         cdef Piece piece
         if self.contents is None or not self.contents.unpinned_blocks:
             return 0
@@ -426,7 +434,7 @@ cdef class Lending:
         return 0
 
     cdef int _recall(self, ClientRecord owner, uint64_t start, uint64_t blocks, list effects) except -1:
-        """Recalls the leases in a range, but those of its owner."""
+        """Recalls the leases in a range, except for those of the client that asks."""
         cdef ClientRecord holder
         cdef LeaseRecord lease
         cdef Piece piece
@@ -445,15 +453,15 @@ cdef class Lending:
         return 0
 
     cdef bint _cheapest_range(self, uint64_t blocks, bint idle_only, uint64_t* best) except -1:
-        """Finds where the range of so many blocks begins that is cheapest to empty: the lowest of those.
+        """Finds the range of so many blocks that is cheapest to empty, and of several the lowest.
 
         A range that is moved up becomes cheaper only where it leaves a piece behind. So the lowest of the cheapest begins where the
         memory begins, or behind a piece. One pass over those places, and over the pieces that a range then enters and has left.
         Content that is not pinned counts only between ranges that are equal otherwise.
 
         Returns:
-            Whether nothing in it is to be avoided: a quarantined lease, which comes back when a process dies, which may be never;
-            content that is pinned; with ``idle_only`` also a lease that is in use.
+            Whether it has no piece that must be avoided: a quarantined lease, which comes back only when a process dies; pinned
+            content; with ``idle_only`` also a lease in use.
         """
         cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start
         cdef uint64_t leased = 0, avoided = 0, kept = 0, least_leased = 0, least_avoided = 0, least_kept = 0
@@ -479,7 +487,7 @@ cdef class Lending:
             start = piece.start + piece.blocks
             if start > last_start:
                 return not least_avoided
-            if left == entered:  # there was a gap before it: the range begins behind it without having entered it
+            if left == entered:  # there was a gap before it: the range begins after it without having entered it
                 entered += 1
             else:
                 leased -= piece.blocks * (piece.lease is not None)
@@ -488,14 +496,14 @@ cdef class Lending:
             left += 1
 
     cdef int _set_apart(self) except -1:
-        """Takes what is free in the window out of the free list."""
+        """Takes the free blocks of the window out of the free list."""
         cdef uint64_t at = self._window.start, end = self._window.start + self._window.blocks, start = 0, blocks = 0
         cdef bint is_taken
         while self._free.run_at_or_behind(at, &start, &blocks) and start < end:
             blocks = min(start + blocks, end)
             start = max(start, at)
             blocks -= start
-            is_taken = self._free.take_at(start, blocks)
+            is_taken = self._free.carve_run(start, blocks)
             assert is_taken, "the free runs changed under us"
             self._apart.append((start, blocks))
             self._apart_blocks += blocks
@@ -511,7 +519,7 @@ cdef class Lending:
         return 0
 
     cdef int _free_run(self, uint64_t start, uint64_t blocks) except -1:
-        """Gives blocks back: those in the window are kept, the others are free."""
+        """Gives blocks back: those in the window are set apart, the others are free."""
         cdef uint64_t end = start + blocks, inside_start = end, inside_end = end
         if self._window is not None:
             inside_start = min(end, max(start, self._window.start))

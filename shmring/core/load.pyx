@@ -1,10 +1,10 @@
-"""An engine's load, in a page that the engine writes and its frontends read: how much is in flight there, for who chooses an engine, and
-how much has come, for who chooses how to copy.
+"""An engine's load, in a page that the engine writes and its frontends read: the number of requests in flight, to choose an
+engine, and the number of bytes received, to choose a way to copy.
 
-The engine stores its numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to send. They
-are hints: they need not be of the same moment, and whatever stands there, only these choices depend on it.
+The engine stores its numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to
+send. They are hints: they need not be of the same moment, and only these choices depend on them.
 
-A page has one writer, the engine, whose thread is the loop's: the stores need no order.
+A page has one writer, the thread of the engine's loop: the stores need no order.
 """
 
 cimport cython
@@ -23,7 +23,7 @@ LOAD_PAGE_NBYTES: int = _NBYTES
 
 @cython.final
 cdef class LoadPage:
-    """The page, mapped. It is unmapped when nothing has it any more. Forked children do not have it: there, all is 0, and stays so.
+    """The page, mapped. It is unmapped when this object goes. Forked children do not have the page: there, all numbers are 0.
 
     Args:
         fd: of :data:`LOAD_PAGE_NBYTES` bytes; it may be closed afterwards.
@@ -49,7 +49,7 @@ cdef class LoadPage:
             PyErr_SetFromErrno(OSError)
 
     def __dealloc__(self) -> None:
-        if self._at != NULL and self._forks == forks():  # else something else may be there
+        if self._at != NULL and self._forks == forks():  # otherwise other memory may be there
             munmap(self._at, _NBYTES)
 
     cdef void put(self, uint64_t in_flight, uint64_t waiting, uint64_t received_nbytes) noexcept nogil:

@@ -1,13 +1,13 @@
-"""Looking for something in shared memory before an event loop goes on, or a thread sleeps, for who polls busily.
+"""Busy polling: looking for something in shared memory before an event loop goes on, or a thread sleeps.
 
-A turn of a loop takes a few microseconds, and what comes in the meantime waits for the next one. So who has nothing else to do looks
-itself, for a moment that is short for whatever else is in the loop, and lets other processes run whenever there is nothing yet. When
-others want the core, that takes long: a sleeper gets its core back when it is rung, and who looks does not. Then looking is left out
-for a while.
+A turn of a loop takes a few microseconds, and a record that comes meanwhile waits for the next turn. So a call that has nothing
+else to do looks itself. It looks for a moment that is short for the other work of the loop, and lets other processes run
+whenever there is nothing yet. If other processes want the core, this takes long: a sleeper gets its core back when it is rung,
+and a looking thread does not. Then there is no looking for a while.
 
-A thread that would sleep looks for a *moment* in any case: for about as long as sleeping and being woken takes both ends. So who gets
-one message after the other is not rung for each. Where several moments in a row were in vain it sleeps at once, and tries again now
-and then, as links do (:mod:`shmring.transport.polling`, which says why).
+A thread that is about to sleep looks for a *moment* in any case: for about as long as sleeping and being woken takes both
+sides. So a thread that gets one message after the other is not rung for each. After several moments in vain it sleeps at once,
+and tries again now and then, as links do (:mod:`shmring.transport.polling` says why).
 """
 
 from libc.stdint cimport uint32_t
@@ -18,11 +18,11 @@ cdef enum:
     _RETRY = 32  # times without one, before the next
 
 cdef double _MOMENT_S = 0.0001
-cdef double _LONG_YIELD_S = 0.0001  # whoever else polls gives a core back sooner
+cdef double _LONG_YIELD_S = 0.0001  # another polling process gives the core back sooner
 
 
 cdef class Looking:
-    """See the head of this file. One for each purpose: what others wanted is remembered here."""
+    """See the head of this file. There is one object for each purpose; it remembers whether other processes wanted the core."""
 
     cdef readonly uint32_t begun   # how often it has looked
     cdef double _until
@@ -51,11 +51,11 @@ cdef class Looking:
         return after < self._until
 
     cdef double moment(self) noexcept nogil:
-        """For how long to look where nobody has asked for it; say :meth:`has_looked` afterwards."""
+        """For how long to look without ``busy_poll_s``; call :meth:`has_looked` afterwards."""
         return _MOMENT_S if self._vain < _VAIN or self._vain % _RETRY == 0 else 0
 
     cdef void has_looked(self, bint found) noexcept nogil:
-        """What came of it, or of leaving it out."""
+        """Notes whether looking, or not looking, was the right choice."""
         self._vain = 0 if found else self._vain + 1
 
 

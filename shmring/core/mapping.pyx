@@ -1,14 +1,14 @@
-"""Shared memory that stays mapped until nobody uses it any more.
+"""Shared memory that stays mapped until its last use.
 
-Theory of operation: what is mapped is counted in C, so that a view can hold it whose end no Python code sees
-(``views.pyx``). The :class:`Mapping` has one reference, and so has each region with a view. It is unmapped by whoever
-drops the last one, on whatever thread that is. A :class:`Mapping` has no ``close``: some takers of a buffer (``numpy.ndarray``,
-``torch.frombuffer``) give it back at once and keep the object.
+Theory of operation: references to mapped memory are counted in C, because views may die where no Python code runs
+(``views.pyx``). The :class:`Mapping` has one reference, and so has each region with a view. The thread that drops the last one
+unmaps the memory. A :class:`Mapping` has no ``close``: some users of a buffer (``numpy.ndarray``, ``torch.frombuffer``) give it
+back at once and keep the object.
 
-The end of a mapping can be told over a socket, which nobody has to wait for: it happens in C, with the unmapping.
+The end of a mapping can be reported over a socket, without waiting: this happens in C, when the memory is unmapped.
 
-A forked child drops references like its parent, but unmaps nothing: memory that is kept out of children is not there, and
-something else may be.
+A forked child drops references like its parent, but unmaps nothing: such memory is kept out of children, and other memory may
+be at its address.
 
 It starts where a huge page may, if it is as long as one. So the kernel can map huge pages of the first file (:mod:`shmring.memory.huge_pages`)
 as what they are, in every process; those of a file that is mapped behind it only if it starts at a multiple of their size.
@@ -26,7 +26,7 @@ from shmring.errors import ClosedError
 
 
 cdef struct Mapped:
-    # Memory that stays mapped as long as anybody has a reference to it.
+    # Memory that stays mapped as long as there is a reference to it.
     int32_t references
     int forks         # of the process that mapped it: in a forked child it is not ours to unmap
     char* address
@@ -68,7 +68,7 @@ cdef void keep_mapped(Mapped* mapped) noexcept nogil:
     take_reference(&mapped.references)
 
 
-cdef void leave_mapped(Mapped* mapped) noexcept nogil:
+cdef void drop_mapped(Mapped* mapped) noexcept nogil:
     if drop_reference(&mapped.references):
         return
     if mapped.nbytes and mapped.forks == forks():
@@ -80,10 +80,11 @@ cdef void leave_mapped(Mapped* mapped) noexcept nogil:
 
 
 cdef char* place_in(const Mapped* mapped, uint64_t offset, uint64_t nbytes) except NULL:
-    """Where bytes of mapped memory are. Who reads or writes them asks here, each time: the end may be over since it asked last.
+    """The address of bytes of mapped memory. Code that reads or writes them must call this each time: the session may have
+    ended since the last call.
 
     Raises:
-        ClosedError: nothing is mapped any more.
+        ClosedError: the memory is not mapped any more.
         ValueError: they exceed what is mapped.
     """
     if not mapped.nbytes:
@@ -101,7 +102,7 @@ cdef class Mapping:
     Args:
         fd: the descriptor, not needed any more afterwards.
         nbytes: how much of it, a multiple of the page size if there is a tail; 0 maps nothing.
-        tail_fd: what follows at the next address.
+        tail_fd: the memory at the next address.
         tail_nbytes: how much of that; 0: nothing follows.
         tail_writable: whether the tail can be written. The kernel refuses that of memory that is sealed against it.
         writable: whether what comes before the tail can be written; a descriptor that was opened to be read allows no more.
@@ -149,7 +150,7 @@ cdef class Mapping:
         self.mapped.address = <char*>address
         self.mapped.nbytes = size  # from here on, also if the rest fails, its end unmaps all of it
         if tail:
-            # In place of the addresses beyond the end of the first file, which nobody has touched.
+            # In place of the addresses beyond the end of the first file, which are not used yet.
             with nogil:
                 address = mmap(self.mapped.address + head, tail, tail_protection, MAP_SHARED | MAP_FIXED, tail_descriptor, 0)
             if address == MAP_FAILED:
@@ -162,7 +163,7 @@ cdef class Mapping:
 
     def __dealloc__(self) -> None:
         if self.mapped != NULL:
-            leave_mapped(self.mapped)
+            drop_mapped(self.mapped)
 
     @property
     def address(self) -> int:
@@ -206,7 +207,7 @@ cdef class Mapping:
         return place_in(self.mapped, offset, nbytes)
 
     def end_with(self, socket: int) -> None:
-        """Takes a socket over. Its end tells the other side that nothing here is mapped any more, and so that nobody uses it.
+        """Takes a socket over. Its end tells the other side that the memory is not mapped here any more, and so not used.
 
         Args:
             socket: its descriptor. This has none yet, and maps something.

@@ -1,25 +1,26 @@
-"""A message ring: a buffer in shared memory with one writer and one reader, which carries records.
+"""A message ring: a buffer in shared memory that carries records from one writer to one reader.
 
 Theory of operation. Both ends count bytes since the ring was made: the writer in the *tail*, the reader in the *head*. The
 writer copies a record behind the tail and then publishes the tail with a release store; the reader loads it with acquire,
 so that it sees the whole record, copies the record out, and publishes the head in the same way: only then may the writer use
-that place again. Each end keeps its own count privately and believes the other's only where it is possible: a head that
-moves back or passes the tail, a tail that is more than the ring holds, and a length beyond what was published are a
-:class:`~shmring.errors.RemoteProtocolError`. A record is copied out before anybody parses it, so that what is checked cannot
-change afterwards.
+that place again. Each side keeps its own count privately, and checks that the other's count is possible: a head that moves back
+or passes the tail, a tail that is more than the ring holds, and a length beyond what was published are a
+:class:`~shmring.errors.RemoteProtocolError`. A record is copied out before it is parsed, so that checked bytes cannot change
+afterwards.
 
-A record does not wrap. Where it would, its place holds the length ``SKIP``, and it begins at the start of the ring.
+A record does not wrap. If it would, the length ``SKIP`` stands in its place, and the record begins at the start of the ring.
 
-Sleeping and waking. Under load no end makes a system call. A reader with nothing to read says that it sleeps, then *looks
-again*, and only then waits for a bell: one byte on the socket. A writer publishes, and only then looks whether the reader
-sleeps. A full fence lies between the two steps on either side, so that one of them sees the other: either the reader sees the
-record or the writer sees that it must ring. The same holds, the other way round, for a writer that waits for space. An
-exchange clears the flag, so that a sleeper is woken once. Bells may be rung later than records are published (several
-records, one look), but before the writer itself sleeps or ends. ``tests/model/message_ring.pml`` is this protocol in Promela;
-``make verify`` has spin search every interleaving of it, with stores delayed as x86 and ARM may delay them.
+Sleeping and waking. Under load, neither side makes a system call. A reader with nothing to read sets a flag that it sleeps,
+then *looks again*, and only then waits for a bell: one byte on the socket. A writer publishes, and only then looks whether the
+reader sleeps. On each side, there is a full fence between the two steps, so that at least one side sees the step of the other:
+either the reader sees the record or the writer sees that it must ring. The same holds, the other way round, for a writer that
+waits for space. An exchange clears the flag, so that a sleeper is woken once. Bells may be rung later than records are
+published (several records, one look), but before the writer itself sleeps or ends. ``tests/model/message_ring.pml`` is this
+protocol in Promela; ``make verify`` has spin search every interleaving of it, with stores delayed as x86 and ARM may delay
+them.
 
-A bell is sent without waiting: a socket that is full has bells enough, and one whose peer has gone is found so by reading it.
-Nobody rings a socket that is about to be closed (``mute``): its number may soon be another file's.
+A bell is sent without waiting: a full socket has enough bells, and a reader notices when the peer of a socket has gone. A
+socket that is about to be closed is not rung (``mute``): its number may soon be another file's.
 
 Invariants: head <= tail <= head + capacity; both are multiples of 8; everything from head to tail is whole records and skips.
 
@@ -50,39 +51,40 @@ cdef enum:
 
 cdef uint32_t SKIP = 0xFFFFFFFF
 
-#: Of any record: what waits at the other end is bounded by the ring, and a larger payload travels in a slot.
+#: The most of any record: unread records are bounded by the ring, and a larger payload travels in a slot.
 cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
 
 LARGEST_RECORD_NBYTES: int = _LARGEST_RECORD_NBYTES
 
-cpdef enum:  # what :func:`take_bells` has found, added up
+cpdef enum:  # what :func:`receive_bells` has found, added up
     ENDED = 1
     GAVE_UP = 2
     FOREIGN = 4
 
-#: What is sent instead of a bell by a frontend that gives up while it attaches: it uses nothing of what it was lent.
+#: A frontend that gives up while it attaches sends this instead of a bell: it uses none of the memory that it was lent.
 GIVING_UP: bytes = b"\1"
 
 cdef enum:
     BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
     _SHORT_RECORDS = 8  # that are delivered in C between two looks at the clock
-    # What is longer has a payload of as many bytes, since tensors of a record are not as long: 60,000 values take 0.2 ms to check.
+    # A longer record has a long payload, since tensors in a record are short: checking 60,000 values takes 0.2 ms.
     _LONG_NBYTES = 16 << 10
     _SHARE_SHIFT = 12  # a long record counts as one for each 4 KiB: so 64 of them take a millisecond, long or short
     MOST_READS = 16  # of other things, at a time
 
 
-def take_bells(connected: int) -> int:
-    """Reads what has come over a socket, without waiting.
+def receive_bells(connected: int) -> int:
+    """Reads the bytes that have come over a socket, without waiting.
 
-    To the end of it in one go: a loop may say only once that a socket has ended (uvloop does, where the peer left bells unread).
+    It reads to the end in one call: a loop may report only once that a socket has ended (uvloop, if the peer left bells
+        unread).
 
     Args:
         connected: the descriptor of the socket.
 
     Returns:
-        0, or a sum: ``ENDED``, the connection has ended; ``GAVE_UP``, there was ``GIVING_UP``; ``FOREIGN``, there was what is
-        neither that nor a bell.
+        0, or a sum: ``ENDED``, the connection has ended; ``GAVE_UP``, there was ``GIVING_UP``; ``FOREIGN``, there was another
+        byte that is no bell.
     """
     return read_bells(connected, MOST_READS)
 
@@ -125,7 +127,8 @@ cdef inline uint64_t _up(uint64_t nbytes) noexcept nogil:
 
 
 cdef uint32_t _largest_record(uint64_t capacity) noexcept nogil:
-    """A quarter of the ring: a record that has to skip to the start takes the room of two, and the reader keeps up with the rest."""
+    """A quarter of the ring: a record that has to skip to the start takes the room of two, and the rest is room for other
+    records."""
     return <uint32_t>min(<uint64_t>_LARGEST_RECORD_NBYTES, capacity // 4)
 
 
@@ -136,7 +139,7 @@ def largest_record_nbytes(capacity_nbytes: int) -> int:
 
 @cython.final
 cdef class RingMemory:
-    """The memory of a ring, mapped. It is unmapped when nothing has it any more; forked children do not have it.
+    """The memory of a ring, mapped. It is unmapped when this object goes; forked children do not have it.
 
     Python's own mapping would keep a descriptor as long, and an engine has two rings for each frontend.
 
@@ -168,7 +171,7 @@ cdef class RingMemory:
 
 
 cdef object _view(memory, uint8_t** at, uint64_t* capacity):
-    """Holds a writable buffer; returns what keeps it, and says where it is and how much it can carry."""
+    """Holds a writable buffer; returns the view that keeps it, and sets its address and capacity."""
     view = memoryview(memory)
     if view.readonly:
         raise ValueError("a message ring needs writable memory: each end writes its own count")
@@ -191,8 +194,8 @@ cdef class RecordWriter:
     Attributes:
         largest_record_nbytes: of one record.
         bells: how often it has rung.
-        blocked: whether others wait for room already; who uses the ring says so.
-        told: whether that wants to know of each record that is published here.
+        blocked: whether senders wait for room already; the user of the ring sets it.
+        told: whether the user of the ring wants to know of each record that is published here.
     """
 
     cdef readonly uint64_t bells
@@ -205,7 +208,7 @@ cdef class RecordWriter:
     cdef uint64_t _capacity
     cdef uint64_t _tail       # what this end has published; never read from the ring
     cdef uint64_t _head       # the reader's, as last read and checked
-    cdef uint64_t _reserved   # what a record that is being written will take, a skip before it included
+    cdef uint64_t _reserved   # the room that the record being written will take, including a skip before it
     cdef int _bell
 
     def __init__(self, memory: Buffer, bell: int) -> None:
@@ -231,7 +234,8 @@ cdef class RecordWriter:
         return True
 
     def ring_bell(self) -> bool:
-        """Wakes the reader if it sleeps; returns whether it did. Owed once after publishing, before this end sleeps or ends."""
+        """Wakes the reader if it sleeps; returns whether it did. Call it once after publishing, before this side sleeps or
+        ends."""
         return self.wake_reader()
 
     def mute(self) -> None:
@@ -239,7 +243,7 @@ cdef class RecordWriter:
         self._bell = -1
 
     def wait_for_space(self, nbytes: int) -> bool:
-        """Says that this end waits for the room of a record of ``nbytes``; returns False if there is room after all.
+        """Sets the flag that this side waits for room for a record of ``nbytes``; returns False if there is room after all.
 
         After True the caller waits for a bell, and tries again.
 
@@ -257,18 +261,18 @@ cdef class RecordWriter:
 
     @property
     def unread_nbytes(self) -> int:
-        """What the reader has not taken yet, as far as its count can be true; in a forked child, as of the fork."""
+        """How many bytes are unread, if the reader's count can be true; in a forked child, as of the fork."""
         if not self.is_forked():
             self._look_at_head()
         return self._tail - self._head
 
     @property
     def taken_nbytes(self) -> int:
-        """What the reader has taken since the ring was made, as of the last look at that."""
+        """How many bytes the reader has read since the ring was made, as of the last look."""
         return self._head
 
     cdef bint is_writable(self) noexcept nogil:
-        """Whether nobody waits for room, and this is the process that the ring is mapped in: a forked child has no ring."""
+        """Whether no sender waits for room, and this is the process that the ring is mapped in: a forked child has no ring."""
         return not self.blocked and self._forks == forks()
 
     cdef bint is_forked(self) noexcept nogil:
@@ -276,7 +280,7 @@ cdef class RecordWriter:
         return self._forks != forks()
 
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil:
-        """What a record takes at the tail, with the skip before it."""
+        """The room that a record takes at the tail, with the skip before it."""
         cdef uint64_t needed = _up(LENGTH_NBYTES + <uint64_t>nbytes)
         cdef uint64_t to_end = self._capacity - (self._tail & (self._capacity - 1))
         return needed if needed <= to_end else to_end + needed
@@ -291,7 +295,7 @@ cdef class RecordWriter:
         return self.reserve(nbytes) != NULL
 
     cdef bint _look_at_head(self) noexcept nogil:
-        """Reads how far the reader has come; returns False if it can't be true."""
+        """Reads the reader's count; returns False if it can't be true."""
         cdef uint64_t head = load_acquire_u64(self._at + AT_HEAD)  # acquire: its reads of that place come before our writes
         if head - self._head > self._tail - self._head or head & (STEP - 1):
             return False
@@ -339,33 +343,33 @@ cdef class RecordWriter:
         return True
 
 
-cdef class RecordTaker:
-    """Who is handed records in C, of those kinds that come with every message; for the subclass."""
+cdef class RecordHandler:
+    """Handles records, in C those kinds that come with every message; for the subclass."""
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
-        """Takes a record, which is only there during the call; returns False if it is for :meth:`take_message`."""
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """Handles a record, which is only there during the call; returns False if it is for :meth:`handle_message`."""
         return False
 
-    def take_message(self, record: bytes, /) -> None:
-        """Takes a record of any other kind; for the subclass.
+    def handle_message(self, record: bytes, /) -> None:
+        """Handles a record of any other kind; for the subclass.
 
         Raises:
             RemoteProtocolError: it breaks the rules.
         """
         raise NotImplementedError
 
-    def take_record(self, bytes record not None, /) -> None:
-        """Takes any record.
+    def handle_record(self, bytes record not None, /) -> None:
+        """Handles any record.
 
         Raises:
             RemoteProtocolError: it breaks the rules.
         """
-        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
-            self.take_message(record)
+        if not self.handle_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
+            self.handle_message(record)
 
     def __call__(self, record: bytes, /) -> None:
-        """As :meth:`take_record`."""
-        self.take_record(record)
+        """As :meth:`handle_record`."""
+        self.handle_record(record)
 
 
 cdef class RecordReader:
@@ -378,20 +382,20 @@ cdef class RecordReader:
     Attributes:
         bells: how often it has rung.
         late: whether the last :meth:`deliver` ended because of the time.
-        stopped: whether nothing more is delivered.
-        awake: whether somebody gives this end a turn again and again, who says so.
+        stopped: whether no more records are delivered.
+        awake: whether the poller gives this side its turns; the link sets it.
         is_reading: whether records are being delivered at the moment.
-        is_roused: whether somebody looks into the ring who gives this end no turns; who says so.
-        records_left: how many may be delivered until the next turn; where no clock is looked at, a long one counts as several.
-        heard: whether some were, other than in a turn, since that was last looked at.
-        delivered: how many were, ever.
+        is_roused: whether a caller looks into the ring without the poller's turns; that caller sets it.
+        records_left: how many may be delivered until the next turn. If no clock is read, a long record counts as several.
+        heard: whether records were delivered outside of a turn since this was last reset.
+        delivered: how many were delivered in all.
     """
 
     cdef readonly uint64_t bells
     cdef object _memory
     cdef uint8_t* _at
     cdef uint64_t _capacity
-    cdef uint64_t _head       # what this end has taken; never read from the ring
+    cdef uint64_t _head       # how much this side has read; never read from the ring
     cdef uint32_t _largest_record_nbytes
     cdef int _bell
     cdef public bint awake
@@ -403,8 +407,8 @@ cdef class RecordReader:
     cdef readonly bint late
     cdef readonly bint stopped
     cdef bint _is_ending
-    cdef uint8_t* _copy         # of the record that a RecordTaker has; NULL: none had one
-    cdef uint64_t _left_nbytes  # that are delivered before the end
+    cdef uint8_t* _copy         # of the record that a RecordHandler has; NULL: none had one
+    cdef uint64_t _left_nbytes  # bytes to deliver before the end
 
     def __init__(self, memory: Buffer, bell: int) -> None:
         self._memory = _view(memory, &self._at, &self._capacity)
@@ -415,7 +419,7 @@ cdef class RecordReader:
         free(self._copy)
 
     def read(self) -> bytes | None:
-        """Takes the next record; None if there is none. Call :meth:`ring_bell` once after a batch of them.
+        """Reads the next record; None if there is none. Call :meth:`ring_bell` once after a batch of them.
 
         Raises:
             RemoteProtocolError: the writer's count, or a length, is impossible.
@@ -428,13 +432,13 @@ cdef class RecordReader:
         return record
 
     def deliver(self, take: Callable[[bytes], object], most: int, clock: Callable[[], float], until: float) -> int:
-        """Takes records, and hands each over, until there are no more.
+        """Reads records, and hands each over, until there are no more.
 
         Args:
-            take: called with each record. What it raises ends this. A :class:`RecordTaker` is called in C.
+            take: called with each record; an exception in it ends this. A :class:`RecordHandler` is called in C.
             most: how many records, at most.
-            clock, until: it ends with the record after which ``clock()`` is later than that; :attr:`late` says so. After records
-                that are taken in C, which are short work unless they are long, only every eighth time.
+            clock, until: this ends with the record after which ``clock()`` is later than ``until``; then :attr:`late` is set.
+                After short records that are handled in C, the clock is read only every eighth time.
 
         Returns:
             How many there were.
@@ -445,9 +449,9 @@ cdef class RecordReader:
         cdef Py_ssize_t count = 0, limit = most
         cdef double deadline = until
         cdef uint32_t nbytes
-        cdef RecordTaker taker = take if isinstance(take, RecordTaker) else None
+        cdef RecordHandler taker = take if isinstance(take, RecordHandler) else None
         if taker is not None:
-            take = taker.take_message
+            take = taker.handle_message
             self._make_copy()
         self.late = False
         while count < limit and not self.stopped and self.next_nbytes(&nbytes):
@@ -464,7 +468,7 @@ cdef class RecordReader:
                 take(record)
             else:
                 self.take(self._copy, nbytes)
-                if taker.take_hot(self._copy, nbytes):
+                if taker.handle_hot(self._copy, nbytes):
                     if count % _SHORT_RECORDS and nbytes < _LONG_NBYTES:
                         continue
                 else:
@@ -482,18 +486,18 @@ cdef class RecordReader:
                 raise MemoryError
         return 0
 
-    cdef bint hear(self, RecordTaker taker) except -1:
-        """Takes what has come, sooner than the next turn would, and within what is left of this one.
+    cdef bint hear(self, RecordHandler taker) except -1:
+        """Reads the records that have come, before the next turn, and within the budget that is left of this turn.
 
         Returns:
-            False if whoever gives this end its turns has to do that: it is asleep, in the middle of it, or at its end.
+            False if the link has to do that: it is asleep, is delivering at the moment, or has ended.
 
         Raises:
-            RemoteProtocolError: as :meth:`read`, or from the taker.
+            RemoteProtocolError: as :meth:`read`, or from the handler.
         """
         cdef uint32_t nbytes
         cdef bint is_hot = True
-        cdef RecordReader kept = self  # by this call: a record may end the connection, and everybody else lets go of it then
+        cdef RecordReader kept = self  # kept by this call: a record may end the connection, and then all others let go of it
         if not (self.awake or self.is_roused) or self.is_reading or self.stopped or self._is_ending:
             return False
         self._make_copy()
@@ -504,43 +508,44 @@ cdef class RecordReader:
                 self.delivered += 1
                 self.heard = True
                 self.take(self._copy, nbytes)
-                is_hot = taker.take_hot(self._copy, nbytes)
-                if not is_hot:  # which may be long work: what is behind it waits for the next call, or turn
-                    taker.take_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
+                is_hot = taker.handle_hot(self._copy, nbytes)
+                if not is_hot:  # it may be long work: the records after it wait for the next call, or turn
+                    taker.handle_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
         finally:
             kept.is_reading = False
         self.wake_writer()
         return True
 
     def has_more(self) -> bool:
-        """Whether something was published that was not read yet."""
+        """Whether there are unread records."""
         return self.has_news()
 
     cdef bint has_news(self) noexcept nogil:
         return load_acquire_u64(self._at + AT_TAIL) != self._head
 
     def stop(self) -> None:
-        """Delivers nothing more."""
+        """Delivers no more records."""
         self.stopped = True
 
     def expect_the_end(self) -> None:
-        """The writer has gone, and what it had published by then is at most a whole ring: delivers no more than that."""
+        """The writer has gone. It can have published at most a whole ring by then: delivers no more than that."""
         if not self._is_ending:
             self._is_ending, self._left_nbytes = True, self._capacity
 
     def ring_bell(self) -> bool:
-        """Wakes the writer if it waits for space; returns whether it did. Owed once after reading, before this end sleeps."""
+        """Wakes the writer if it waits for space; returns whether it did. Call it once after reading, before this side
+        sleeps."""
         return self.wake_writer()
 
     def sleep(self) -> bool:
-        """Says that this end sleeps; returns False if there is something to read after all.
+        """Sets the flag that this side sleeps; returns False if there is a record to read after all.
 
-        After True the caller waits for a bell. It need not say that it is awake: a bell that is rung once too often is harmless.
+        After True the caller waits for a bell. It need not clear the flag when it is awake: one bell too many does no harm.
         """
         return self.fall_asleep()
 
     def wake(self) -> None:
-        """Says that this end does not sleep after all: what is published from now on is looked for without a bell."""
+        """Clears the flag that this side sleeps: it looks for later records without a bell."""
         self.stay_awake()
 
     def mute(self) -> None:

@@ -1,8 +1,8 @@
-"""What the two ends say to each other, apart from payloads: msgspec tagged Structs, one protocol version.
+"""The messages between the two sides, apart from payloads: msgspec tagged Structs, one protocol version.
 
 Every message is a msgpack array whose first element is its tag; unknown tags, missing and extra fields are refused by the
-decoder. Numbers a peer sends are bounded by their types here (never negative, never beyond 62 bits), so that sums of
-them can't overflow; whether they *mean* something is for the books to say.
+decoder. Numbers a peer sends are bounded by their types here (never negative, never beyond 62 bits), so that sums of them can't
+overflow. The books check what they *mean*.
 
 Submissions, replies and ends of requests have payloads, descriptors and tags 2, 103 and 104. They are read and written in C
 (:mod:`.wire`), which calls a descriptor by the names here, and spells its dtype as :func:`item_nbytes` knows it.
@@ -86,7 +86,8 @@ MAX_LISTED = 1024
 #: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
 SLOT_HEADER_NBYTES = 64
 
-#: Lease id of a reply's slot that the frontend is to copy out and give back at once, since the reserve is short; else it is 0.
+#: Lease id of a reply's slot if the reserve is short: the frontend copies the content out and gives the slot back at once.
+#: Otherwise it is 0.
 COPY_OUT = 1
 SLOT_MAGIC = b"shmrslot"
 
@@ -94,9 +95,9 @@ SLOT_MAGIC = b"shmrslot"
 KEPT_LEASE_ID = 0
 #: Of the key of kept content: of SHA-256, for one.
 KEY_NBYTES = 32
-#: What is kept beside the tensors, at most: the engine has this much private memory for each content.
+#: The most bytes of a kept payload beside its tensors: the engine has this much private memory for each content.
 MAX_KEPT_PAYLOAD_NBYTES = 4096
-#: Requests for kept content that a client may have in flight. What answers them take at most has room in any backlog.
+#: Requests for kept content that a client may have in flight. Their answers always have room in a backlog.
 MAX_FINDS = 64
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
@@ -121,14 +122,14 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
 LeaseIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_LISTED)]
 Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_LISTED)]
-#: Whatever a caller counts its workers by; far more than there are.
+#: The largest rank: far more than there are workers.
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 
 KeptKey = Annotated[bytes, msgspec.Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
 KeptPayload = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEPT_PAYLOAD_NBYTES)]
 
-#: Which memory a lease is wanted in. Where it was granted says its offset: device memory begins where the slab ends.
+#: The memory in which a lease is wanted. Its offset says where it was granted: device memory begins where the slab ends.
 Memory = Literal[0, 1]
 HOST_MEMORY: Final = 0
 DEVICE_MEMORY: Final = 1
@@ -180,7 +181,7 @@ class _Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class DeviceHandle(_Part, frozen=True):
-    """What a frontend needs to attach to a device slab: the GPU's UUID, CUDA's handle of the memory, and its size."""
+    """Lets a frontend attach to a device slab: the GPU's UUID, CUDA's handle of the memory, and its size."""
 
     uuid: ShortText
     memory: MemoryHandle
@@ -212,7 +213,8 @@ class LeaseRequest(_Message, frozen=True, tag=4):
     """Asks for a lease of at least ``nbytes``, ``preferred_nbytes`` if that is free now.
 
     A client has one request outstanding in each memory: a further one replaces it (and keeps its turn), and ``nbytes`` 0
-    withdraws it. If nobody ``waits`` for the lease, no range is kept for it, and only leases that are not in use are recalled.
+    withdraws it. If no caller ``waits`` for the lease, no range is kept for it, and only leases that are not in use are
+    recalled.
     """
 
     token: Unsigned
@@ -243,11 +245,11 @@ class Call(_Message, frozen=True, tag=7):
 
 
 class Goodbye(_Message, frozen=True, tag=8):
-    """The last message of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``.
+    """The last message of an orderly end: from now on, this frontend only writes in ``kept_lease_ids``.
 
     ``maps_device_slab``: it could not unmap the device slab, so that must not be freed before this process is dead.
-    ``more``: another follows, which says what else is kept. ``pinned_generations``: kept content that it still views.
-    ``lingers``: it keeps the socket as long as it uses anything that it named, and no longer: the end of the socket says so.
+    ``more``: another goodbye follows, which names the rest. ``pinned_generations``: kept content that it still views.
+    ``lingers``: it keeps the socket open exactly as long as it uses any of the memory that it named.
     """
 
     kept_lease_ids: LeaseIds = ()
@@ -283,7 +285,7 @@ class Keep(_Message, frozen=True, tag=13):
 
 
 class Unpin(_Message, frozen=True, tag=14):
-    """Takes pins of kept content back, one for each time that a generation is in the list."""
+    """Gives pins of kept content back, one for each time that a generation is in the list."""
 
     generations: Generations
 
@@ -300,7 +302,7 @@ class Join(_Message, frozen=True, tag=31):
 
 
 class AnswerFailed(_Message, frozen=True, tag=33):
-    """The worker has no reply to a message that wants one: why, says the error's type and text."""
+    """The worker has no reply to a message that wants one. The error's type and text say why."""
 
     sequence: Unsigned
     type_name: ShortText
@@ -403,8 +405,9 @@ class Found(_Message, frozen=True, tag=112):
     payload: KeptPayload
 
 
-#: ``absent``: nothing is kept under the key. ``large``: larger than all that is kept may be. ``full``: what is kept is pinned,
-#: or somebody waits for this memory. ``pins``: the client has pinned as much as it may.
+#: ``absent``: nothing is kept under the key. ``large``: larger than all kept content may be. ``full``: all kept content is
+#: pinned,
+#: or a client waits for this memory. ``pins``: the client has as many pins as it may have.
 NotKeptReason = Literal["absent", "large", "full", "pins"]
 
 
@@ -416,7 +419,7 @@ class NotKept(_Message, frozen=True, tag=113):
 
 
 class Refused(_Message, frozen=True, tag=109):
-    """The engine will not go on with this connection, and closes it."""
+    """The engine refuses this connection, and closes it."""
 
     reason: str
 
@@ -482,10 +485,10 @@ def _by(decoder: msgspec.msgpack.Decoder[_Decoded]) -> Callable[[bytes], _Decode
     return decode
 
 
-#: What a connection begins with, which is :class:`Hello` or :class:`Join` if its peer keeps to the rules.
+#: The first message of a connection: :class:`Hello` or :class:`Join`, if the peer keeps to the rules.
 decode_first_message: Callable[[bytes], FrontendMessage | Join] = _by(msgspec.msgpack.Decoder(FrontendMessage | Join))
 
-#: What a frontend, a worker (replies apart) and an engine sent.
+#: Read messages of a frontend, a worker (except for replies) and an engine.
 decode_frontend_message: Callable[[bytes], FrontendMessage] = _by(msgspec.msgpack.Decoder(FrontendMessage))
 decode_worker_message: Callable[[bytes], WorkerMessage] = _by(msgspec.msgpack.Decoder(WorkerMessage))
 decode_engine_message: Callable[[bytes], EngineMessage] = _by(msgspec.msgpack.Decoder(EngineMessage))

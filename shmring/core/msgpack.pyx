@@ -1,7 +1,7 @@
-"""Msgpack as far as records need it: reading what anybody may have written, and writing to a place that is large enough.
+"""The part of msgpack that records need: reading bytes of any origin, and writing to a place that is large enough.
 
 Reading makes no Python object and moves one value at a time: :c:func:`read_value` returns the next scalar, text or extension,
-or the head of the next array or map, whose members are the next values. Nothing is read behind the end.
+or the head of the next array or map, whose members are the next values. No byte after the end is read.
 
 Every ``*_nbytes`` is exactly what the ``put_*`` of the same name writes, so that a record's length is known before it is written.
 """
@@ -11,10 +11,10 @@ from libc.string cimport memcpy
 
 
 cdef enum Kind:
-    TRUNCATED   # the bytes end within the value, or are no msgpack
+    TRUNCATED   # the bytes end in the middle of the value, or are no msgpack
     NIL
     UNSIGNED    # number
-    OTHER       # a negative number, a truth value, a float: nothing that records use outside of payloads
+    OTHER       # a negative number, a truth value, a float: records use these only in payloads
     TEXT        # data, nbytes
     BINARY      # data, nbytes
     EXTENSION   # type, data, nbytes
@@ -51,7 +51,7 @@ cdef inline uint64_t read_little_endian(const uint8_t* at, int nbytes) noexcept 
     return number
 
 
-cdef inline bint _take_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
+cdef inline bint _read_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
     if cursor.end - cursor.at < nbytes:
         return False
     number[0] = read_big_endian(cursor.at, nbytes)
@@ -59,7 +59,7 @@ cdef inline bint _take_number(Cursor* cursor, int nbytes, uint64_t* number) noex
     return True
 
 
-cdef inline bint _take_data(Cursor* cursor, Value* value, uint64_t nbytes) noexcept nogil:
+cdef inline bint _read_data(Cursor* cursor, Value* value, uint64_t nbytes) noexcept nogil:
     if <uint64_t>(cursor.end - cursor.at) < nbytes:
         return False
     value.data = cursor.at
@@ -68,14 +68,14 @@ cdef inline bint _take_data(Cursor* cursor, Value* value, uint64_t nbytes) noexc
     return True
 
 
-cdef inline bint _take_sized(Cursor* cursor, Value* value, int length_nbytes, bint typed) noexcept nogil:
+cdef inline bint _read_sized(Cursor* cursor, Value* value, int length_nbytes, bint typed) noexcept nogil:
     """Data behind its length, and behind its type if it is an extension."""
     cdef uint64_t nbytes = 0
     cdef uint64_t type = 0
-    if not _take_number(cursor, length_nbytes, &nbytes) or (typed and not _take_number(cursor, 1, &type)):
+    if not _read_number(cursor, length_nbytes, &nbytes) or (typed and not _read_number(cursor, 1, &type)):
         return False
     value.type = <uint8_t>type
-    return _take_data(cursor, value, nbytes)
+    return _read_data(cursor, value, nbytes)
 
 
 cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
@@ -96,7 +96,7 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
         value.kind, value.number = ARRAY, head & 0x0F
     elif head < 0xC0:
         value.kind = TEXT
-        whole = _take_data(cursor, value, head & 0x1F)
+        whole = _read_data(cursor, value, head & 0x1F)
     elif head >= 0xE0 or head == 0xC2 or head == 0xC3:
         value.kind = OTHER
     elif head == 0xC0:
@@ -105,33 +105,33 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
         whole = False  # the one byte that msgpack never uses
     elif head <= 0xC6:
         value.kind = BINARY
-        whole = _take_sized(cursor, value, 1 << (head - 0xC4), False)
+        whole = _read_sized(cursor, value, 1 << (head - 0xC4), False)
     elif head <= 0xC9:
         value.kind = EXTENSION
-        whole = _take_sized(cursor, value, 1 << (head - 0xC7), True)
+        whole = _read_sized(cursor, value, 1 << (head - 0xC7), True)
     elif head <= 0xCB:
         value.kind = OTHER
-        whole = _take_data(cursor, value, 4 << (head - 0xCA))
+        whole = _read_data(cursor, value, 4 << (head - 0xCA))
     elif head <= 0xCF:
         value.kind = UNSIGNED
-        whole = _take_number(cursor, 1 << (head - 0xCC), &value.number)
+        whole = _read_number(cursor, 1 << (head - 0xCC), &value.number)
     elif head <= 0xD3:
         value.kind = OTHER
-        whole = _take_data(cursor, value, 1 << (head - 0xD0))
+        whole = _read_data(cursor, value, 1 << (head - 0xD0))
     elif head <= 0xD8:
         value.kind = EXTENSION
         type = 0
-        whole = _take_number(cursor, 1, &type) and _take_data(cursor, value, 1 << (head - 0xD4))
+        whole = _read_number(cursor, 1, &type) and _read_data(cursor, value, 1 << (head - 0xD4))
         value.type = <uint8_t>type
     elif head <= 0xDB:
         value.kind = TEXT
-        whole = _take_sized(cursor, value, 1 << (head - 0xD9), False)
+        whole = _read_sized(cursor, value, 1 << (head - 0xD9), False)
     elif head <= 0xDD:
         value.kind = ARRAY
-        whole = _take_number(cursor, 2 << (head - 0xDC), &value.number)
+        whole = _read_number(cursor, 2 << (head - 0xDC), &value.number)
     else:
         value.kind = MAP
-        whole = _take_number(cursor, 2 << (head - 0xDE), &value.number)
+        whole = _read_number(cursor, 2 << (head - 0xDE), &value.number)
     if not whole:
         value.kind = TRUNCATED
     return value.kind
@@ -146,7 +146,7 @@ cdef inline bint read_unsigned(Cursor* cursor, uint64_t* number) noexcept nogil:
 
 
 cdef inline bint read_array(Cursor* cursor, uint64_t* count) noexcept nogil:
-    """The head of an array; no longer than the bytes that are left, each member taking one at least."""
+    """The head of an array. It can't have more members than there are bytes left, since each member takes one at least."""
     cdef Value value
     if read_value(cursor, &value) != ARRAY or value.number > <uint64_t>(cursor.end - cursor.at):
         return False

@@ -1,11 +1,12 @@
-"""Objects by their numbers, where numbers count up: what is in flight, by its id.
+"""A table of objects by numbers that count up: requests in flight, by their ids.
 
 A dict does the same and takes four times as long: it makes an int of each number, hashes it and asks the ints whether they are equal.
-Here an object stands at its number times the golden ratio, of which the upper bits are a place in a table that is twice as large as what is
-in it, or next to that if the place is taken. Numbers that count up are spread evenly by that, and far from each other: so they hardly
-ever meet, and who takes one away finds an empty place behind it.
+Here the place of an object is computed: its number times the golden ratio, of which the upper bits are the place in the table.
+If that place is taken, the next free one is used. The table is at least twice as large as the number of objects. This spreads
+numbers that count up evenly and far from each other. So they hardly ever meet, and the place after a removed object is mostly
+empty.
 
-Invariant: between the place of a number and the entry that it has, no entry is empty. So who takes one away closes the gap.
+Invariant: between the computed place of a number and its entry, no entry is empty. So removing an object closes the gap.
 
 Source: hashing by multiplication, D. E. Knuth, "The Art of Computer Programming", volume 3, 6.4.
 """
@@ -19,7 +20,7 @@ from libc.stdlib cimport calloc, free
 
 cdef struct Entry:
     uint64_t number
-    PyObject* item     # NULL: nothing is here
+    PyObject* item     # NULL: the entry is empty
 
 
 cdef enum:
@@ -36,7 +37,7 @@ cdef class Numbered:
     cdef uint64_t _mask      # of a power of two
     cdef int _shift          # of a product, so that a place is left
     cdef uint64_t count
-    cdef object _unused      # without a member that is an object, no collector would look at this
+    cdef object _unused      # without a member that is an object, the garbage collector would not visit this
 
     def __cinit__(self):
         self._entries = <Entry*>calloc(1 << _FIRST_BITS, sizeof(Entry))
@@ -55,12 +56,12 @@ cdef class Numbered:
         return self.find(number) != NULL
 
     def get(self, number: int):
-        """Returns what has this number; None if nothing has."""
+        """Returns the object with this number; None if there is none."""
         cdef PyObject* item = self.find(number)
         return None if item == NULL else <object>item
 
     def items(self) -> list[tuple[int, Any]]:
-        """Returns what there is, as pairs and in order of its numbers."""
+        """Returns all entries, as pairs and in order of their numbers."""
         cdef uint64_t place
         items = []
         for place in range(self._mask + 1):
@@ -70,11 +71,11 @@ cdef class Numbered:
         return items
 
     def values(self) -> list:
-        """Returns what there is, in order of its numbers."""
+        """Returns all objects, in order of their numbers."""
         return [item for _, item in self.items()]
 
     def lone(self) -> list:
-        """Returns what nobody refers to but this table."""
+        """Returns the objects to which only this table refers."""
         cdef uint64_t place
         items = []
         for place in range(self._mask + 1):
@@ -83,11 +84,11 @@ cdef class Numbered:
         return items
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Removes all objects."""
         _clear(<PyObject*>self)
 
     cdef PyObject* find(self, uint64_t number) noexcept:
-        """Returns what has this number, as a borrowed reference; NULL if nothing has."""
+        """Returns the object with this number, as a borrowed reference; NULL if there is none."""
         cdef uint64_t place = number * _GOLDEN >> self._shift
         while self._entries[place].item != NULL:
             if self._entries[place].number == number:
@@ -96,7 +97,7 @@ cdef class Numbered:
         return NULL
 
     cpdef int put(self, uint64_t number, object item) except -1:  # type: (int, object) -> None
-        """Gives an object a number that none has."""
+        """Adds an object under a new number."""
         cdef uint64_t place
         if 2 * (self.count + 1) > self._mask:
             self._grow()
@@ -109,7 +110,7 @@ cdef class Numbered:
         return 0
 
     cpdef object take(self, uint64_t number):
-        """Takes what has this number away, and returns it; None if nothing has."""
+        """Removes the object with this number, and returns it; None if there is none."""
         cdef uint64_t place = number * _GOLDEN >> self._shift, gap
         cdef PyObject* found
         while self._entries[place].item != NULL and self._entries[place].number != number:
@@ -155,7 +156,7 @@ def _number_of(pair):
 
 
 cdef int _traverse(PyObject* self, visitproc visit, void* argument) noexcept:
-    """The type's ``tp_traverse``: cycles through what is in flight are found as those through a dict are."""
+    """The type's ``tp_traverse``: the garbage collector finds cycles through this table like those through a dict."""
     cdef Numbered table = <Numbered>self
     cdef uint64_t place
     cdef int stop

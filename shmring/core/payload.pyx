@@ -1,17 +1,17 @@
-"""Payloads that are sent: encoding them, finding their tensors, and writing the record.
+"""Sending payloads: encoding them, finding their tensors, and writing the record.
 
-Theory of operation. What payloads mostly are is encoded here: dicts, lists and tuples of text, bytes, numbers and tensors. Any
-other value in them is encoded by msgspec, which asks for what it does not know. Both write the same bytes for the same value. A
-tensor becomes an extension that says where its bytes will be, which is known at once: in a slot of the caller in which they lie
-already, or at the next cache line of region 0. Nothing is copied yet, so that a payload that can't be sent has changed nothing.
-:class:`Packed` then says how many bytes of a slot it needs, and writes the record when it has been given them; small tensors are
-copied straight into the record.
+Theory of operation. Common payloads are encoded here: dicts, lists and tuples of text, bytes, numbers and tensors. Any other
+value in them is encoded by msgspec, which calls back for types that it does not know. Both write the same bytes for the same
+value. A tensor becomes an extension that says where its bytes will be. That is known at once: in a slot of the caller, if they
+lie in one already, or at the next cache line of region 0. Nothing is copied yet: if the payload can't be sent, nothing has
+changed. :class:`Packed` then says how many bytes of a slot it needs, and writes the record when it has been given them; small
+tensors are copied straight into the record.
 
-What torch and numpy are is not known here: tensors of exactly the given type are described by their own methods, everything else
-by a function that is handed in, and which also copies what is not contiguous.
+This file does not know torch and numpy. Tensors of exactly the given types are described by DLPack. The function ``describe``
+describes all other values, and ``copy_strided`` copies tensors that are not contiguous.
 
 Invariants: regions of two parts never overlap; a part that is in place is not copied; between reserving a record and publishing
-it no Python object is made, since the collector of garbage might run and write to the same ring.
+it no Python object is made, since that might start a garbage collection, and a finaliser that writes to the same ring.
 
 Source: msgpack with tensors out of band, and hooks that collect them, is an idea of vLLM's (``v1/serial_utils.py``).
 """
@@ -37,7 +37,7 @@ from shmring.errors import CapacityError, RemoteProtocolError
 
 
 cdef struct Growing:
-    # Bytes that are being written, and are moved to the heap when they are too many for where they begin.
+    # Bytes that are being written: first into a small buffer, and on the heap when they no longer fit there.
     uint8_t* start
     uint8_t* at
     uint8_t* end
@@ -46,7 +46,8 @@ cdef struct Growing:
 
 
 cdef struct TensorMemory:
-    # Functions of torch's own C interface, which return 0 if they succeed, and how far into a tensor's object the tensor is that they take.
+    # Functions of torch's own C interface, which return 0 if they succeed; and the offset of their argument in a tensor's
+    # object.
     int (*storage_nbytes)(void*, int64_t*) noexcept
     int (*storage_offset)(void*, int64_t*) noexcept
     int (*data_address)(void*, void**) noexcept
@@ -58,14 +59,14 @@ cdef enum:
 
 cdef enum:
     SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
-    _BEYOND_CACHE_NBYTES = 4 << 20  # copies to a slot of so much go past the cache, unless it is known to be there
-    _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
-    _PART_NBYTES = 64 << 10     # in such a slot, a tensor that is shorter is copied with the rest: a call takes a third of a microsecond
+    _BEYOND_CACHE_NBYTES = 4 << 20  # copies of so much go past the cache, unless the slot is known to be in it
+    _LARGE_NBYTES = 1 << 20     # copies of so much, if the slot is known not to be in it; below, streaming gained nothing
+    _PART_NBYTES = 64 << 10     # shorter tensors in such a slot go into the cache: a call takes 0.3 us
     _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
     _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
-    _PLAIN_DIMENSIONS = 8       # a tensor of no more, and of less than 1 TiB, is nothing that a peer would refuse
-    _COUNT_SHIFT = 2            # what is encoded here counts 4 a byte at most: an empty array
+    _PLAIN_DIMENSIONS = 8       # a peer refuses no tensor of so few dimensions and of less than 1 TiB
+    _COUNT_SHIFT = 2            # values encoded here count at most 4 a byte: an empty array
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
 
 cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
@@ -134,7 +135,7 @@ cdef class Part:
         dtype: torch's name, or numpy's spelling.
         shape: its extents.
         nbytes: of its items.
-        address: of its bytes, if they are contiguous memory that can be taken as they are; else 0.
+        address: of its bytes, if they are contiguous memory that can be copied as it is; otherwise 0.
         is_on_host: whether that is host memory.
     """
 
@@ -142,13 +143,13 @@ cdef class Part:
     cdef readonly tuple shape
     cdef readonly bytes spelling
     cdef readonly uint64_t nbytes
-    cdef readonly uint64_t location    # of its bytes, if they are contiguous memory that can be taken as they are; else 0
+    cdef readonly uint64_t location    # of its bytes, if they are contiguous memory that can be copied as it is; otherwise 0
     cdef readonly uint64_t address     # the same, if that is host memory
     cdef readonly uint64_t offset
     cdef readonly uint32_t region
     cdef readonly uint8_t dtype
     cdef readonly bint is_in_place
-    cdef uint64_t storage_nbytes       # that its tensor's storage must have for as long as it is copied from; 0: it is not asked
+    cdef uint64_t storage_nbytes       # the least size of its tensor's storage, until it was copied; 0: not checked
 
     def __init__(self, source, dtype: str, shape: tuple[int, ...], nbytes: int, *, address: int, is_on_host: bool) -> None:
         self.source = source
@@ -172,12 +173,13 @@ cdef class Packer:
         table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
         tensor_memory: the numbers of a :cpp:struct:`TensorMemory`, in its order; DLPack does not say how large a storage is. None: as
             without a table.
-        is_negative: whether a tensor is to be negated when it is read, of which DLPack says nothing.
+        is_negative: returns whether torch negates a tensor lazily when it is read; DLPack does not say this.
         describe: called with any other value; returns a :class:`Part`, or what to encode in its place. ``TypeError``: it
             can't be sent.
         copy_strided: ``copy_strided(part, address)`` copies a part whose bytes are not contiguous host memory.
-        copy_past_cache, copy_into_cache: ``copy(to, from, nbytes)``, for tensors of a megabyte, and what is not short in long slots.
-        explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
+        copy_past_cache, copy_into_cache: ``copy(to, from, nbytes)``, for tensors of a megabyte and more, and for all but short
+            tensors in long slots.
+        explain: ``explain(payload, error)`` returns the error to raise for a payload that could not be encoded.
     """
 
     cdef Bounds _bounds
@@ -192,7 +194,7 @@ cdef class Packer:
     cdef object _copy_into_cache
     cdef object _explain
     cdef object _encode
-    cdef Packed _packed   # that is being made
+    cdef Packed _packed   # the payload that is being encoded
     cdef HeldSlots _held
 
     def __init__(
@@ -231,11 +233,11 @@ cdef class Packer:
         """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
 
         Code of the caller may run meanwhile (a property that is encoded), and do anything: end the session, leave a slot, pack
-        something else here. So what was read before is to be read again afterwards.
+        another payload here. So read all state again afterwards.
 
         Args:
             payload: any msgspec-encodable object holding tensors and arrays at any depth.
-            inline_nbytes: tensors that take no more travel in the record, if there is room.
+            inline_nbytes: tensors of so many bytes or fewer travel in the record, if there is room.
             largest_record_nbytes: of one record.
             held: slots of the caller, from which tensors are sent that lie in them.
 
@@ -287,7 +289,7 @@ cdef class Packer:
         return packed
 
     def encode(self, payload) -> bytes:
-        """Encodes a value to see whether that is possible; for who explains why not."""
+        """Tries to encode a value; for code that explains why a payload can't be sent."""
         cdef Packed outer = self._packed
         self._packed = Packed.__new__(Packed)
         try:
@@ -308,7 +310,7 @@ cdef class Packer:
             return self._put_dict(out, <dict>value, depth)
         if kind is list:
             return self._put_list(out, <list>value, depth)
-        # A named tuple is a tuple; what has a metaclass may be something else to msgspec.
+        # A named tuple is a tuple; a class with a metaclass may be something else to msgspec.
         if kind is tuple or (PyTuple_Check(value) and type(kind) is type):
             return self._put_tuple(out, <tuple>value, depth)
         if value is None or kind is bool:
@@ -325,7 +327,7 @@ cdef class Packer:
         return self._put_foreign(out, value)
 
     cdef int _put_foreign(self, Growing* out, object value) except -1:
-        """Has msgspec encode a value. What it writes is looked at afterwards: it may be nested deeply, and hold extensions."""
+        """Has msgspec encode a value. Its output is checked afterwards: it may be nested deeply, and hold extensions."""
         cdef bytes encoded = self._encode(value)
         out.is_foreign = True
         make_room(out, PyBytes_GET_SIZE(encoded))
@@ -366,7 +368,7 @@ cdef class Packer:
         out.at = put_count(out.at, left, 0x80, 0xDE)
         place = 0
         while PyDict_Next(value, &place, &key, &member):
-            name, inner = <object>key, <object>member  # held, since a tensor may be asked what it is
+            name, inner = <object>key, <object>member  # held, since code of the tensor may run
             self._put_text(out, <str>name)
             self._put(out, inner, depth + 1)
             left -= 1
@@ -451,7 +453,7 @@ cdef class Packer:
         return Ext(TENSOR_EXTENSION, data)
 
     cdef Part _tensor(self, tensor, DLTensor* described):
-        """A dense tensor that has all of its bytes, as DLPack describes it, in host memory or made in a slot; None for any other."""
+        """Describes a dense tensor with all of its bytes, in host memory or made in a slot, by DLPack; None for any other."""
         cdef Part part
         cdef uint64_t nbytes, last = 0
         cdef int64_t stride = 1, step
@@ -463,8 +465,8 @@ cdef class Packer:
             self._table.dltensor_from_py_object(<void*>tensor, described)
         except (RuntimeError, BufferError):
             return None
-        # What DLPack lends says nothing of torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and
-        # lets other threads run, so who has just made the tensor in a slot is not asked.
+        # DLPack does not report torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and lets
+        # other threads run, so it is not asked about a tensor that was just made in a slot.
         address = <uint64_t>described.data + described.byte_offset
         is_on_host = described.device.device_type == ON_CPU
         is_ours = self._held is not None and self._held.has_made(tensor, address)
@@ -499,9 +501,9 @@ cdef class Packer:
         return part
 
     cdef uint64_t _storage_nbytes(self, tensor, uint64_t last, uint64_t item_nbytes) noexcept:
-        """How many bytes of its storage a tensor needs up to its last item; 0: the storage has fewer.
+        """Returns how many bytes of its storage a tensor needs, up to its last item; 0: the storage has fewer.
 
-        Whoever shards parameters frees their storage and leaves their shape; what lies behind it is somebody else's.
+        FSDP frees the storage of parameters and leaves their shape; the memory there may then belong to other objects.
         """
         cdef void* inner = <uint8_t*><void*>tensor + self._memory.place
         cdef int64_t has_nbytes = 0, offset = 0
@@ -524,7 +526,7 @@ cdef bytes _described_extension(Part part):
 
 
 cdef int _check_extension(bytes data) except -1:
-    """What the peer would refuse, and end the connection for, is refused here."""
+    """Refuses a tensor that the peer would refuse; the peer would end the connection."""
     cdef TensorNumbers tensor
     read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor)
     tensor.offset = 0
@@ -544,10 +546,10 @@ cdef class Packed:
     Attributes:
         payload: msgpack, with extensions for the tensors.
         parts: the tensors, in its order.
-        slots: what was found of the caller's slots, in the order of their regions: the records, of a frontend.
-        region_nbytes: what those that are copied need in one region.
+        slots: the caller's slots in which tensors lie, in the order of their regions; in a frontend, their records.
+        region_nbytes: the bytes that copied tensors need in one region.
         slot_nbytes: of the slot that it needs; 0: everything travels in the record.
-        copied, in_place: how many tensors are copied, and how many are described where they are.
+        copied, in_place: how many tensors are copied, and how many are sent in place.
         copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
     """
 
@@ -562,7 +564,7 @@ cdef class Packed:
     cdef readonly uint64_t slot_nbytes      # of the slot that region 0 needs; 0: it travels in the record
     cdef readonly uint64_t payload_offset   # in that slot, if the payload travels there
     cdef readonly bint is_payload_in_slot
-    cdef bint goes_past_cache               # whether what is large is copied to the slot past the cache
+    cdef bint goes_past_cache               # whether large tensors are copied to the slot past the cache
     cdef uint64_t _max_payload_nbytes
     cdef TensorMemory _memory
     cdef object _copy_strided
@@ -574,7 +576,7 @@ cdef class Packed:
         self.slots = []
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
-        """Decides what travels in the record and what in a slot."""
+        """Decides whether tensors and payload travel in the record or in a slot."""
         cdef uint64_t payload_nbytes = PyBytes_GET_SIZE(self.payload)
         cdef uint64_t record_nbytes = _HEAD_NBYTES + <uint64_t>SLOT_NBYTES * slots
         if payload_nbytes > self._max_payload_nbytes:
@@ -596,11 +598,12 @@ cdef class Packed:
             self.is_payload_in_slot = True
             self.payload_offset = align(self.region_nbytes)
             self.slot_nbytes = self.payload_offset + payload_nbytes
-        self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as anybody knows
+        self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as is known
         return 0
 
     cpdef int copy_into(self, uint64_t address) except -1:
-        """Copies all that does not travel in the record to a slot's content at an address; may run on any thread."""
+        """Copies the tensors, and a payload that travels with them, to a slot's content at an address. May run on any
+        thread."""
         return self.copy_to(<uint8_t*>address, self.slot_nbytes >= _WITHOUT_LOCK_NBYTES)
 
     cdef int copy_to(self, uint8_t* to, bint without_lock) except -1:
@@ -624,9 +627,10 @@ cdef class Packed:
         return 0
 
     cdef void choose_way(self, uint64_t turnover_nbytes, uint64_t cache_nbytes) noexcept:
-        """Decides what goes past the cache, by what is written between two uses of a slot (0: unknown) and what the cache holds.
+        """Decides which copies go past the cache, by the bytes that are written between two uses of a slot (0: unknown) and the
+        cache's size.
 
-        After once the cache, half of a slot is often still there; after twice the cache, nearly nothing.
+        When as much as the cache was written, half of a slot is often still in it; after twice as much, nearly nothing.
         """
         if self.slot_nbytes >= _BEYOND_CACHE_NBYTES:
             self.goes_past_cache = turnover_nbytes == 0 or turnover_nbytes + self.slot_nbytes > cache_nbytes
@@ -634,7 +638,8 @@ cdef class Packed:
             self.goes_past_cache = turnover_nbytes >= 2 * cache_nbytes
 
     cdef int make_contiguous(self) except -1:
-        """Before a record is written: what is copied into it must be taken as it lies, since no Python may run meanwhile."""
+        """Called before a record is written: tensors that are copied into it must be contiguous, since no Python may run
+        meanwhile."""
         cdef Part part
         for part in self.parts:
             if part.is_in_place or not part.nbytes:
@@ -649,7 +654,7 @@ cdef class Packed:
         return 0
 
     cdef int _look_again(self, Part part) except -1:
-        """It may have waited since it was packed: its tensor must still have its memory, and where it was."""
+        """The payload may have waited since it was packed: its tensor must still have its memory, at the same address."""
         cdef void* inner
         cdef void* address = NULL
         cdef int64_t has_nbytes = 0
@@ -662,7 +667,7 @@ cdef class Packed:
         return 0
 
     cdef uint64_t content_nbytes(self) noexcept:
-        """What :meth:`put_content` writes."""
+        """The size of what :meth:`put_content` writes."""
         cdef uint64_t copied = 1
         if self.slot_nbytes:
             copied = SLOT_NBYTES
@@ -692,7 +697,7 @@ cdef class Packed:
             for part in self.parts:
                 if part.is_in_place or not part.nbytes:
                     continue
-                memset(region + end, 0, part.offset - end)  # what lay there before is nobody's business
+                memset(region + end, 0, part.offset - end)  # old bytes must not be sent
                 memcpy(region + part.offset, <const void*>part.address, part.nbytes)
                 end = part.offset + part.nbytes
             to += self.region_nbytes
@@ -714,7 +719,7 @@ cdef uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil:
 
 
 cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, uint32_t count) except 0:
-    """What a ``Submit`` takes in the ring."""
+    """The size of a ``Submit`` in the ring."""
     cdef Py_ssize_t name_nbytes = 0
     cdef uint32_t in_place = count - (packed.slot_nbytes != 0)
     PyUnicode_AsUTF8AndSize(name, &name_nbytes)
@@ -765,7 +770,7 @@ cdef bint put_submit(
 cdef bytes submit_record(
     Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 ):
-    """The same as bytes, for who has to keep it."""
+    """The same as bytes, to be kept."""
     cdef Py_ssize_t name_nbytes = 0
     cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
     cdef bytes record = PyBytes_FromStringAndSize(NULL, submit_nbytes(packed, epoch, request_id, name, fence, count))
@@ -774,7 +779,7 @@ cdef bytes submit_record(
 
 
 cdef uint64_t reply_nbytes(Packed packed, uint64_t request_id) except 0:
-    """What a ``Reply`` takes in the ring."""
+    """The size of a ``Reply`` in the ring."""
     if not packed.slot_nbytes:
         packed.make_contiguous()
     return 2 + unsigned_nbytes(request_id) + packed.content_nbytes()
@@ -796,7 +801,7 @@ cdef bint put_reply(RecordWriter writer, Packed packed, uint64_t request_id, Slo
 
 
 cdef bytes reply_record(Packed packed, uint64_t request_id, SlotNumbers* slot):
-    """The same as bytes, for who has to keep it."""
+    """The same as bytes, to be kept."""
     cdef bytes record = PyBytes_FromStringAndSize(NULL, reply_nbytes(packed, request_id))
     _put_reply(<uint8_t*>PyBytes_AS_STRING(record), packed, request_id, slot)
     return record
@@ -839,7 +844,7 @@ cdef bint put_done(
 
 
 cdef bytes done_record(uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot):
-    """The same as bytes, for who has to keep it."""
+    """The same as bytes, to be kept."""
     cdef bytes record = PyBytes_FromStringAndSize(NULL, _done_nbytes(request_id, released, count, reply))
     _put_done(<uint8_t*>PyBytes_AS_STRING(record), request_id, released, count, reply, slot)
     return record

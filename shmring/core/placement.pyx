@@ -1,8 +1,9 @@
-"""Where the tensors of a payload are made on a GPU: in device memory that they lie in already, or where they are copied to.
+"""Where the tensors of a payload are made on a GPU: in device memory in which they lie already, or in memory to which they are
+copied.
 
-Theory of operation. The bytes that a content's tensors cover in each region are copied as they lie, large gaps left out: a copy costs
-some microseconds whatever its size, so tensors that are near each other go together, and most requests are one *run* of bytes for
-each slot. Source and target agree modulo a cache line, so what was aligned stays so.
+Theory of operation. The bytes that a content's tensors cover in each region are copied in the same layout, but without large
+gaps. Each copy costs some microseconds, even a small one, so tensors that are near each other are copied together. Most
+requests are one *run* of bytes for each slot. Source and target agree modulo a cache line, so what was aligned stays so.
 """
 
 cimport cython
@@ -41,8 +42,8 @@ cdef class Placement:
 
     Attributes:
         is_copied: whether all others are to be on the GPU as well; else they are views of where they lie.
-        nbytes: what is copied.
-        target: where to; the caller sets it.
+        nbytes: how many bytes are copied.
+        target: where the bytes go; the caller sets it.
     """
 
     cdef readonly dict given  # type: dict[int, Region]
@@ -64,7 +65,7 @@ cdef class Placement:
             free(self.runs)
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """Returns what is copied: region, start, end, and where to."""
+        """Returns the copies: region, start, end, and target."""
         cdef uint32_t i
         spans = []
         for i in range(self.run_count):
@@ -87,7 +88,7 @@ cdef class Placement:
         run.region, run.start, run.end = region, start, start + nbytes
 
     cdef void lay_out(self) noexcept:
-        """Joins what is near each other, and decides where it goes."""
+        """Joins spans that are near each other, and decides where they go."""
         cdef uint32_t count = self.run_count, i
         cdef Run* run
         cdef Run* following

@@ -1,7 +1,7 @@
 """Text that another process has sent, made fit for a log, an error and a terminal.
 
-An escape sequence in a name would be carried out by the terminal of whoever reads the log, and what follows a line feed would
-look like a line of ours. What cannot be printed is therefore written as Python writes it in a string.
+A terminal that shows the log would carry out an escape sequence in a name, and text after a line feed would look like a line of
+ours. So characters that can't be printed are written as in a Python string.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text that may have several lines and tabs, such as a traceback, and any length."""
+    """The same for a text of any length with lines and tabs, such as a traceback."""
     return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in text.split("\n"))
 
 

@@ -1,4 +1,5 @@
-"""What the core calls of Python's C interface and Cython does not declare, or declares for objects that it counts itself."""
+"""Functions of Python's C interface that the core calls, and that Cython does not declare, or declares only for objects whose
+references Cython counts."""
 
 from cpython.object cimport PyObject, PyTypeObject, visitproc
 from libc.stdint cimport int64_t
@@ -10,7 +11,7 @@ cdef extern from "Python.h":
     Py_ssize_t references_of "Py_REFCNT"(PyObject*) noexcept
     PyTypeObject* type_of "Py_TYPE"(object) noexcept
 
-    # What is awaited.
+    # Awaitables.
     ctypedef enum PySendResult:
         PYGEN_RETURN
         PYGEN_NEXT
@@ -21,7 +22,7 @@ cdef extern from "Python.h":
         PyAsyncMethods* tp_as_async
     int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
 
-    # What the collector of garbage sees.
+    # Garbage collection.
     ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept
     ctypedef int (*inquiry)(PyObject*) noexcept
     ctypedef struct CollectedType "PyTypeObject":
@@ -50,5 +51,5 @@ cdef extern from *:
     """
     static inline PyObject *new_instance(PyTypeObject *kind, PyObject *nothing) { return kind->tp_new(kind, nothing, NULL); }
     """
-    # An object of a subclass that is handed in, without its ``__init__`` and without looking ``__new__`` up by name.
+    # Makes an object of a given subclass, without calling its ``__init__`` and without looking ``__new__`` up by name.
     object new_instance(type kind, tuple nothing)  # ``nothing``: its arguments, an empty tuple

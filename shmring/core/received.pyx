@@ -1,13 +1,13 @@
-"""Payloads that came: decoding them, and views of the regions that their tensors are in.
+"""Receiving payloads: decoding them, and views of the regions that their tensors are in.
 
-What payloads mostly are is decoded here: maps with keys of text, arrays, numbers, text, bytes and tensors. A payload that has
-something else in it, or that is decoded into a type of msgspec's, is msgspec's, which asks for each extension; both make the same of
-what both decode. A tensor becomes a view of its region, which is opened with the first view of it. :class:`ContentRegions` are the regions of one content: who is done with it leaves each of its slots, and learns whether
-views of that slot are still alive. Everything was checked when the content came (``wire.pyx``); a content that has not been
-checked must not come here.
+Common payloads are decoded here: maps with keys of text, arrays, numbers, text, bytes and tensors. msgspec decodes payloads
+with other values, and payloads that are decoded into a msgspec type; it calls back for each extension. Both decoders make the
+same values. A tensor becomes a view of its region, which is opened with the first view of it. :class:`ContentRegions` are the
+regions of one content. When the content is no longer needed, each of its slots is left, which returns whether views of that
+slot are still alive. The content was checked when it came (``wire.pyx``); an unchecked content must not come here.
 
-What torch and numpy are is not known here: torch tensors are made by the maker that is handed in, everything else (arrays, tensors
-without content, dtypes that DLPack does not carry) by a function that is handed in.
+This file does not know torch and numpy: the maker that is handed in makes torch tensors, and a function that is handed in makes
+the rest (arrays, tensors without content, dtypes that DLPack does not have).
 """
 
 from typing import Any
@@ -41,12 +41,12 @@ cdef object _OTHERWISE = object()
 
 
 cdef bint pause_collector(uint64_t value_count) noexcept:
-    """Pauses the collector of garbage for what is decoded, if that is much; returns whether it is to be enabled again.
+    """Pauses the garbage collector while many values are decoded; returns whether it is to be enabled again.
 
-    It would go through all objects of the process some times over, though nothing that is decoded is garbage yet: 60,000 empty arrays
-    took 8 ms instead of 2, a million 720 instead of 45. It is paused for as long as one payload takes. Other threads
-    seldom run then (only where a caller's own code converts values), and lose nothing if they do: two that pause it enable it
-    again early, and what a thread disables just then is enabled.
+    It would go through all objects of the process several times, although no decoded value is garbage yet: 60,000 empty arrays
+    took 8 ms instead of 2, a million 720 instead of 45. It is paused for as long as one payload takes. Other threads seldom run
+    then (only where a caller's own code converts values), and lose nothing if they do: if two threads pause it, it is enabled
+    again early; and if a thread disables it just then, it is enabled.
     """
     return value_count > _PAUSING_COUNT and PyGC_Disable()
 
@@ -80,7 +80,7 @@ cdef class ContentRegions:
     cdef Lent** _slots       # by number; NULL: no view was made yet
     cdef Lent* _few[2]
     cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
-    cdef Owner* owner        # that its views keep, in place of being counted by the regions; NULL: those count them
+    cdef Owner* owner        # kept by its views, which the regions then do not count; NULL: the regions count the views
 
     def __dealloc__(self) -> None:
         cdef uint32_t slot
@@ -132,7 +132,7 @@ cdef class ContentRegions:
         return self._slots[slot] != NULL and is_region_viewed(self._slots[slot])
 
     cdef bint leave(self, uint32_t slot) noexcept:
-        """Makes no further views of a slot; returns whether views are alive, of whose death the regions will tell."""
+        """Makes no further views of a slot; returns whether views are alive, whose death the regions will report."""
         cdef Lent* region = self._slots[slot]
         self._slots[slot] = NULL
         return region != NULL and leave_region(region)
@@ -192,10 +192,10 @@ cdef class PayloadDecoder:
         convert: msgspec's ``dec_hook``.
         maker: of torch tensors.
         dtypes: (DLPack's code, bits) by the wire's number; None: ``other`` makes tensors of that dtype.
-        other: ``other(ref, memory)`` makes what the maker does not: an array, or a tensor of a dtype without a code. ``memory``:
-            the region as a buffer; None if there are no bytes.
-        on_gpu: ``on_gpu(dtype)`` returns DLPack's code and bits of any other dtype, and what a tensor that is made by them is to be
-            viewed as, or None; None: no tensor on a GPU has that dtype.
+        other: ``other(ref, memory)`` makes an array, or a tensor of a dtype without a code, which the maker does not make.
+            ``memory``: the region as a buffer; None if there are no bytes.
+        on_gpu: ``on_gpu(dtype)`` returns DLPack's code and bits of any other dtype, and the dtype to view such a tensor as, or
+            None. It returns None if no tensor on a GPU has that dtype.
     """
 
     cdef bint _is_plain
@@ -265,7 +265,7 @@ cdef class PayloadDecoder:
             raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
 
     def decode_again(self, ContentRegions regions not None, Placement placement not None):
-        """Decodes a payload with tensors that are made somewhere else, for a content that was decoded before.
+        """Decodes the payload of a content once more, with its tensors made in another place.
 
         Raises:
             RemoteProtocolError, msgspec.ValidationError: as the first time.
@@ -273,7 +273,7 @@ cdef class PayloadDecoder:
         return self.decode(regions, placement)
 
     cdef object _value(self, ContentRegions regions, Cursor* cursor, int depth):
-        """Decodes the next value; returns ``_OTHERWISE`` if there is something in it that is for msgspec."""
+        """Decodes the next value; returns ``_OTHERWISE`` if msgspec has to decode something in it."""
         cdef Value value
         cdef TensorNumbers tensor
         cdef uint8_t head
@@ -371,7 +371,7 @@ cdef class PayloadDecoder:
         return self._tensor(regions, &tensor)
 
     cdef object _tensor(self, ContentRegions regions, TensorNumbers* tensor):
-        """A tensor where it is to be made: a view of its bytes where they are, if nothing else was said."""
+        """Makes a tensor where the placement says; without one, as a view of its bytes where they are."""
         if self._placement is not None:
             return self._placed(regions, tensor, self._placement)
         return self._viewed(regions, tensor)
@@ -393,7 +393,8 @@ cdef class PayloadDecoder:
         return self._maker.view(region, offset, tensor.ndim, shape, code, bits)
 
     cdef object _gpu_dtype(self, TensorNumbers* tensor, Content content, uint8_t* code, uint8_t* bits):
-        """By which numbers a tensor is made on a GPU, and what it is viewed as then, or None; ``_OTHERWISE``: no GPU has its dtype."""
+        """Sets DLPack's code and bits of a tensor on a GPU; returns the dtype to view it as then, or None. ``_OTHERWISE``: no
+        GPU has its dtype."""
         if tensor.dtype and self._bits[tensor.dtype]:
             code[0], bits[0] = self._codes[tensor.dtype], self._bits[tensor.dtype]
             return None

@@ -1,4 +1,5 @@
-"""What the engine's book writes down: leases, slots, requests, waiters, clients. Only ``engine_book.pyx`` and ``lending.pyx`` change them.
+"""The records of the engine's book: leases, slots, requests, waiters, clients. Only ``engine_book.pyx`` and ``lending.pyx``
+change them.
 
 All fields can be read and written from Python, so that tests can look at a book, copy it and damage it.
 """
@@ -22,8 +23,8 @@ cdef class LeaseRecord:
     cdef public uint64_t blocks
     cdef public TakenRuns live      # which blocks of it are in live slots
     cdef public bint recalled
-    cdef public bint given_up       # by its holder's goodbye
-    cdef public uint64_t kept_blocks  # of its range, that have become the engine's: see ``kept_book.pyx``
+    cdef public bint given_up       # the holder's goodbye has named it
+    cdef public uint64_t kept_blocks  # blocks of its range that have become the engine's: see ``kept_book.pyx``
     cdef int state_number
 
     @property
@@ -51,7 +52,7 @@ cdef class KeptRecord:
     cdef public uint64_t nbytes
     cdef public bint is_copied       # its tensors are in region 0, else in region 1
     cdef public bytes payload        # msgpack, as the wire has it
-    cdef public uint64_t pins        # clients that have it pinned, and slots of requests that are this
+    cdef public uint64_t pins        # pins of clients, and uses in requests
 
 
 @cython.final
@@ -73,7 +74,7 @@ cdef class EngineSlotRecord:
     cdef public LeaseRecord lease  # type: LeaseRecord | None
     cdef public uint64_t start
     cdef public uint64_t blocks
-    cdef public KeptRecord kept  # type: KeptRecord | None  # what it is, if that is kept; it is in no lease then
+    cdef public KeptRecord kept  # type: KeptRecord | None  # its content, if the slot is kept content; then it is in no lease
     cdef int state_number
 
     @property
@@ -136,7 +137,7 @@ cdef class ClientRecord:
     cdef public dict requests  # type: dict[int, RequestRecord]  # by id
     cdef public dict replies  # type: dict[int, ReplySlot]  # by generation
     cdef public set unsent_replies  # type: set[int]  # generations: the engine itself is still writing them
-    cdef public dict pins  # type: dict[int, int]  # how often it has pinned what is kept, by generation
+    cdef public dict pins  # type: dict[int, int]  # how often it has pinned each content, by generation
     cdef public uint64_t pin_count  # of them
     cdef public uint64_t pinned_blocks
     cdef uint64_t blocks_in[MEMORIES]

@@ -1,4 +1,5 @@
-"""What stands before the content of a slot: magic, generation and bytes, so that a claim can verify what it was promised.
+"""The header before the content of a slot: magic, generation and size, so that a claim can check that the slot is the announced
+one.
 
 The content begins on a cache line, and each tensor in it on one of its own.
 """
@@ -32,7 +33,7 @@ cdef inline void put_header(char* at, const char* magic, const SlotNumbers* slot
 
 
 cdef inline bint read_header(const char* at, const char* magic, uint64_t* generation, uint64_t* nbytes) noexcept nogil:
-    """Reads a header once, since anybody may be writing it; returns False if none stands there."""
+    """Reads a header once, since another process may be writing it; returns False if there is none."""
     cdef char header[24]
     memcpy(header, at, 24)
     memcpy(generation, header + 8, 8)

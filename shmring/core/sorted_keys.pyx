@@ -24,7 +24,7 @@ cdef enum:
 
 
 cdef struct Chunk:
-    uint64_t first  # of the keys, here too: who looks for a chunk reads these alone, in one piece of memory
+    uint64_t first  # a copy of its first key: a search for a chunk reads only these, in one piece of memory
     uint64_t* keys  # in order, at least one
     uint32_t count
 

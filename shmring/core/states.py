@@ -2,7 +2,7 @@
 
 Theory of operation: a life cycle is a table ``{state: {event: next state}}``. :func:`advance` is the only way from one
 state to another; what a table does not list is illegal, raises :class:`~shmring.errors.LocalProtocolError` and changes
-nothing. Everything that affects a transition lives in this file; what a transition *causes* lives in the two books
+nothing. Everything that affects a transition is in this file; the effects of a transition are in the two books
 (:mod:`.engine_book`, the engine's, and :mod:`.client_book`, a frontend's).
 
 The idea of a protocol as tables with one function that walks them is h11's.
@@ -41,7 +41,7 @@ class ClientSlot(enum.IntEnum):
     WRITING = 1
     SUBMITTED = 2
     CACHED = 3  # released by the engine while the frontend still holds it: its content is intact
-    DRAINING = 4  # given up, but a view of it is still alive in this process
+    DRAINING = 4  # left, but a view of it is still alive in this process
     KEPT = 5  # its content is the engine's from now on, and its blocks are in no lease
 
 
@@ -89,7 +89,7 @@ class LeaseEvent(enum.IntEnum):
     GRANT = 0
     RETURN = 1
     DISCONNECT = 2
-    PROOF = 3  # its holder is dead by the kernel's word, or gave it up in its goodbye; and no slot of it is in use
+    PROOF = 3  # the kernel has reported its holder's death, or the goodbye did not name it; and no slot of it is in use
 
 
 class Request(enum.IntEnum):
@@ -122,7 +122,7 @@ CLIENT_SLOT: Mapping[ClientSlot, Mapping[ClientSlotEvent, ClientSlot]] = {
         ClientSlotEvent.RELEASE: ClientSlot.FREE,
         ClientSlotEvent.RELEASE_RETAINED: ClientSlot.CACHED,
         ClientSlotEvent.RELEASE_VIEWED: ClientSlot.DRAINING,
-        ClientSlotEvent.ABORT: ClientSlot.SUBMITTED,  # an abort gives nothing back: only the engine's Release does
+        ClientSlotEvent.ABORT: ClientSlot.SUBMITTED,  # an abort gives no slot back: only the engine's Release does
         ClientSlotEvent.KEEP: ClientSlot.KEPT,
     },
     ClientSlot.CACHED: {
@@ -142,7 +142,7 @@ ENGINE_SLOT: Mapping[EngineSlot, Mapping[EngineSlotEvent, EngineSlot]] = {
     EngineSlot.CLAIMED: {
         EngineSlotEvent.RELEASE: EngineSlot.RELEASED,
         EngineSlotEvent.RELEASE_VIEWED: EngineSlot.DRAINING,
-        EngineSlotEvent.ABORT: EngineSlot.CLAIMED,  # marked only: somebody is reading it until its step ends
+        EngineSlotEvent.ABORT: EngineSlot.CLAIMED,  # only marked: its slots are read until its step ends
     },
     EngineSlot.DRAINING: {
         EngineSlotEvent.LAST_VIEW_GONE: EngineSlot.RELEASED,

@@ -1,6 +1,7 @@
-"""What the core calls of the system, all of it: nothing else declares a function of the C library that does more than compute.
+"""All functions of the system that the core calls. No other file declares a function of the C library that does more than
+compute.
 
-Beside these, parts cimport :mod:`posix.unistd`. Which of them call the system, and what for, ``tests/test_layers.py`` says.
+Beside these, parts cimport :mod:`posix.unistd`. ``tests/test_layers.py`` lists the parts that call the system, and why.
 """
 
 cdef extern from "<sys/mman.h>" nogil:

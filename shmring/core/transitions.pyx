@@ -1,7 +1,7 @@
 """The tables of :mod:`.states`, as arrays that compiled code looks things up in.
 
-The tables stay the only place that says what is allowed: the arrays are filled from them when this module is imported. What
-an array does not have, :func:`~shmring.core.states.advance` refuses, with its words.
+Only the tables say which transitions are allowed: the arrays are filled from them when this module is imported. If an array has
+no transition, :func:`~shmring.core.states.advance` raises the error.
 """
 
 import cython
@@ -37,7 +37,7 @@ cdef object _watcher = None
 def watch(watcher: Callable[[str, Any, Any], object] | None) -> None:
     """Has a function called before each transition, with the table's name, the state and the event; None ends that.
 
-    For tests, which so can end a process at any point of any life cycle.
+    For tests, which can thus end a process at any point of any life cycle.
     """
     global _watcher
     _watcher = watcher

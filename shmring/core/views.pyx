@@ -5,20 +5,20 @@ references are counted in C: one is its owner's, and each view has one. A torch 
 reference; a numpy view is built on a buffer (:class:`RegionBytes`) whose end does. Slices, reshapes and whatever else is derived
 from a view keep the view's storage or base, and so its reference.
 
-An owner *leaves* its region when nobody is to make further views of it. If none lives, that was all. Else the region *drains*:
-whoever drops its last reference pushes it on a stack and rings a bell, an eventfd that the owner's loop reads; the owner
-collects it there, by its key. A view dies anywhere: on any thread, with the interpreter's lock or without it, while the
-interpreter ends. So no Python code runs there, and nothing is waited for.
+An owner *leaves* its region when no further views of it will be made. If no view lives, the region is free. Otherwise it
+*drains*: the thread that drops its last reference pushes it on a stack and rings a bell, an eventfd that the owner's loop
+reads. The owner then collects it from the stack, by its key. A view may die anywhere: on any thread, with the interpreter's
+lock or without it, while the interpreter ends. So no Python code runs there, and nothing waits.
 
-The stack is pushed to by compare-exchange and taken whole by an exchange, so it has no ABA problem: a top that comes back at the
-same address is the top. Who pushes on an empty stack rings; who finds something there leaves that to the one who pushed it. The
-collector clears the bell before it takes the stack, so a push that it does not see rings again.
+The stack is pushed to by compare-exchange and taken whole by an exchange, so it has no ABA problem: if the same address is the
+top again, it is the right top. A push on an empty stack rings the bell. A push on a stack that is not empty does not, because
+an earlier push has rung. The owner clears the bell before it takes the stack, so a push that it does not see rings again.
 
-What a dying view touches outlives it: a region holds its mapping and the stack. An owner that ends closes the stack, and regions
-that depart afterwards free themselves. A forked child has copies of all this, on which it rings nobody.
+The memory that a dying view touches outlives the view: a region holds its mapping and the stack. An owner that ends closes the
+stack, and regions that are pushed afterwards free themselves. A forked child has copies of all this, and rings no bell.
 
-Invariants: a region is freed once, by whoever drops its last reference or collects it; a key is collected once; only its owner's
-thread, with the interpreter's lock, opens, leaves and collects.
+Invariants: a region is freed once, when its last reference is dropped or when it is collected; a key is collected once; only
+the owner's thread, with the interpreter's lock, opens, leaves and collects.
 
 Source: the stack is R. K. Treiber's (IBM RJ 5118, 1986).
 """
@@ -38,17 +38,18 @@ cdef enum:
 
 
 cdef struct Departures:
-    # Where regions go whose last view has died, and the bell that says so. Lives until its owner and the last region have gone.
+    # The stack of regions whose last view has died, and its bell. Lives until its owner and the last region have gone.
     int32_t references
     int forks           # of the process that made it: a forked child does not ring
     int bell            # an eventfd
-    void* top           # of the stack of regions that have departed; CLOSED when nobody collects them any more
+    void* top           # the top of the stack; CLOSED when its owner no longer collects
     Lent* draining      # regions that were left while viewed and were not collected; the owner's thread only
     uint64_t count      # of them
 
 
 cdef struct Owner:
-    # What regions keep, and are told of when the last of them has gone. Its first member, so that `gone` knows the rest.
+    # Something that regions keep, and that is called when the last of them has gone. The first member of its structure, so
+    # that `gone` can find the rest.
     int32_t references
     void (*gone)(Owner*) noexcept nogil   # frees it; on any thread, with the interpreter's lock or without
 
@@ -56,13 +57,13 @@ cdef struct Owner:
 cdef struct Lent:
     # A region: memory that views may show. Its owner has one reference, and each view one.
     int32_t references
-    bint is_told             # whether its owner wants to hear that the last view has died
+    bint is_told             # whether its owner wants to know that the last view has died
     char* address
     uint64_t nbytes
     uint64_t key_high, key_low
-    Departures* departures   # NULL: nobody is ever told
-    Mapped* mapped           # kept as long as the region; NULL: memory of its own, or of somebody who looks after it
-    Owner* owner               # the same of something else; NULL: nothing
+    Departures* departures   # NULL: its end is never reported
+    Mapped* mapped           # kept as long as the region; NULL: the region has its own memory, or its owner keeps it
+    Owner* owner               # something else that is kept as long; NULL: nothing
     DLDevice device          # where it is
     Lent* next               # on the stack
     Lent* before             # in the list of draining ones
@@ -79,13 +80,13 @@ cdef void* CLOSED = &_closed
 # -- regions, in C ---------------------------------------------------------------------------------------------------------
 
 
-cdef void _leave_departures(Departures* departures) noexcept nogil:
+cdef void _drop_departures(Departures* departures) noexcept nogil:
     if not drop_reference(&departures.references):
         close(departures.bell)
         free(departures)
 
 
-cdef void leave_owner(Owner* owner) noexcept nogil:
+cdef void drop_owner(Owner* owner) noexcept nogil:
     """Drops one reference."""
     if not drop_reference(&owner.references):
         owner.gone(owner)
@@ -93,14 +94,14 @@ cdef void leave_owner(Owner* owner) noexcept nogil:
 
 cdef void _free(Lent* region) noexcept nogil:
     if region.owner != NULL:
-        leave_owner(region.owner)
+        drop_owner(region.owner)
     if region.mapped != NULL:
-        leave_mapped(region.mapped)
+        drop_mapped(region.mapped)
     free(region)
 
 
 cdef bint _push(Departures* departures, Lent* region) noexcept nogil:
-    """Hands a region to whoever collects; returns False if nobody does any more. Afterwards it may be gone."""
+    """Pushes a region on the stack; returns False if its owner no longer collects. Afterwards the region may be gone."""
     cdef void* seen = load_top(&departures.top)
     cdef uint64_t ring = 1
     while True:
@@ -115,12 +116,12 @@ cdef bint _push(Departures* departures, Lent* region) noexcept nogil:
 
 
 cdef void hold_region(Lent* region) noexcept nogil:
-    """Takes one more reference, of somebody who counts as a view."""
+    """Takes one more reference, which counts as a view."""
     take_reference(&region.references)
 
 
 cdef void drop_region(Lent* region) noexcept nogil:
-    """Drops one reference to a region: of a view, or of an owner that does not want to hear of it any more."""
+    """Drops one reference to a region: of a view, or of an owner that does not want to know of its end."""
     cdef Departures* departures
     if drop_reference(&region.references):
         return
@@ -128,18 +129,18 @@ cdef void drop_region(Lent* region) noexcept nogil:
     if not region.is_told or not _push(departures, region):
         _free(region)
     if departures != NULL:
-        _leave_departures(departures)  # the region's own: kept until here, since the bell was needed after the push
+        _drop_departures(departures)  # the region's own reference: kept until here, since the bell was needed after the push
 
 
 cdef bint is_region_viewed(const Lent* region) noexcept nogil:
-    """Whether somebody beside the owner has a reference."""
+    """Whether there is a reference besides the owner's."""
     return count_references(&region.references) > 1
 
 
 cdef bint leave_region(Lent* region) noexcept:
     """Drops the owner's reference; returns whether the region drains, to be collected when its last view has died."""
     cdef Departures* departures = region.departures
-    if not is_region_viewed(region):  # and nobody is there to make another view
+    if not is_region_viewed(region):  # and no further view can be made
         drop_region(region)
         return False
     if departures == NULL or load_top(&departures.top) == CLOSED:
@@ -155,7 +156,7 @@ cdef bint leave_region(Lent* region) noexcept:
         return True
     _unlink(departures, region)  # the last view has died just now, and saw our reference
     _free(region)
-    _leave_departures(departures)
+    _drop_departures(departures)
     return False
 
 
@@ -187,7 +188,7 @@ cdef Lent* _new_region(char* address, uint64_t nbytes, uint64_t room) except NUL
 
 
 cdef Lent* keeping_region(Mapped* mapped, uint64_t offset, uint64_t nbytes, Owner* owner) except NULL:
-    """Returns a region that keeps something, which hears that nobody views the region any more.
+    """Returns a region that keeps an object, which is called when the region has no view any more.
 
     Raises:
         ValueError: it exceeds the mapping.
@@ -207,7 +208,7 @@ cdef Lent* keeping_region(Mapped* mapped, uint64_t offset, uint64_t nbytes, Owne
 @cython.final
 @cython.no_gc
 cdef class Regions:
-    """The regions of one owner, which hears here of those that were left and are viewed no more.
+    """The regions of one owner. It collects here the regions that were left and are no longer viewed.
 
     Attributes:
         bell: a descriptor that is readable when :meth:`collect` has something to return. Valid until :meth:`close`.
@@ -266,7 +267,7 @@ cdef class Regions:
         return region
 
     cdef Lent* lend_for(self, uint64_t key_high, uint64_t key_low, char* address, uint64_t nbytes, Owner* owner) except NULL:
-        """A region of memory that somebody else looks after, who hears through ``owner``, unless it is NULL, when that is over."""
+        """A region of memory that its owner keeps. ``owner`` is called when the region has gone, unless it is NULL."""
         cdef Departures* departures = self._open()
         cdef Lent* region = _new_region(address, nbytes, 0)
         region.key_high, region.key_low = key_high, key_low
@@ -292,10 +293,10 @@ cdef class Regions:
         keys = []
         if self._departures == NULL:
             return keys
-        if self._departures.forks == forks():  # else the bell is the parent's
+        if self._departures.forks == forks():  # otherwise the bell is the parent's
             read(self._departures.bell, &rings, sizeof(rings))  # before the stack is taken: a later push rings again
         top = <Lent*>take_stack(&self._departures.top, NULL)
-        while top != NULL:  # turned over: the first that was pushed comes first
+        while top != NULL:  # reversed: the first that was pushed comes first
             newer, top = top, top.next
             newer.next, region = region, newer
         while region != NULL:
@@ -307,7 +308,7 @@ cdef class Regions:
         return keys
 
     def living(self) -> list[tuple[int, int]]:
-        """Returns the keys of regions that were left and are viewed."""
+        """Returns the keys of regions that were left and are still viewed."""
         cdef Lent* region = NULL if self._departures == NULL else self._departures.draining
         keys = []
         while region != NULL:
@@ -317,7 +318,7 @@ cdef class Regions:
         return keys
 
     def close(self) -> None:
-        """Nobody collects any more: regions free themselves from now on. Twice is once."""
+        """The owner no longer collects: regions free themselves from now on. A second call does nothing."""
         cdef Departures* departures = self._departures
         cdef Lent* region
         cdef Lent* top
@@ -328,7 +329,7 @@ cdef class Regions:
         while top != NULL:
             region, top = top, top.next
             _free(region)
-        _leave_departures(departures)
+        _drop_departures(departures)
 
 
 @cython.final
@@ -377,7 +378,7 @@ cdef class Region:
         return leave_region(lent)
 
     def abandon(self) -> None:
-        """Makes no further views, and does not want to know when the last one dies. Twice is once."""
+        """Makes no further views, and does not want to know when the last one dies. A second call does nothing."""
         cdef Lent* lent = self._lent
         self._lent = NULL
         if lent != NULL:
@@ -434,7 +435,7 @@ def copied(data: Buffer) -> Region:
 
 
 def borrowed(address: int, nbytes: int) -> Region:
-    """Returns a region over memory that somebody else looks after, and keeps for as long as views of it live."""
+    """Returns a region over memory that the caller keeps for as long as views of it live."""
     cdef Region region = Region.__new__(Region)
     region._lent = _new_region(<char*><uintptr_t>address, nbytes, 0)
     return region
@@ -449,7 +450,7 @@ cdef union Handed:
 
 
 cdef struct View:
-    Handed handed    # first: what torch gives back is where the view is
+    Handed handed    # the first member: torch gives its address back
     Lent* region
     bint* is_gone    # is set when the view goes, while it is being handed over
     int64_t extents[1]  # its shape, then its strides
@@ -473,7 +474,7 @@ cdef void _versioned_gone(DLManagedTensorVersioned* tensor) noexcept nogil:
 
 @cython.final
 cdef class TensorMaker:
-    """Makes torch tensors that are views of regions. The core knows no torch: what is torch's is handed in.
+    """Makes torch tensors that are views of regions. The core does not know torch: torch's functions are handed in.
 
     Args:
         from_dlpack: ``torch.from_dlpack``, which takes a capsule.
@@ -576,7 +577,7 @@ cdef class TensorMaker:
             else:
                 result = self._from_dlpack(PyCapsule_New(&view.handed.plain, "dltensor", NULL))
         except BaseException:
-            if not is_gone:  # whether torch lets go of what it refuses depends on how far it came
+            if not is_gone:  # whether torch has freed a refused tensor depends on how far it came
                 _view_gone(view)
             raise
         if not is_gone:

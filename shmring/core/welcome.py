@@ -1,7 +1,7 @@
-"""What an engine says of itself when somebody attaches: looked at once, before anything is mapped or made of it.
+"""Checks of an engine's ``Welcome``, before anything is mapped or made of it.
 
-An engine is believed no more than a frontend is. Its numbers size the books and the mappings of this process, so each has to be
-one that an engine can have. What was passed beside them, descriptors, is looked at where it is mapped.
+An engine is trusted no more than a frontend. Its numbers size the books and the mappings of this process, so each must be one
+that an engine can have. The descriptors beside them are checked where they are mapped.
 """
 
 from __future__ import annotations

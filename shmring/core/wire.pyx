@@ -1,21 +1,22 @@
-"""Records: how a message that every request sends looks as bytes, and what is checked of the bytes that came.
+"""Records: the bytes of the messages that every request sends, and the checks of received bytes.
 
 Theory of operation. A record is one msgpack array whose first member is its tag. The records of the hot path are read and written
 here, in C: submissions, replies, and the ends of requests that are finished. The rest are msgspec structs of :mod:`.messages`. A payload stands in its
 record as it is, any msgpack value, in which a tensor is an extension that says where its bytes are, of which dtype and shape. So
 any msgpack reader shows what lies in a ring, and ``docs/protocol.md`` is enough to write another end.
 
-Bytes that a payload's tensors were copied to are *region 0*: they stand in the record, or in a slot that the record names. A
-tensor that lies in a slot of its sender already is in region ``n``, the ``n``-th of the record's other slots.
+*Region 0* has the bytes of all tensors that were copied: it stands in the record, or is a slot that the record names. A tensor
+that lies in a slot of its sender already is in region ``n``, the ``n``-th of the record's other slots.
 
-Whoever reads a record has its own copy of the bytes: what was checked can't change afterwards. Everything is checked before any
-of it is used: each length against the bytes that are left, each tensor against its region, the number of tensors, how deeply a
-payload is nested, what its values count, and that nothing follows. Nothing is recursive and no product overflows. What is wrong raises
-:class:`~shmring.errors.RemoteProtocolError`; whether slots are who sent them is for the engine's book to say.
+A reader has its own copy of a record's bytes: checked bytes can't change afterwards. Everything is checked before any of it is
+used: each length against the bytes that are left, each tensor against its region, the number of tensors, how deeply a payload
+is nested, what its values count, and that nothing follows. The checks are not recursive, and no product overflows. A wrong
+record raises :class:`~shmring.errors.RemoteProtocolError`. The engine's book checks whether the slots belong to the sender.
 
-What a value costs. Bytes are no price: sixteen million empty arrays fit into 16 MiB, and make a gigabyte of objects. So the values
-of a payload are counted, by what it takes to check, decode and free them. What follows was measured with as many of each as the default
-of 524,288 allows, on a busy machine (2.6 GHz), with the collector of garbage paused, as it then is (``received.pyx``):
+The cost of a value. The number of bytes is no price: sixteen million empty arrays fit into 16 MiB, and make a gigabyte of
+objects. So the values of a payload are counted, by the time to check, decode and free them. The table was measured with as many
+of each value as the default of 524,288 allows, on a busy machine (2.6 GHz), with the garbage collector paused, as it is then
+(``received.pyx``):
 
 ===================================  =======  ==============  =========  ================
 value                                counts   nanoseconds     bytes      the most of them
@@ -30,11 +31,11 @@ a key, beside its text               0        170 in a large  16         104,856
 a key of n that is no text           n / 128  at most n / 10             8,000: 6 ms
 ===================================  =======  ==============  =========  ================
 
-So what is counted as 1 takes at most 40 nanoseconds on a machine that has time, and 40 bytes. A key that is no text costs more, since
-the hashes of numbers can be chosen, so that each of n keys is compared with all others: 100,000 took 2.6 s.
+So a count of 1 means at most 40 nanoseconds, on a machine that is not busy, and 40 bytes. A key that is not text costs more: a
+sender can choose numbers with equal hashes, and then each of n keys is compared with all others: 100,000 took 2.6 s.
 
-A payload that is too long for a record lies in the slot of the copied bytes, behind them. Anybody may still write there, so it is
-copied out when the request is taken up, and checked then.
+A payload that is too long for a record lies in the slot of the copied bytes, behind them. Other processes may still write
+there, so it is copied out when the request is claimed, and checked then.
 """
 
 cimport cython
@@ -94,7 +95,7 @@ DTYPES: tuple[str | None, ...] = (None, *TORCH_ITEM_NBYTES)
 MAX_VALUES: int = RingConfig.max_values
 
 cpdef enum:
-    MAX_DEPTH = 256  # of a payload: more than anybody means, and less than what Python's own decoders can follow
+    MAX_DEPTH = 256  # of a payload: more than any real payload has, and less than Python's own decoders can follow
 
 #: No number of a descriptor is larger, so that sums of two of them can't overflow.
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
@@ -116,7 +117,7 @@ cdef int _DTYPE_COUNT = len(DTYPES)
 for _code, _name in enumerate(DTYPES):
     _ITEM_NBYTES[_code] = 0 if _name is None else TORCH_ITEM_NBYTES[_name]
 
-cdef dict _spelled_nbytes = {}  # numpy's spellings that came, to their items' bytes; bounded, since they come from peers
+cdef dict _spelled_nbytes = {}  # item sizes by numpy's spellings that came; bounded, since peers send them
 
 
 cdef int _spelled_item_nbytes(const uint8_t* spelling, uint32_t nbytes) except -1:
@@ -125,7 +126,7 @@ cdef int _spelled_item_nbytes(const uint8_t* spelling, uint32_t nbytes) except -
     size = _spelled_nbytes.get(spelled)
     if size is None:
         text = spelled.decode("ascii", "replace")
-        size = 0 if text in TORCH_ITEM_NBYTES else item_nbytes(text) or 0  # torch's have numbers: one way to say a thing
+        size = 0 if text in TORCH_ITEM_NBYTES else item_nbytes(text) or 0  # those have numbers
         if len(_spelled_nbytes) >= 1024:
             _spelled_nbytes.clear()
         _spelled_nbytes[spelled] = size
@@ -206,7 +207,7 @@ cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
     nbytes = bound = item
     for i in range(tensor.ndim):
         extent = read_little_endian(tensor.shape + 8 * i, 8)
-        # Bounded without the extents that are 0, which would hide the others: nobody can make a view of such a shape.
+        # Checked without the extents that are 0, which would hide the others: no view of such a shape can be made.
         if multiply_overflows(bound, extent or 1, &bound) or bound >= _MAX_NUMBER:
             raise RemoteProtocolError(f"a tensor of shape {_tensor_ref(tensor, 0).shape} is larger than any memory")
         nbytes *= extent
@@ -238,16 +239,16 @@ cdef bint _is_ascii(const uint8_t* data, uint64_t nbytes) noexcept nogil:
 
 
 cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) except -1:
-    """Moves behind one payload, having checked that it is whole, not nested too deeply, and each tensor in it.
+    """Checks one payload: that it is whole and not nested too deeply, and each tensor in it. The cursor is behind it then.
 
     Args:
         cursor: at the payload.
         content: whose regions its tensors are in; None: only the nesting is checked.
-        bounds: so many tensors, and so much that its values count, are allowed.
+        bounds: the most tensors, and the most that its values may count.
         found: set to how many there are.
     """
     cdef uint64_t left[MAX_DEPTH]  # members that are still to come, at each depth
-    cdef uint64_t key_counts[MAX_DEPTH]  # what a key that is no text counts there
+    cdef uint64_t key_counts[MAX_DEPTH]  # what a key that is not text counts there
     cdef uint64_t values = 0
     cdef int depth = 0
     cdef Value value
@@ -270,7 +271,7 @@ cdef int walk(Cursor* cursor, Content content, Bounds bounds, Bounds* found) exc
         if kind == TEXT:
             if value.nbytes > _SHORT_TEXT_NBYTES and not _is_ascii(value.data, value.nbytes):
                 values += value.nbytes >> _TEXT_SHIFT
-        elif left[depth] & 1:  # of pairs, that is a key: its value is to come
+        elif left[depth] & 1:  # a key of a map: its value is to come
             values += key_counts[depth]
         if values > bounds.values:
             raise RemoteProtocolError(f"the values of a payload count more than max_values ({bounds.values})")
@@ -319,7 +320,7 @@ cdef Bounds measure(bytes payload, Bounds bounds) except *:
 
 
 def check_payload(payload: bytes, max_tensors: int, max_values: int = MAX_VALUES) -> int:
-    """Returns how many tensors a payload holds, of which nothing else is checked.
+    """Returns how many tensors a payload holds; nothing else of them is checked.
 
     Raises:
         RemoteProtocolError: it is not one msgpack value, is nested too deeply, holds too many tensors, or its values count too much.
@@ -328,7 +329,7 @@ def check_payload(payload: bytes, max_tensors: int, max_values: int = MAX_VALUES
 
 
 cdef object too_many_values(str what, uint64_t count, uint64_t max_values):
-    """Returns the error of who would send what its peer does not take."""
+    """Returns the error for a payload that the peer would refuse."""
     return CapacityError(
         f"the values of {what} count {count}, and max_values is {max_values}; send many numbers as a tensor, which is one value",
         needed=count, capacity=max_values,
@@ -339,7 +340,7 @@ def check_count(what: str, payload: bytes, max_values: int) -> None:
     """Checks a payload of this process that is about to be sent.
 
     Args:
-        what: it is, for the error.
+        what: the name of the payload, for the error.
         payload: encoded.
         max_values: what its values may count.
 
@@ -448,7 +449,7 @@ cdef class Content:
         return 0
 
     cdef int walk_payload(self, Cursor* cursor, Bounds bounds) except -1:
-        """Moves behind this content's payload, and notes what is in it."""
+        """Checks this content's payload, and notes its tensors and counts. The cursor is behind it then."""
         cdef Bounds found
         walk(cursor, self, bounds, &found)
         self.tensor_count, self.value_count = found.tensors, found.values
@@ -521,7 +522,7 @@ cdef bint read_head(Cursor* cursor, const uint8_t* record, uint64_t nbytes, uint
     """Begins to read a record; returns False if it is no message.
 
     Args:
-        cursor: set to what follows the tag.
+        cursor: set behind the tag.
         tag: set to the message's.
         members: set to how many the record has, with the tag.
     """

@@ -1,19 +1,20 @@
-"""A worker's end: messages that its engine hands out, read where they lie, and replies.
+"""A worker's side: its engine's messages, read in place, and replies.
 
-Theory of operation. A message comes as a record; its tensors are views of the engine's memory, which is mapped here to be read and in
-no other way. A message is *acknowledged* when it has been left and the last view of it has died: then, and not before, the number of
-the message is stored in this worker's page, with a release store, so that every read of its bytes comes before. That happens on
-whatever thread drops the last reference, with the interpreter's lock or without it, and no Python runs there. An engine that waits for
-it has said so in the page, and is rung for; each step of the two is followed by a full fence and a look at the other's.
+Theory of operation. A message comes as a record; its tensors are views of the engine's memory, which this process maps
+read-only. A message is *acknowledged* when it has been left and the last view of it has died: then, and not before, the number
+of the message is stored in this worker's page, with a release store, so that every read of its bytes comes before. This happens
+on the thread that drops the last reference, with the interpreter's lock or without it, and no Python runs there. An engine that
+waits for the message has written so into the page, and is rung. Each of the two makes a full fence after its store, and then
+looks at the other's number.
 
-A blocking worker waits here, too: it looks into the ring for a moment, says that it sleeps, and sleeps in the kernel until its engine
-rings or dies. All of that is one call, for every microsecond of it is on the way of a step to the last of many workers.
+A blocking worker waits here, too: it looks into the ring for a moment, sets its flag, and sleeps in the kernel until its engine
+rings or dies. All of this is one call, because each microsecond delays a step at the last of many workers.
 
 The page stays mapped, and the bell's descriptor open, until the last message was acknowledged: views outlive the worker that they
 came from. A forked child acknowledges nothing; it does not have the page.
 
-A hook that decodes a payload, and a signal handler in the middle of a wait, may close this end. So who waits or decodes keeps what it
-uses, and looks again whether there is a reader afterwards.
+A hook that decodes a payload, or a signal handler in the middle of a wait, may close this end. So a call that waits or decodes
+keeps references to the objects that it uses, and checks afterwards whether there is still a reader.
 
 Invariant: a message is acknowledged once at most, and never while a view of it lives.
 """
@@ -38,8 +39,8 @@ cdef struct Page:
 
 
 cdef struct Acknowledgement:
-    # What acknowledges a message: when nobody keeps it any more, neither its owner nor a view.
-    Owner owner         # first: what is told that it goes is where this is
+    # Acknowledges a message when neither its owner nor a view keeps it any more.
+    Owner owner         # the first member: see Owner
     Page* page
     uint64_t sequence
     uint32_t stamp
@@ -48,41 +49,41 @@ cdef struct Acknowledgement:
 cdef enum:
     _RUNG = 8  # beside what that returns
 
-cdef double _ROOM_S = 0.01  # after which who waits for room looks, for another thread may have taken the bell
+cdef double _ROOM_S = 0.01  # a thread that waits for room looks this often, for another thread may have read its bell
 
 
 
 # -- acknowledging, in C -----------------------------------------------------------------------------------------------------
 
 
-cdef void _leave_page(Page* page) noexcept nogil:
+cdef void _drop_page(Page* page) noexcept nogil:
     if drop_reference(&page.references):
         return
     if page.forks == forks():
         close(page.bell)
-    leave_mapped(page.mapped)
+    drop_mapped(page.mapped)
     free(page)
 
 
 cdef void _acknowledge(Owner* owner) noexcept nogil:
-    """Nobody keeps a message any more."""
+    """The last reference to a message has gone: acknowledges it."""
     cdef Acknowledgement* left = <Acknowledgement*>owner
     cdef Page* page = left.page
     cdef char* at
     cdef uint64_t wanted
     if page.forks == forks():
         at = page.mapped.address
-        store_release_u64(at + AT_STAMPS + 8 * left.stamp, left.sequence)  # release: what was read there was read before
-        fence_full()  # before the look: the engine says what it wants, fences, and looks at the stamps
+        store_release_u64(at + AT_STAMPS + 8 * left.stamp, left.sequence)  # release: all reads of the message come before
+        fence_full()  # before the look: the engine writes which message it waits for, fences, and looks at the stamps
         wanted = load_acquire_u64(at + AT_WANT)
         if wanted and left.sequence >= wanted and exchange_u64(at + AT_WANT, 0):
             send(page.bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
-    _leave_page(page)
+    _drop_page(page)
     free(left)
 
 
-cdef class MessageEnd:
-    """A message, from its receipt until it is left; the shells' messages are subclasses.
+cdef class BaseMessage:
+    """A message, from its receipt until it is left. The ``Message`` classes are subclasses.
 
     A shell has ``check_process()``; ``fail_answer(sequence, error)``, which tells the engine that no reply to a message will come, in
     the thread that left it; and ``fail_answer_later(sequence, error)``, the same from a finaliser: on any thread, at any moment.
@@ -100,7 +101,7 @@ cdef class MessageEnd:
     cdef readonly bint left
     cdef readonly bint answered
     cdef bint _is_in_hands                   # it was received
-    cdef readonly bint _is_shared            # it is a claim that is shared, with something beside
+    cdef readonly bint _is_shared            # it is a shared claim, with a payload beside
     cdef Acknowledgement* _acknowledgement   # NULL: it was left
     cdef ContentRegions _regions
     cdef object _payload
@@ -117,7 +118,7 @@ cdef class MessageEnd:
         self._leave(error)
 
     def leave(self) -> None:
-        """Leaves it; twice is once. If it wants a reply and had none, the engine is told that it failed."""
+        """Leaves it; a second call does nothing. If it wants a reply and had none, the engine is told that it failed."""
         self._leave(None)
 
     cdef int _leave(self, object error) except -1:
@@ -137,7 +138,7 @@ cdef class MessageEnd:
 
     def __dealloc__(self) -> None:
         if self._acknowledgement != NULL:
-            leave_owner(&self._acknowledgement.owner)
+            drop_owner(&self._acknowledgement.owner)
 
     @property
     def payload(self):
@@ -180,7 +181,7 @@ cdef class MessageEnd:
             self._regions = None
         self._acknowledgement = NULL
         if acknowledgement != NULL:
-            leave_owner(&acknowledgement.owner)
+            drop_owner(&acknowledgement.owner)
         return True
 
 
@@ -195,13 +196,13 @@ cdef class WorkerEnd:
         decoder: of payloads.
         shared_decoder: of a pair of a claim's payload and what goes beside it.
         packer: of replies.
-        message_type: a subclass of :class:`MessageEnd`.
+        message_type: a subclass of :class:`BaseMessage`.
         max_tensors, max_values: how many tensors may be in a payload, and what its values may count.
         max_payload_nbytes: of a payload.
 
     Attributes:
         received: messages so far.
-        shell: whose end this is; it says so. See :class:`MessageEnd`.
+        shell: the shell of this end, which sets it. See :class:`BaseMessage`.
     """
 
     cdef readonly RecordReader reader
@@ -216,7 +217,7 @@ cdef class WorkerEnd:
     cdef type _message_type
     cdef Bounds _bounds
     cdef uint64_t _max_payload_nbytes
-    cdef uint64_t _last_sequence    # of the last message that was taken from the ring
+    cdef uint64_t _last_sequence    # the number of the last message that was read from the ring
     cdef readonly Looking looking    # for messages, before it sleeps
     cdef bint _is_receiving  # a thread sleeps until a message comes
 
@@ -230,7 +231,7 @@ cdef class WorkerEnd:
         PayloadDecoder decoder not None,
         PayloadDecoder shared_decoder not None,
         Packer packer not None,
-        message_type: type[MessageEnd],
+        message_type: type[BaseMessage],
         *,
         max_tensors: int,
         max_values: int,
@@ -259,13 +260,13 @@ cdef class WorkerEnd:
 
     def __dealloc__(self) -> None:
         if self._page != NULL:
-            _leave_page(self._page)
+            _drop_page(self._page)
 
     def close(self) -> None:
-        """Leaves what was not received; what was stays until it is left. Nothing is received any more.
+        """Leaves all messages that were not received; received ones stay until they are left. No more messages are received.
 
-        What the engine sends before it hears of this is never taken from the ring, and so never acknowledged: the page says that
-        it was left. Twice is once.
+        Messages that the engine sends before it knows are never read from the ring, and so never acknowledged one by one: the
+        page says that they were left. A second call does nothing.
         """
         cdef RecordReader reader = self.reader
         if reader is None:
@@ -274,7 +275,7 @@ cdef class WorkerEnd:
             while (record := reader.read()) is not None:
                 self.leave_unread(record)
         except RemoteProtocolError:
-            pass  # its engine has ended, or breaks the rules: then nobody waits for the rest
+            pass  # its engine has ended, or breaks the rules: then it does not wait for the rest
         if self._page.forks == forks():
             store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence + 1)
         self._mapping = Mapping(-1, 0)
@@ -282,25 +283,26 @@ cdef class WorkerEnd:
 
     def leave_unread(self, bytes record not None) -> None:
         """Leaves the message of a record without opening it."""
-        cdef MessageEnd message = self._begin(record, None, None)
+        cdef BaseMessage message = self._begin(record, None, None)
         if message is not None:
             message._leave_end()
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def receive(self, pidfd: int, wait_s: float, busy_s: float):
-        """Takes the next record, and waits for it if there is none.
+        """Reads the next record, and waits for it if there is none.
 
         Args:
             pidfd: of the engine.
             wait_s: seconds; 0: it does not wait; less than 0: without end. A signal ends it sooner, as does a second.
-            busy_s: so long it looks before it sleeps, or for a moment if that is longer and has helped before; less than 0: not
-                at all. Between two looks it lets other processes run. Where they keep the core for long, it sleeps at once,
-                and so do the next waits: a sleeper gets the core back when it is rung, and who looks does not.
+            busy_s: how long it looks before it sleeps, or for a moment if that is longer and has helped before; less than 0:
+                not at all. Between two looks it lets other processes run. If they keep the core for long, it sleeps at once,
+                and so do the next waits: a sleeper gets the core back when it is rung, and a looking thread does not.
 
         Returns:
-            A message; the bytes of a record of another kind; or what :func:`take_bells` would, ``ENDED`` also if the engine is
-            dead: there was no record before, and there may be one now. 0: nothing came in time.
+            A message; the bytes of a record of another kind; or, if there was no record, a number like that of
+            :func:`receive_bells`, with ``ENDED`` also if the engine is dead. After that number, there may be a record. 0: no
+            record came in time.
 
         Raises:
             RemoteProtocolError: the engine broke the rules.
@@ -319,7 +321,7 @@ cdef class WorkerEnd:
             heard = self._sleep(pidfd, wait, False)
             if heard != _RUNG:
                 return heard
-            if wait > 0:  # the bell was for what was taken before it came: on until the time is over
+            if wait > 0:  # the bell was for a record that was read before the bell came: go on until the time is over
                 wait = max(0.0, until - now_s())
 
     cdef object _take(self):
@@ -337,17 +339,17 @@ cdef class WorkerEnd:
         message = self._open(record)
         return record if message is None else message
 
-    def open(self, bytes record not None) -> MessageEnd | None:
+    def open(self, bytes record not None) -> BaseMessage | None:
         """Returns the message of a record; None: it is of another kind. Raises as :meth:`receive`."""
         return self._open(record)
 
-    cdef MessageEnd _begin(self, bytes record, Content content, Mapping mapping):
+    cdef BaseMessage _begin(self, bytes record, Content content, Mapping mapping):
         """Reads the head of a message, and its content if one is given; returns it with its acknowledgement, or None."""
         cdef Cursor cursor
         cdef Value value
         cdef uint64_t members, tag, sequence, stamp, flags, slots, i
         cdef Acknowledgement* acknowledgement
-        cdef MessageEnd message
+        cdef BaseMessage message
         cdef SlotNumbers* slot
         if not read_head(&cursor, <const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), &tag, &members) \
                 or tag != BROADCAST:
@@ -381,10 +383,10 @@ cdef class WorkerEnd:
                 raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
         return message
 
-    cdef MessageEnd _open(self, bytes record):
+    cdef BaseMessage _open(self, bytes record):
         cdef Content content = Content.__new__(Content)
-        cdef Mapping mapping = self._mapping  # kept by this call
-        cdef MessageEnd message
+        cdef Mapping mapping = self._mapping  # this call keeps it alive
+        cdef BaseMessage message
         cdef ContentRegions regions
         cdef SlotNumbers* slot
         if self.reader is None:
@@ -438,8 +440,8 @@ cdef class WorkerEnd:
         packed.put_content(put_unsigned(to, number), NULL)
         return record
 
-    def mark_answered(self, MessageEnd message not None) -> bool:
-        """A message has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
+    def mark_answered(self, BaseMessage message not None) -> bool:
+        """A message has been replied to. Returns whether the engine gathers replies to it; a reply to a broadcast is dropped.
 
         Raises:
             LocalProtocolError: it was replied to before, or left.
@@ -451,8 +453,9 @@ cdef class WorkerEnd:
         message.answered = True
         return message.wants_reply
 
-    def unmark_answered(self, MessageEnd message not None) -> None:
-        """Takes that back: nothing was sent. If the message was left meanwhile, the engine is told that no reply will come."""
+    def unmark_answered(self, BaseMessage message not None) -> None:
+        """Undoes that, since nothing was sent. If the message was left meanwhile, the engine is told that no reply will
+        come."""
         message.answered = False
         if message.left:
             error = LocalProtocolError("the worker gave up replying, and left the message")
@@ -461,7 +464,7 @@ cdef class WorkerEnd:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, pidfd: int, wait_s: float) -> int:
-        """Waits until the engine may have read something, or for a moment. Arguments and result as of :meth:`receive`."""
+        """Waits until the engine may have read records, or for a moment. Arguments and result as of :meth:`receive`."""
         cdef double wait = wait_s
         return self._sleep(pidfd, _ROOM_S if wait < 0 else min(wait, _ROOM_S), True) & ~_RUNG
 
@@ -482,7 +485,8 @@ cdef class WorkerEnd:
         return is_news
 
     cdef int _sleep(self, int pidfd, double wait, bint is_for_room) except -1:
-        """Sleeps, without the interpreter's lock. Returns as :meth:`receive`, or ``_RUNG``: what is waited for may be there."""
+        """Sleeps, without the interpreter's lock. Returns as :meth:`receive`, or ``_RUNG``: the record or the room may be
+        there."""
         cdef pollfd descriptors[2]
         cdef RecordReader reader = self.reader
         # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
@@ -509,7 +513,7 @@ cdef class WorkerEnd:
             if ready < 0 and error == EINTR:
                 PyErr_CheckSignals()
             return 0
-        if descriptors[0].revents and not self._is_receiving:  # whoever sleeps for a message must not miss its bell
+        if descriptors[0].revents and not self._is_receiving:  # a receiving thread must not miss its bell
             heard = read_bells(self._page.bell, 1)
         if descriptors[1].revents:
             heard |= ENDED

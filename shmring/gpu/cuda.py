@@ -1,18 +1,17 @@
 """CUDA as shmring uses it: a dozen calls, and the errors they end in.
 
-Theory of operation: everything above this file speaks to :class:`Cuda`, a protocol that is narrow on purpose. What it
-leaves out can't go wrong, and what it holds can be made to fail, call by call, on a machine without a GPU. The real
-one, :class:`TorchCuda`, is torch's: its streams and its allocator are those of whoever computes in this process, and its
-runtime is the one whose errors they would see. What happens with every request is the driver's (:meth:`Cuda.gpu`), in the
-context that torch uses.
+Theory of operation: everything above this file calls :class:`Cuda`, a protocol that is narrow on purpose. Tests can make each
+of its calls fail, on a machine without a GPU. The real one, :class:`TorchCuda`, calls torch: it uses the streams, the allocator
+and the runtime of the code that computes in this process. The calls for every request go to the driver (:meth:`Cuda.gpu`), in
+the context that torch uses.
 
 Invariants:
 
 - every call names its device, because the current one belongs to a thread: on a worker thread it is GPU 0, and a call
-  there would make a context of some hundred megabytes on a GPU that is somebody else's (sglang #22662);
-- no call of CUDA is made before somebody asks for one: importing this does nothing, and neither does making a
+  there would make a context of some hundred megabytes on a GPU of another process (sglang #22662);
+- no call of CUDA is made before a caller asks for one: importing this does nothing, and neither does making a
   :class:`TorchCuda`;
-- what CUDA refuses is a :class:`CudaError`, and leaves no error pending for the next kernel of this thread to report.
+- a failed call raises a :class:`CudaError`, and leaves no pending error that the next kernel of this thread would report.
 
 Queries of events and streams are not allowed on any thread while a graph is captured in CUDA's global mode: capture with
 ``capture_error_mode="thread_local"`` in a process that serves a ring.
@@ -43,10 +42,10 @@ Stream = Any
 
 
 class Cuda(Protocol):
-    """What shmring needs of CUDA. Every call is thread-safe, and raises :class:`CudaError` where it fails."""
+    """The calls of CUDA that shmring needs. Every call is thread-safe, and raises :class:`CudaError` where it fails."""
 
     def unavailable(self) -> str | None:
-        """Returns why CUDA can't be used in this process; ``None`` if it can, as far as one knows before trying."""
+        """Returns why CUDA can't be used in this process; ``None`` if it seems that it can."""
 
     def current_device(self) -> int:
         """Returns the index of this thread's device, without initialising CUDA for the answer."""
@@ -58,7 +57,7 @@ class Cuda(Protocol):
         """Takes back what :meth:`host_register` did at this address."""
 
     def clear_error(self, device_index: int) -> None:
-        """Takes the error that a failed call left pending on this thread, so that nobody else meets it.
+        """Clears the error that a failed call left pending on this thread, so that no other code gets it.
 
         Raises:
             CudaError: it does not go away: the device itself is in trouble.
@@ -83,7 +82,7 @@ class Cuda(Protocol):
         """Returns the index under which this process sees a GPU; None if it does not."""
 
     def uuid(self, device_index: int) -> str:
-        """Returns what a GPU is called in every process, whatever they count it as."""
+        """Returns the name of a GPU that is the same in every process."""
 
 
 def cuda_index(cuda: Cuda, device: torch.device | str | int) -> int:
@@ -133,7 +132,7 @@ class TorchCuda:
         return None
 
     def current_device(self) -> int:
-        # Whoever chose another device has initialised CUDA by that.
+        # Choosing another device initialises CUDA.
         return int(torch._C._cuda_getDevice()) if _cuda.is_initialized() else 0
 
     def host_register(self, device_index: int, address: int, nbytes: int) -> None:

@@ -1,21 +1,21 @@
 """The device slab: memory on a GPU that an engine allocates once and its frontends write to, by CUDA IPC.
 
 Theory of operation: like the slab in host memory, it is one allocation with one owner. The engine exports one handle, a
-frontend opens it once, and from then on slots are offsets, with no call of CUDA for each. What the kernel's socket queue does
-for host memory, ordering who writes before who reads, takes events here: the producer records one behind its writes, whose
-handle travels with the descriptor, and the consumer's stream waits for it. (Where the producer's stream is idle by then, none
-is needed: what a GPU has written is there for all.) Each end keeps the events it made, or opened: making
-one, exporting it and opening it take longer than a small copy, recording it again does not.
+frontend opens it once, and from then on slots are offsets, with no call of CUDA for each. In host memory, messages order writes
+before reads; here this needs events: the producer records an event behind its writes, the event's handle travels with the
+descriptor, and the consumer's stream waits for it. (If the producer's stream is idle by then, no event is needed: finished
+writes are visible to all.) Each side keeps the events that it has made or opened, and records them again: making, exporting and
+opening an event takes longer than a small copy, recording it again does not.
 
 GPUs are named by their UUID. Index 0 of one process may be index 3 of another (``CUDA_VISIBLE_DEVICES``), and opening a handle
-under the wrong index makes a context on somebody else's GPU (sglang #22662).
+under the wrong index makes a context on another process's GPU (sglang #22662).
 
 Invariants:
 
 - a handle is opened once in a process, however many attach, and not at all in the process that exported it;
-- what is mapped is unmapped after its last view, or not at all: :meth:`DeviceSlab.close` says which;
-- the owner frees last. Nothing tells CUDA's owner that others still have the memory open, so whoever closes an owner's slab
-  has to know that its frontends have closed theirs or are dead, as a lease in host memory has to be (``core/engine_book.pyx``);
+- mapped memory is unmapped after its last view, or not at all: :meth:`DeviceSlab.close` returns which;
+- the owner frees last. CUDA does not tell the owner that others still have the memory open, so the engine must know that its
+  frontends have closed theirs or are dead, as a lease in host memory has to be (``core/engine_book.pyx``);
 - an event is recorded again only when all slots it went with have come back: the consumer has waited for it by then, or never
   will.
 
@@ -36,10 +36,10 @@ from shmring.gpu.cuda import Cuda, CudaError
 
 __all__ = ["OVER", "DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
 
-#: What an allocation is rounded up to: CUDA packs smaller ones into one block, and a handle always means the whole block.
+#: An allocation is rounded up to this: CUDA packs smaller ones into one block, and a handle always means the whole block.
 GRANULE_NBYTES = 2 << 20
 
-#: In the place of an event's handle: the GPU had come to all that was queued when it was sent.
+#: In the place of an event's handle: the GPU had finished all queued work when the message was sent.
 OVER = b"\0"
 
 
@@ -58,7 +58,7 @@ class DeviceMemory(Protocol):
 
 
 class _Mapping:
-    """Device memory as this process has it; when it is given back is for its users to say."""
+    """Device memory in this process. Its users decide when it is given back."""
 
     def __init__(self, gpu: Gpu, memory: DeviceMemory, device_index: int, address: int, nbytes: int, *, owned: bool) -> None:
         self.address = address
@@ -85,7 +85,7 @@ class DeviceSlab:
 
     Attributes:
         device_index: the GPU, as this process counts.
-        handle: what others attach by.
+        handle: lets others attach.
         nbytes: size.
     """
 
@@ -107,7 +107,7 @@ class DeviceSlab:
             nbytes: size; rounded up to 2 MiB.
 
         Raises:
-            CudaError: CUDA is not there, the memory is not, or it can't be shared. Nothing is left allocated.
+            CudaError: there is no CUDA, or not enough memory, or the memory can't be shared. Nothing is left allocated.
         """
         _check_available(cuda, nbytes)
         nbytes = whole_nbytes(nbytes)
@@ -149,7 +149,7 @@ class DeviceSlab:
 
     @property
     def memory(self) -> GpuMemory:
-        """What slots are lent from; as long as any is, the slab stays mapped.
+        """The memory from which slots are lent; as long as one is lent, the slab stays mapped.
 
         Raises:
             LocalProtocolError: the slab was closed.
@@ -167,11 +167,11 @@ class DeviceSlab:
         """Gives the slab up; waits for the device. May be called again, until it returns True.
 
         Returns:
-            Whether this process has no use for it any more. If it is False, views of it are alive: it stays mapped, until
-            this is called when they are gone, or the process ends.
+            Whether it was unmapped. False: views of it are alive, and it stays mapped until this is called after their death,
+            or the process ends.
 
         Raises:
-            CudaError: CUDA did not take it back; it stays until the process ends.
+            CudaError: CUDA failed to free or unmap it; it stays until the process ends.
         """
         with _lock:
             if not self._closed:
@@ -210,7 +210,7 @@ class Fences:
         self._free: list[Fence] = []
 
     def record(self, stream: int) -> Fence:
-        """Returns a fence behind all that is queued in a stream."""
+        """Returns a fence behind all work that is queued in a stream."""
         fence = self._free.pop() if self._free else self._create()
         self._gpu.record_shared(fence.event, stream)
         return fence
@@ -243,10 +243,10 @@ class OpenedFences:
         return len(self._events)
 
     def wait(self, stream: int, handle: bytes) -> None:
-        """Has a stream wait for what the frontend queued before it sent a handle.
+        """Lets a stream wait for the work that the frontend had queued when it sent a handle.
 
         Raises:
-            RemoteProtocolError: that is no handle, or one more than the frontend can need.
+            RemoteProtocolError: it is no handle, or one more than the frontend can need.
         """
         if handle == OVER:
             return
@@ -268,7 +268,7 @@ class OpenedFences:
 
 
 def whole_nbytes(nbytes: int) -> int:
-    """Returns the size of the slab that is made when somebody asks for ``nbytes``."""
+    """Returns the size of the slab that is allocated for ``nbytes``."""
     return -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
 
 

@@ -1,8 +1,8 @@
-"""The engine's end of a device slab: what it is handed there, from the claim to the moment when the GPU is done with it.
+"""A device slab in the engine: claimed slots, until the GPU is done with them.
 
 Theory of operation: a request whose tensors lie in the device slab carries one *fence*, an event that its frontend recorded
-behind its writes. Claiming it has this thread's stream wait for that, so whatever is queued there next may use the tensors, and
-nobody waits for anything. Its slots go back by way of :class:`~shmring.gpu.device_views.DeviceViews`.
+behind its writes. When the request is claimed, this thread's stream waits for the event, so work that is queued there
+afterwards may use the tensors, and no thread waits. Its slots go back by way of :class:`~shmring.gpu.device_views.DeviceViews`.
 
 In the engine's address space the device slab begins where the slab ends: a slot whose offset is at or beyond that is ours.
 
@@ -10,8 +10,8 @@ Invariants:
 
 - no stream is given a tensor of a slot before it waits for the slot's fence;
 - a frontend's events are dropped with the frontend, and not used for another;
-- the memory is freed only when every frontend that was told of it has said that it has unmapped it, or is dead: CUDA does not
-  say what becomes of a mapping whose owner has freed it. Else it stays allocated until the process ends, and a line says so.
+- the memory is freed only when every frontend that knows of it has said that it has unmapped it, or is dead: CUDA does not say
+  what happens to a mapping whose owner has freed it. Otherwise it stays allocated until the process ends, and the log says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VIEWS_TIMEOUT_S = 1.0
 
 
 class DeviceClaims:
-    """What an engine does with its device slab. Lives in a loop.
+    """An engine's device slab. Lives in a loop.
 
     Args:
         cuda: how to call CUDA.
@@ -103,11 +103,12 @@ class DeviceClaims:
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def take_up(self, client_id: int, submit: Submit) -> Placement:
-        """Has this thread's stream wait for what a request's frontend has queued. Returns at once, where its tensors here are.
+    def claim(self, client_id: int, submit: Submit) -> Placement:
+        """Lets this thread's stream wait for the work that a request's frontend has queued. Returns at once, with the places of
+        its tensors here.
 
         Raises:
-            RemoteProtocolError: the fence is none.
+            RemoteProtocolError: this is no fence.
             CudaError: CUDA failed. No slot counts as used.
         """
         stream = self._cuda.current_stream(self._slab.device_index)
@@ -153,7 +154,7 @@ class DeviceClaims:
         given = {}
         for number, slot, key in self._here(client_id, submit):
             self._views.use(key, stream)
-            # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
+            # A slot of no bytes counts as one byte: it has a block, and CUDA knows no empty ranges.
             start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
             given[number] = self._views.region(key, self._slab.memory, start, nbytes)
         return given
@@ -176,7 +177,7 @@ class DeviceClaims:
         return any(self._views.is_viewed((client_id, slot.generation)) for slot in submit.content.slots)
 
     def collect(self) -> list[Key]:
-        """Returns the slots that nobody uses any more since the last call, by client and generation."""
+        """Returns the slots that are no longer used since the last call, by client and generation."""
         over = self._views.collect()
         self._over(over)
         return over
@@ -197,7 +198,7 @@ class DeviceClaims:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Frees the device slab, if nobody can be using it any more; else says that it stays. To be called once."""
+        """Frees the device slab, if no frontend can still use it; otherwise logs that it stays. Call it once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VIEWS_TIMEOUT_S):
                 await self._idle.wait()

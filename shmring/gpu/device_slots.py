@@ -1,13 +1,13 @@
-"""A frontend's end of a device slab: slots in the memory of a GPU, written by whatever this process queues there.
+"""A device slab in a frontend: slots in the memory of a GPU, written by work that this process queues there.
 
 Theory of operation: the engine says in its welcome what to attach to; that is done on a thread, when the first slot in device
 memory is asked for. From then on such a slot is like any other, in a book whose generations are those of the slab's. Two things
-differ. Nothing but tensors is written to device memory, so a slot has room
-for a header and no header. And who writes there has not written when its call returns: so a submission carries one *fence*,
-an event behind all that was queued on the current stream when it was submitted; and a slot that is left is free only when the
-GPU has come to what was queued by then (``device_views.py``), the engine being done with it or not.
+differ. Only tensors are written to device memory, so a slot has room for a header but no header. And a call that writes there
+returns before the GPU has written: so a submission carries one *fence*, an event behind all work that was queued on the current
+stream when it was submitted; and a left slot is free only when the GPU has also finished the work that was queued by then
+(``device_views.py``).
 
-What a caller queues on other streams than the current one, the current one has to wait for, before the slot is submitted and
+If a caller uses other streams than the current one, it must let the current one wait for them, before the slot is submitted and
 before it is left.
 
 Invariants:
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmring.cancellation import retrieve, uninterrupted
-from shmring.core.compiled import ClientSlotRecord, Gpu, Mapping, Mark, SlotEnd
+from shmring.core.compiled import BaseSlot, ClientSlotRecord, Gpu, Mapping, Mark
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
@@ -74,7 +74,7 @@ class DeviceSlots(Slots):
     """
 
     def __init__(
-        self, owner: Owner, engine_name: str, cuda: Cuda, memory: DeviceMemory, copier: Copier, slot_type: type[SlotEnd]
+        self, owner: Owner, engine_name: str, cuda: Cuda, memory: DeviceMemory, copier: Copier, slot_type: type[BaseSlot]
     ) -> None:
         self._start = owner.welcome.slab_nbytes
         self._handle = owner.welcome.device_slab

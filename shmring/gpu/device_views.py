@@ -1,18 +1,19 @@
-"""When a slot in device memory may be used again: its last view has died, and the GPU is done with what was queued on it.
+"""When a slot in device memory may be used again: its last view has died, and the GPU has finished the work that was queued on
+it.
 
-Theory of operation: the death of the last view says that nobody in this process will queue anything on a slot any more; the
-GPU may still be at what was queued before. So when a slot was left and its last view has died, each stream that it was used on
-is asked whether it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it
-has come, that is told like the death of a view (``core/views.pyx``). Both ends do the same: the engine with slots that it was
-handed, a frontend with slots that it gives up.
+Theory of operation: after the death of the last view, no more work is queued on a slot in this process, but the GPU may still
+be busy with earlier work. So when a slot was left and its last view has died, each stream that it was used on is asked whether
+it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it has come, this is
+reported like the death of a view (``core/views.pyx``). Both sides do the same: the engine with slots that were handed to it, a
+frontend with slots that it leaves.
 
-Nothing of CUDA is called where a view dies, which is anywhere: only in the loop, when it hears of it.
+A view may die anywhere, and CUDA is not called there, but only in the loop, when the death is reported.
 
 Invariants:
 
 - a slot is reported once, and only after the work on all of its streams, or never: where CUDA fails to say when that is over,
   the slot is kept for good, and counted;
-- the loop thread's stream of the moment is always among them: whoever used another one has the current one wait for it.
+- the current stream of the loop's thread is always among them: a user of another stream lets the current one wait for it.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class DeviceViews:
         return region is not None and region.is_viewed
 
     def leave(self, key: Key, *, drain: bool = True) -> bool:
-        """Nobody makes further views of an open slot.
+        """No further views of an open slot are made.
 
         Args:
             drain: whether the views that live are waited for.
 
         Returns:
-            Whether nobody uses it any more. Else :meth:`collect` will report it.
+            Whether it is no longer used. Otherwise :meth:`collect` will report it.
         """
         region = self._lent.pop(key, None)
         if region is not None:
@@ -96,7 +97,7 @@ class DeviceViews:
         return self._is_over(key)
 
     def collect(self) -> list[Key]:
-        """Returns the slots that nobody uses any more, since the last call."""
+        """Returns the slots that are no longer used, since the last call."""
         return [key for key in self._regions.collect() if key not in self._streams or self._is_over(key)]
 
     def abandon(self) -> None:
@@ -110,7 +111,7 @@ class DeviceViews:
         return self._watcher.close(timeout_s)
 
     def end(self) -> None:
-        """Nobody collects any more."""
+        """The owner no longer collects."""
         self._regions.close()
 
     def _is_over(self, key: Key) -> bool:

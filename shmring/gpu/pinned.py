@@ -1,17 +1,17 @@
-"""The slab, registered with CUDA, so that a copy from a slot to a GPU is one DMA that nobody waits for.
+"""The slab, registered with CUDA, so that a copy from a slot to a GPU is one DMA, without waiting.
 
 Pageable memory is copied twice: by the driver into memory of its own, while the caller waits, and from there by the GPU.
 Registering the slab once (``cudaHostRegister``) makes every slot pinned memory for as long as the engine lives.
 
-Registration is all or nothing: half a pinned slab would be fast for some requests and slow for others, and nobody could
-say which. What replies are in is mapped by itself, so it is registered by itself. Where one call can't take the rest, that is
+Registration is all or nothing: half a pinned slab would be fast for some requests and slow for others, without a visible
+reason. What replies are in is mapped by itself, so it is registered by itself. Where one call can't take the rest, that is
 registered in chunks. A copy must not cross a boundary (:meth:`PinnedSlab.split`), because to CUDA they are different
 allocations.
 
 Invariants:
 
 - memory that CUDA has registered is never unmapped: what is registered keeps the mapping alive, in this module, until it
-  is unregistered, so a ring that nobody closes costs memory until the process ends, and never a DMA to somebody else's;
+  is unregistered, so a ring that is not closed costs memory until the process ends, but never causes a DMA to other memory;
 - a failed call leaves no error pending: the next kernel on that thread would report it as its own;
 - :meth:`PinnedSlab.close` may come twice, and from every way out.
 

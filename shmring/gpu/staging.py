@@ -1,12 +1,12 @@
 """Device memory that copies land in: allocated once, lent out in parts, reused when the GPU is done with them.
 
-Theory of operation: a part goes to one request. Its tensors are views of one region, whose departure says that nobody will
-queue anything on them any more (``core/views.pyx``). The GPU may still be at work on what was queued before: if the stream
-that used them is not idle then, a mark in it says when that is over. Only then is the part free.
+Theory of operation: a part goes to one request. Its tensors are views of one region. When the last of them has died
+(``core/views.pyx``), no more work is queued on them. The GPU may still be at work on what was queued before: if the stream that
+used them is not idle then, a mark in it says when that is over. Only then is the part free.
 
-The mark is made in the loop, a moment after the departure, and so covers at least what was queued until then. It is
-asked for (never waited for) when somebody needs space, and every millisecond while somebody waits for it: an engine
-whose staging memory suffices never asks twice.
+The mark is made in the loop, a moment after the departure, and so covers at least what was queued until then. The mark is
+queried (never waited for) when a request needs space, and every millisecond while a request waits: an engine with enough
+staging memory never queries twice.
 
 Invariants:
 
@@ -40,7 +40,7 @@ _dlpack: Any = torch.utils.dlpack  # which is not annotated
 
 #: What parts are counted in: what torch's own allocator aligns to, so that no kernel finds an address it can't vectorise.
 UNIT_NBYTES = 512
-#: How often the GPU is asked while somebody waits for space.
+#: How often the GPU is queried while a request waits for space.
 _POLL_S = 0.001
 
 
@@ -97,7 +97,7 @@ class StagingRing:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that are lent to nobody, and that the GPU is done with, as far as it was asked."""
+        """Free bytes, with which the GPU was done when it was last queried."""
         return self._free.free_units * UNIT_NBYTES
 
     async def acquire(self, nbytes: int) -> StagingPart:
@@ -112,7 +112,7 @@ class StagingRing:
             del place
 
     def take(self, nbytes: int) -> StagingPart | None:
-        """Takes a part, if one is free and nobody waits; else returns None.
+        """Lends a part, if one is free and no request waits; otherwise returns None.
 
         Args:
             nbytes: its size, at least 1.
@@ -138,7 +138,7 @@ class StagingRing:
         return None if self._line and self._line.is_waited_in else self._take(nbytes)
 
     def no_space(self, nbytes: int) -> WouldBlock:
-        """Returns the error for who does not wait."""
+        """Returns the error for a call that does not wait."""
         return WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device_index}")
 
     def leave(self, part: StagingPart) -> None:
@@ -180,7 +180,7 @@ class StagingRing:
         self._serve()
 
     def _retire(self, part: StagingPart) -> None:
-        """Nobody views a part any more."""
+        """The last view of a part has died."""
         del self._lent[part.number]
         if self._closed:
             return
@@ -210,14 +210,14 @@ class StagingRing:
                 self._retired.append((mark, part))
 
     def _serve(self) -> None:
-        """Gives those who wait what there is, first come first served."""
+        """Serves waiting requests, in order of arrival."""
         if self._closed or not self._line.is_waited_in:
             return
         self._reap()
         for place, nbytes in self._line.waiting():
             part = self._take(nbytes)
             if part is None:
-                break  # nobody overtakes the first
+                break  # the first is not overtaken
             place.set_result(part)
         if self._line.is_waited_in and self._retired and self._poll is None:
             self._poll = self._loop.call_later(_POLL_S, self._poll_again)

@@ -1,9 +1,9 @@
-"""All tensors of a request to a GPU, on a stream of their own, and nobody waits for it.
+"""Copies all tensors of a request to a GPU, on a stream of their own, without waiting.
 
 Theory of operation: the bytes go into a part of the device's staging memory (``staging.py``); the tensors are then views of
 that part. How they are copied, and what keeps their slots until that is over, is compiled (``core/copies.pyx``); a thread
-waits for it (``watcher.py``). Copies from a slab that is not pinned block whoever asks for them until the bytes have been
-read; those above ``offload_nbytes`` are made on a thread.
+waits for it (``watcher.py``). Copies from a slab that is not pinned block the calling thread until the bytes have been read;
+those above ``offload_nbytes`` are made on a thread.
 
 Invariant: :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """

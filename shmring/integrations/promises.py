@@ -1,6 +1,6 @@
 """What a plug-in relies on in its server, checked before anything is changed there.
 
-None of it is a public interface. What decides is a look at the code, not a version's number. Where something is otherwise, the
+None of it is a public interface. The plug-in checks the code, and not the version's number. If something is different, the
 server goes on without the plug-in, and says so in one line of its log.
 """
 

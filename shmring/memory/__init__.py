@@ -1,1 +1,1 @@
-"""Shared memory and what lies in it: the slab, views whose death is observable, payloads."""
+"""Shared memory and its content: the slab, views whose death is noticed, payloads."""

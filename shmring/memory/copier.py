@@ -1,12 +1,11 @@
 """Copies into slots, large ones off the event loop.
 
-A large copy runs on a thread (it releases the interpreter lock) while the loop goes on. Cancelling the task that waits for
-it is safe: the cancellation is delivered when the thread has stopped writing, so whoever cleans up afterwards may give
-the slot back.
+A large copy runs on a thread (it releases the interpreter lock) while the loop goes on. Cancelling the task that waits for it
+is safe: the cancellation is delivered when the thread has stopped writing, so the slot may be given back then.
 
-Others are made in the loop, which is faster than waking a thread and then the loop. So that many of them don't hold it up
-together, a turn of the loop copies no more than what a single copy may take. Copies that come after that wait for another turn,
-in order of arrival. A caller that sends one message after the other lets the loop go on sooner than that.
+Other copies are made in the loop, which is faster than waking a thread and then the loop. A turn of the loop copies no more
+than a single copy may take, so many copies together can't stop it for long. Later copies wait for another turn, in order of
+arrival. A caller that sends one message after the other gives the loop a turn sooner.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shmring.line import Line
 
 __all__ = ["Copier"]
 
-_LONG_NBYTES = 768 << 10  # smaller copies take little longer than the rest of their message, and wait for no turn
+_LONG_NBYTES = 768 << 10  # smaller copies take little longer than the rest of their message, and need not wait for a turn
 _TURN_NBYTES = 12 << 20  # of long copies, sent one after the other, before the loop has a turn: 0.3 to 0.7 ms
 
 _Result = TypeVar("_Result")
@@ -33,19 +32,19 @@ class Copier:
 
     Args:
         threads: how many copies may run beside the loop.
-        offload_nbytes: up to this size a copy is made in the loop; so much a turn of the loop copies in all.
+        offload_nbytes: the largest copy that is made in the loop, and the most that a turn of the loop copies in all.
 
     Attributes:
         offload_nbytes: as given.
         at_once_nbytes: how much may be copied now, without waiting for a turn.
-        copied_in_turn: whether this turn of the loop has copied, or is about to, what is enough for a turn.
+        copied_in_turn: whether this turn of the loop has copied enough, or is about to.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
         self.offload_nbytes = offload_nbytes
         self.at_once_nbytes = offload_nbytes
         self.copied_in_turn = False
-        self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited
+        self._turn_nbytes = 0  # bytes of this turn of the loop: copied, or granted to a waiting copy
         self._line: Line[None] = Line()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
 
@@ -61,7 +60,7 @@ class Copier:
             del place
 
     async def copy(self, packed: Packed, mapping: Mapping, address: int) -> None:
-        """Copies a payload into a slot. When this returns or raises, nobody is writing there.
+        """Copies a payload into a slot. When this returns or raises, no thread is writing there.
 
         Args:
             packed: what to copy.
@@ -76,7 +75,7 @@ class Copier:
         packed.copy_into(address)
 
     def count_in_turn(self, nbytes: int) -> None:
-        """So much is about to be copied in the loop."""
+        """So many bytes are about to be copied in the loop."""
         if nbytes < _LONG_NBYTES:
             return
         if not self._turn_nbytes:
@@ -85,7 +84,7 @@ class Copier:
         self._reckon()
 
     def _reckon(self) -> None:
-        """What was copied in this turn, or who waits, has changed."""
+        """The bytes of this turn, or the waiting copies, have changed."""
         left = 0 if self._line.is_waited_in else self.offload_nbytes - self._turn_nbytes
         self.at_once_nbytes = min(max(left, _LONG_NBYTES - 1), self.offload_nbytes)
         self.copied_in_turn = self._turn_nbytes >= min(_TURN_NBYTES, self.offload_nbytes) > 0
@@ -104,7 +103,7 @@ class Copier:
         return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._pool, work))
 
     def close(self) -> None:
-        """Takes no further work; what is running ends by itself."""
+        """Accepts no further work; running work ends by itself."""
         self._pool.shutdown(wait=False)
 
 

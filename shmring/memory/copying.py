@@ -1,14 +1,14 @@
 """Two ways to copy between addresses: past the cache, and into it. Each is the faster one somewhere.
 
 ``memcpy`` into memory that is not in the cache reads every line before it overwrites it. Streaming stores do not: a third
-less traffic, and the caches keep what they held. But who reads what was copied finds it in memory. So they are for slots that
-no cache holds, and for copies that none can hold. Into a slot that has come back soon enough to be in the cache, a copy into
-it is as fast or faster, and so is reading it.
+less traffic, and the caches keep what they held. But the reader of the copy must then read from memory. So streaming is for
+slots that no cache holds, and for copies that are larger than a cache. If a slot has come back so soon that it is still in the
+cache, a copy into the cache is as fast or faster, and so is reading it.
 
-What counts is how much is written between two uses of a slot (:class:`~shmring.core.compiled.ClientEnd` measures it) beside
-what the cache can hold of it. Others use the cache as well, so long copies into it are timed beside streaming, and stream while
-that is a good deal faster. ``docs/decisions/0025`` has the figures. Both release the interpreter lock, and share copies of
-megabytes with other threads (``copy_helpers.c``, ``docs/decisions/0027``).
+The choice depends on how many bytes are written between two uses of a slot (:class:`~shmring.core.compiled.ClientEnd` measures
+it) beside what the cache can hold of it. Others use the cache as well, so long copies into it are timed beside streaming, and
+copies stream while streaming is a good deal faster. ``docs/decisions/0025`` has the figures. Both release the interpreter lock,
+and share copies of megabytes with other threads (``copy_helpers.c``, ``docs/decisions/0027``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["cache_nbytes", "copy_into_cache", "copy_past_cache", "last_level_cac
 
 _UNKNOWN_CACHE_NBYTES = 64 << 20  # assumed where the kernel does not say; more than most have
 
-# A larger cache belongs to dozens of cores, and others use most of it: where a kernel named 480 MiB, we found some 150.
+# A larger cache belongs to dozens of cores, and others use most of it: of 480 MiB that a kernel reported, we could use 150.
 _MOST_CACHE_NBYTES = 32 << 20
 
 
 def cache_nbytes() -> int:
-    """Returns how much of what was written a process can hope to find in the last-level cache."""
+    """Returns how many of the last written bytes a process probably finds in the last-level cache."""
     return min(last_level_cache_nbytes(), _MOST_CACHE_NBYTES)
 
 

@@ -4,10 +4,10 @@ Through pages of 4 KiB, a copy needs another entry after every 4 KiB that it wri
 is two walks. With huge pages, copies into a slab are a little faster, and reserving and touching it takes less than half of
 the time (``docs/decisions/0026``).
 
-The kernel gives them by itself only where somebody has asked for that: a mount with ``huge=``, which ``/dev/shm`` is not made
-with, and memfds where ``transparent_hugepage/shmem_enabled`` says so. But every process may ask for a range to be collapsed
-into one (``MADV_COLLAPSE``, Linux 6.1), wherever its file lies. A range must not be empty for that, so its first page is
-reserved before, by a call that fails where there is no room: to touch it instead would be SIGBUS then.
+The kernel gives them by itself only if the machine is set up for it: in a mount with ``huge=``, which ``/dev/shm`` does not
+have, and for memfds if ``transparent_hugepage/shmem_enabled`` says so. But every process may ask for a range to be collapsed
+into one (``MADV_COLLAPSE``, Linux 6.1), wherever its file lies. The range must not be empty, so its first page is reserved
+before, by a call that fails if there is no room; touching the page would be SIGBUS then.
 
 A range for which there is no huge page stays as it is, and works. On a machine whose memory is in many pieces the kernel
 moves things first; that is bounded here, since an engine that starts must not wait for long.
@@ -35,7 +35,8 @@ _MOST_REFUSED = 8  # then there are none, or no more
 
 
 def reserve_huge_pages(fd: int, nbytes: int) -> int:
-    """Gives a file its size, and reserves what can be had of it in huge pages; what is left has at most one page in each 2 MiB.
+    """Gives a file its size, and reserves as much as possible of it in huge pages. In the rest, at most one page of each 2 MiB
+    is reserved.
 
     Blocks for some 0.1 seconds per GiB, longer where memory has to be moved first, and for 5 seconds at most.
 

@@ -1,4 +1,4 @@
-"""Why the kernel refused memory: which call it was, which limit, and where that limit can be read.
+"""Why the kernel refused memory: the call, the limit, and where that limit can be read.
 
 The number of an error alone says too little. "File too large" is the shell's ``ulimit -f``, and "Cannot allocate memory" may be
 ``ulimit -v``; a smaller slab would be the wrong advice for both.
@@ -40,7 +40,7 @@ def calling(call: str) -> Iterator[None]:
 
 
 def limit_behind(error: OSError) -> str | None:
-    """Returns which limit a call has met, where it can be read, and what to do; None: it is none that can be known."""
+    """Returns which limit a call has met, where it can be read, and what to do; None: the limit is not known."""
     match error.errno:
         case errno.EFBIG:
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -1,8 +1,8 @@
-"""Views that outlive what they were lent for: which they are, where that was left, and who holds them. In debug mode only.
+"""In debug mode: which views outlive their claim or slot, where that was left, and which variables hold the views.
 
-The collector of garbage knows all objects, and who refers to whom; asking it takes a part of a second in a large program. It
-does not know the variables of functions that are running, numpy's arrays, and what was frozen (gc.freeze), such as modules.
-So variables and modules are looked through, and arrays are looked for in what it knows.
+The garbage collector knows all objects, and which objects refer to which; asking it takes a part of a second in a large
+program. It does not know variables of running functions, numpy's arrays, and frozen objects (gc.freeze), such as modules. So
+this file also searches variables and modules, and looks for arrays in the objects that the collector knows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Lent", "lent_tensors", "report"]
 
 _OURS = f"{Path(__file__).parents[1]}/"
 _ASYNCIO = f"{Path(asyncio.__file__).parent}/"
-_DEEPEST = 4  # from a view to who holds what holds it
+_DEEPEST = 4  # levels of holders of holders of a view
 _MOST_HOLDERS = 3
 
 
@@ -76,7 +76,7 @@ def _tensors(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def report(lent: Iterable[Lent]) -> str:
-    """Says which views of memory are alive, where it was left, and who holds them. Keeps none of them alive.
+    """Says which views of memory are alive, where it was left, and what holds them. Keeps none of them alive.
 
     Args:
         lent: that memory.
@@ -144,7 +144,7 @@ def _function(function: Callable[..., Any]) -> str:
 
 
 class _Search:
-    """Looks for who holds a view.
+    """Searches for the holders of a view.
 
     Args:
         views: a list of them all, which is the search's own.
@@ -155,7 +155,7 @@ class _Search:
         self._own = {id(views)}  # lists that refer to what is searched for, since the search made them
 
     def holders(self, view: object) -> str:
-        """Says who refers to a view, a few of them."""
+        """Names a few objects that refer to a view."""
         found = []
         for other in self._views:  # in no function of its own, whose cell would refer to the view
             if other is not view and (other.base if isinstance(other, np.ndarray) else other._base) is view:

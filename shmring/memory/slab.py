@@ -1,8 +1,8 @@
-"""The slab: one preallocated region of tmpfs memory, and how it comes and goes.
+"""The slab: preallocated memory in tmpfs, from its creation to its end.
 
 It is two files side by side in one range of addresses. The first has the header and what is leased. It is a segment in
 ``/dev/shm`` or a memfd, as configured. The second has the replies, and is always a memfd: the engine maps it, and then seals it
-against future writing, so that frontends can map it to read it and in no other way.
+against future writing, so that frontends can only map it for reading.
 
 Creation of a segment, in this order: the name is created exclusively (``/shmring-<uid>-<name>-<epoch>``), locked with
 ``flock``, and unlinked at once, so it exists for microseconds; then every page is reserved with ``posix_fallocate`` (a full
@@ -10,14 +10,14 @@ Creation of a segment, in this order: the name is created exclusively (``/shmrin
 mapped, kept out of forked children, and touched. From the unlink on, the memory belongs to the descriptors and mappings of
 living processes: when the last of them ends, however it ends, the kernel frees it.
 
-A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user whose lock can be
-taken, and no others: a living engine's is locked until it is gone. There is a moment between a name's creation and its lock; a
-living engine may lose its name there, which harms nobody, since it was about to remove it. So that a sweep can tell this from
-what a dead engine left, a segment is empty until its engine has the lock, and has a size from then on.
+A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user that it can lock, and no
+others: a living engine keeps its lock. Between the creation of a name and its lock, a sweep may remove the name of a living
+engine. That does no harm, since the engine was about to remove it. To tell such a name from one that a dead engine has left: a
+segment is empty until its engine has the lock, and has a size from then on.
 
-A memfd has no name, and no mount limits it: what it takes counts only as memory of the machine and of the container. It is
-sealed against shrinking and growing. A segment can't be: whoever has its descriptor can truncate it, and the next access of
-anybody else is SIGBUS.
+A memfd has no name, and no mount limits it: its pages count only as memory of the machine and of the container. It is sealed
+against shrinking and growing. A segment can't be sealed: a process with its descriptor can truncate it, and the next access of
+any other process is SIGBUS.
 
 Source: vLLM's ``shm_object_storage`` and SGLang name their segments for as long as they live, which is how sglang #40723
 and vllm #54002 fill ``/dev/shm``; Docker's 64 MB of it is vllm #48879.
@@ -55,7 +55,7 @@ NAME_PREFIX = "shmring"
 
 _LAYOUT_VERSION = 1
 _SLAB_MAGIC = b"shmrslab"
-_SLAB_HEADER = struct.Struct("<8sQQQ")  # magic, layout version, epoch, size in bytes: for tools; nobody here reads it
+_SLAB_HEADER = struct.Struct("<8sQQQ")  # magic, layout version, epoch, size in bytes: for tools; shmring does not read it
 
 _MADV_DONTFORK = 10
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -71,8 +71,8 @@ class Slab:
     """A mapping of the slab in this process. Made by :meth:`create` (the engine) or :meth:`attach` (a frontend).
 
     Attributes:
-        fd, reply_fd: the descriptors behind it, of what is leased and of what replies are in; -1 where there is none. A
-            frontend has none, since it needs only the mapping.
+        fd, reply_fd: its descriptors, of the leasable part and of the reply reserve; -1: there is none. A frontend has none,
+            since it needs only the mapping.
         nbytes: size, replies included.
         reply_nbytes: the part at its end that replies are in.
         shm_nbytes: what of it lies in ``/dev/shm``; the rest lies in memfds. 0 in a frontend, which can't know.
@@ -106,8 +106,8 @@ class Slab:
             backing: where the rest lies; see :class:`~shmring.config.RingConfig`.
 
         Raises:
-            SlabError: ``/dev/shm`` is missing, forbidden or too small, or the machine has not as much memory. Nothing is left
-                behind.
+            SlabError: ``/dev/shm`` is missing, forbidden or too small, or the machine does not have so much memory. Nothing is
+                left behind.
         """
         leased_nbytes, reply_fd = nbytes - reply_nbytes, -1
         fd, shm_nbytes = _create_leased(name, leased_nbytes, epoch, backing)
@@ -137,11 +137,11 @@ class Slab:
     def attach(cls, fds: tuple[int, int], nbytes: int, reply_nbytes: int, epoch: int) -> Slab:
         """Maps a slab that an engine passed. Takes the descriptors over, and closes them: the mapping is enough.
 
-        That it is the slab of this engine follows from how it came. What stands in its header proves nothing: any process with
-        the slab may have written it. But nobody else can have written the replies, and this is looked at.
+        The slab came over the engine's socket, so it is the slab of this engine. Its header proves nothing: any process with
+        the slab may have written it. But no other process may be able to write the replies, and this is checked.
 
         Args:
-            fds: of what is leased and of what replies are in; -1 as the second if ``reply_nbytes`` is 0.
+            fds: of the leasable part and of the reply reserve; -1 as the second if ``reply_nbytes`` is 0.
             nbytes: size, replies included.
             reply_nbytes: of what replies are in.
             epoch: identity of the engine's life.
@@ -166,7 +166,7 @@ class Slab:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """Offset and bytes of what is mapped by itself: what is leased, and what replies are in."""
+        """Offset and bytes of the two parts that are mapped by themselves: the leasable part, and the reply reserve."""
         leased_nbytes = self.nbytes - self.reply_nbytes
         return [(0, leased_nbytes), *([(leased_nbytes, self.reply_nbytes)] if self.reply_nbytes else [])]
 
@@ -180,7 +180,7 @@ class Slab:
         return offset if 0 <= offset < self.nbytes else None
 
     def prefault(self, offset: int, nbytes: int) -> None:
-        """Maps the pages of a range now, so that no copy pays for it; releases the interpreter lock meanwhile."""
+        """Maps the pages of a range now, so that copies need not do it; releases the interpreter lock meanwhile."""
         writable_end = self.nbytes if self.reply_fd >= 0 else self.nbytes - self.reply_nbytes
         writable_nbytes = min(max(0, writable_end - offset), nbytes)
         if writable_nbytes:
@@ -208,7 +208,7 @@ class Slab:
             raise _os_error("mprotect", error, nbytes) from error
 
     def close(self) -> None:
-        """Closes the descriptors and the mapping; where views are alive, the mapping goes with the last of them."""
+        """Closes the descriptors and the mapping; if views are alive, the mapping goes with the last of them."""
         _close(self.fd, self.reply_fd)
         self.fd = self.reply_fd = -1
         self.mapping = Mapping(-1, 0)  # in its place: a reference to the real one would keep it mapped
@@ -221,7 +221,7 @@ class Slab:
 
 
 def reserve_for_one_writer(name: str, nbytes: int, *, prefault: bool) -> tuple[int, Mapping]:
-    """Reserves memory that only this process can write, and whoever has the descriptor can read.
+    """Reserves memory that only this process can write. Processes that get the descriptor can read it.
 
     Args:
         name: of the engine.
@@ -249,7 +249,7 @@ def reserve_for_one_writer(name: str, nbytes: int, *, prefault: bool) -> tuple[i
 
 
 def map_read_only(fds: tuple[int, int, int], nbytes: tuple[int, int, int], *, prefault: bool) -> Mapping:
-    """Maps what an engine lets its workers read, side by side; nothing of it can be written in this process. Closes nothing.
+    """Maps the memory that an engine lets its workers read, side by side and read-only. Closes no descriptor.
 
     Args:
         fds: of what is leased, opened to be read; of the replies; and of the broadcasts, which only the engine can write.
@@ -275,9 +275,9 @@ def map_read_only(fds: tuple[int, int, int], nbytes: tuple[int, int, int], *, pr
 
 
 def sweep() -> list[str]:
-    """Removes segment names of this user that a crash between create and unlink left.
+    """Removes segment names of this user that a crash between creating and unlinking has left.
 
-    What else lies there under such a name (anybody can put something) is not ours, and stops nobody.
+    Other files with such a name (any user can create one) are ignored.
 
     Returns:
         The names of engines that are dead: each had the lock of its segment once, and nobody has it now. A name that nobody has
@@ -399,7 +399,7 @@ def _create_unlinked(path: str, nbytes: int) -> int:
 def _reserve(fd: int, nbytes: int, place: str, advice: str, *, path: str | None = None) -> None:
     """Reserves memory for a file.
 
-    Looks first whether it is there. To try would take from others what is free until that fails, and where no mount limits the
+    It first checks whether there is so much. Just trying would take all free memory until it fails. And if no mount limits the
     file, it would not fail: the kernel would kill processes to get the memory.
     """
     try:
@@ -424,7 +424,7 @@ def _reserve(fd: int, nbytes: int, place: str, advice: str, *, path: str | None 
 
 
 def _room(fd: int) -> tuple[int, int]:
-    """Returns what is free, and the size: of the mount that a file lies in, or, where that has no limit, of the memory."""
+    """Returns the free bytes and the size of the mount that a file lies in; if that has no limit, of the memory."""
     filesystem = os.fstatvfs(fd)
     if filesystem.f_blocks:
         return filesystem.f_bavail * filesystem.f_frsize, filesystem.f_blocks * filesystem.f_frsize

@@ -1,12 +1,12 @@
-"""A frontend's slots in one memory of its engine: its leases there, who waits in line for a slot, and what goes back when.
+"""A frontend's slots in one memory of its engine: its leases there, the line for slots, and when slots and leases go back.
 
 Theory of operation: :class:`Slots` is the asyncio shell around a :class:`~shmring.core.compiled.ClientBook`. A session has
 one for each memory: :class:`HostSlots` for the slab, and :class:`~shmring.gpu.device_slots.DeviceSlots` for a slab on a GPU.
-They differ in what a slot is to its caller, and in when one that was left is free. What happens to every message does not come
-through here: the :class:`~shmring.core.compiled.ClientEnd` and the book do it.
+They differ in the type of a slot, and in the moment when a left slot is free. The work on every message does not come through
+here: the :class:`~shmring.core.compiled.ClientEnd` and the book do it.
 
-Invariants: waiters are served in order, and one that is cancelled passes its turn on; nothing is sent, and nobody woken, after
-the session's end.
+Invariants: waiters are served in order, and one that is cancelled passes its turn on; after the session's end, nothing is sent
+and no waiter is woken.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Slots:
             )
         )
         self._line: Line[ClientSlotRecord] = Line()
-        self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still used by somebody
+        self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still in use
         self._expiry: asyncio.TimerHandle | None = None
         self._is_lost = False
 
@@ -111,7 +111,7 @@ class Slots:
         """These leases are about to go back."""
 
     def _expects_expiry(self, is_planned: bool) -> None:
-        """The next look for leases that have been empty for long is planned from now on, or not any more."""
+        """Sets whether there is a timer for leases that have been empty for long."""
 
     # -- acquiring -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Slots:
             )
 
     def acquire_nowait(self, nbytes: int, *, held: bool, ask: bool = True) -> ClientSlotRecord:
-        """Takes a slot if none has to be waited for; else asks for a lease in passing, if it may, and raises WouldBlock."""
+        """Acquires a slot if it need not wait; otherwise asks for a lease, if it may, and raises WouldBlock."""
         slot = self.book.acquire(nbytes, held=held)
         if slot is None:
             raise self.no_space(nbytes, ask=ask)
@@ -164,17 +164,17 @@ class Slots:
     # -- going back --------------------------------------------------------------------------------------------------------
 
     def give_up(self, record: ClientSlotRecord) -> None:
-        """Frees a slot that was taken, and is not used by anybody."""
+        """Frees a slot that was acquired and is not in use."""
         self.carry_out(self.book.give_up(record, self._loop.time()))
 
     def views_gone(self, key: int) -> ClientSlotRecord:
-        """Nobody in this process uses a slot any more that was left; returns its record."""
+        """A slot that was left is not used in this process any more; returns its record."""
         record = self._left.pop(key)
         self.carry_out(self.book.last_view_gone(record, self._loop.time()))
         return record
 
     def carry_out(self, effects: list[ClientEffect]) -> None:
-        """Does what the book asks for."""
+        """Carries out the book's effects."""
         if self._is_lost:
             return  # the slab is unmapped, and whoever waited has been told
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
@@ -215,7 +215,7 @@ class Slots:
         self.carry_out(self.book.recalled(lease_ids))
 
     def lose(self) -> list[Place[Any]]:
-        """The session has ended; returns what somebody waits for."""
+        """The session has ended; returns the futures that tasks wait for."""
         self._is_lost = True
         if self._expiry is not None:
             self._expiry.cancel()
@@ -255,7 +255,7 @@ class HostSlots(Slots):
             self._writable[grant.lease_id] = (grant.offset, grant.nbytes)
 
     def _leases_left(self, lease_ids: Collection[int]) -> None:
-        """They must not be written from now on; but another lease may be where a slot of one was kept."""
+        """These leases must not be written from now on; but another lease may lie where one of their slots was kept."""
         for lease_id in self._writable.keys() & set(lease_ids):
             offset, nbytes = self._writable.pop(lease_id)
             self._slab.protect(offset, nbytes, readable=True, writable=False)

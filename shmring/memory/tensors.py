@@ -1,7 +1,7 @@
-"""What torch and numpy are, for the compiled :class:`~shmring.core.compiled.Packer`, which knows neither.
+"""torch's and numpy's tensors, for the compiled :class:`~shmring.core.compiled.Packer`, which knows neither library.
 
-It describes dense torch tensors in host memory by itself. Everything else that msgspec does not encode comes here: arrays,
-tensors on a GPU, numpy's scalars, and what can't travel, which is an error that says what to do.
+It describes dense torch tensors in host memory by itself. All other values that msgspec does not encode come here: arrays,
+tensors on a GPU, numpy's scalars, and values that can't be sent, for which it raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def nbytes_for(*tensors: tuple[tuple[int, ...], torch.dtype]) -> int:
 
 
 def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX_VALUES) -> Packer:
-    """Returns what encodes payloads with torch tensors and numpy arrays in them.
+    """Returns an encoder of payloads with torch tensors and numpy arrays in them.
 
     Args:
         max_tensors: the most tensors a payload may hold.
@@ -82,10 +82,10 @@ def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX
 
 @functools.cache
 def _tensor_memory() -> tuple[int, int, int, int] | None:
-    """Returns what the packer needs to ask a tensor for its storage in some nanoseconds; None: this torch is made otherwise.
+    """Returns the functions by which the packer asks a tensor for its storage in some nanoseconds; None: this torch has none.
 
-    The functions are of torch's stable C interface. They take the address of the tensor that a tensor's object has in it; it
-    stands where the object's ``_cdata`` is found, which is that tensor's value.
+    The functions are of torch's stable C interface. Their argument is the address of a pointer inside of a tensor's object. It
+    is found by searching the object for the value of ``_cdata``.
     """
     torch_library = ctypes.CDLL(torch._C.__file__)
     names = ("storage_size", "storage_offset", "data_ptr")
@@ -104,7 +104,7 @@ def _tensor_memory() -> tuple[int, int, int, int] | None:
 
 
 def make_decoder(payload_type: Any = Any, *, writable: bool = False) -> PayloadDecoder:
-    """Returns what decodes payloads into plain objects, or into a msgspec type.
+    """Returns a decoder of payloads into plain objects, or into a msgspec type.
 
     Args:
         payload_type: what to decode into; ``Any`` gives dicts, lists, numbers, text and tensors.
@@ -134,7 +134,8 @@ def slot_dtypes() -> dict[torch.dtype, tuple[int, int, int]]:
 
 
 def other_view(ref: TensorRef, memory: RegionBytes | None, writable: bool) -> torch.Tensor | NDArray[Any]:
-    """Makes what DLPack does not: arrays, tensors without content, and dtypes that this torch does not take by it."""
+    """Makes the views that DLPack can't make: arrays, tensors without content, and dtypes that this torch does not accept from
+    it."""
     if ref.dtype in TORCH_ITEM_NBYTES:
         dtype = TORCH_DTYPES[ref.dtype]
         if memory is None:
@@ -151,7 +152,7 @@ def other_view(ref: TensorRef, memory: RegionBytes | None, writable: bool) -> to
 
 
 def _convert(wanted: Any, value: Any) -> Any:
-    """msgspec asks this for types that it does not know: tensors, and whatever a caller's Struct names."""
+    """msgspec calls this for types that it does not know: tensors, and other types that a caller's Struct names."""
     kind = typing.get_origin(wanted) or wanted
     if kind is object or kind is Any:
         return value
@@ -266,7 +267,7 @@ def _explain(packer: Packer, payload: object, error: Exception, path: str = "pay
 
 
 def children(value: object) -> Iterator[tuple[str, object]]:
-    """Yields what a value of a payload has in it, each with its step of the path."""
+    """Yields the members of a value of a payload, each with its step of the path."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             plain = isinstance(key, str) and key.isidentifier()

@@ -1,10 +1,10 @@
 """numpy and torch views of a region of memory, as a descriptor describes them.
 
-Theory of operation: every view holds a reference to its :class:`~shmring.core.compiled.Region`, which is counted in C, and so
-does whatever is derived from it. When the last one dies is noticed there (``core/views.pyx``).
+Theory of operation: every view, and every tensor derived from it, holds a reference to its
+:class:`~shmring.core.compiled.Region`, which is counted in C. The death of the last one is noticed there (``core/views.pyx``).
 
-torch takes memory by DLPack, and an older torch does not know all of its dtypes: the others are taken as integers of their
-size, and viewed as what they are.
+torch accepts memory by DLPack, but an older torch does not know all of its dtypes: the others are passed as integers of their
+size, and then viewed as their dtype.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def tensor_view(ref: TensorRef, region: Region, *, writable: bool) -> torch.Tens
 
     Args:
         ref: a descriptor that was checked against the region's size.
-        region: where it is; one without bytes needs none of it, and does not hold it.
-        writable: whether numpy may write to it. torch can't be told: a tensor is writable where its memory is.
+        region: where it is. A tensor without bytes does not hold it.
+        writable: whether numpy may write to it. torch has no such flag: a tensor is writable if its memory is.
 
     Raises:
         RemoteProtocolError: the descriptor can't be built here (a dtype this build of torch lacks, a time unit numpy

@@ -1,9 +1,9 @@
 """A claim: one request in the engine's hands, from its claim to its last view.
 
 A claim ends in exactly one way: finished (``with claim:`` left normally), failed (left by an exception), or aborted by
-its frontend. Whichever comes first is told to the frontend; the others are no-ops, because the messages of the two ends
-cross. Releasing its slots is another matter: that happens when the claim is left, and for slots of which views are still
-alive, when the last of them dies.
+its frontend. The frontend is told of the first of these; later ones do nothing, because messages of the two sides may cross.
+Releasing its slots is another matter: that happens when the claim is left, and for slots of which views are still alive, when
+the last of them dies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from shmring.core.compiled import ClaimEnd, done
+from shmring.core.compiled import BaseClaim, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.gpu.cuda import Stream
@@ -27,11 +27,11 @@ _NOTHING: Any = object()
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Claim(ClaimEnd, Generic[_Payload]):
+class Claim(BaseClaim, Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``.
 
     Leaving the block releases the slots and tells the frontend that the request is done, or that it failed with the exception,
-    which goes on propagating. Only this claim's own :class:`AbortedError` does not propagate: that the frontend gave up is no
+    which goes on propagating. Only this claim's own :class:`AbortedError` does not propagate: an abort by the frontend is no
     failure of the handler.
 
     Attributes:
@@ -39,7 +39,7 @@ class Claim(ClaimEnd, Generic[_Payload]):
         request_id: the request, as that frontend numbers its submissions.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
-        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.ClaimEnd`.
+        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.BaseClaim`.
         aborted: whether the frontend gave the request up, or has gone.
         released: whether its slots were released, or will be when their copy to a GPU is over.
     """
@@ -63,22 +63,22 @@ class Claim(ClaimEnd, Generic[_Payload]):
     async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
         """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
 
-        One copy per slot, on a stream of the ring's own; ``stream`` waits for it, and this does not: the tensors may be
-        used at once by what is queued there. From a pinned slab that is a DMA; from another one, the copy is made on a
-        thread if it is large. What is awaited is space in the GPU's staging memory (``RingConfig.staging_nbytes``), whose
-        part of it the request has until the last of its tensors is gone.
+        It makes one copy per slot, on a stream of the ring's own. ``stream`` waits for the copies, and this call does not: work
+        that is queued on ``stream`` may use the tensors at once. From a pinned slab, a copy is a DMA; from another one, a large
+        copy is made on a thread. This call awaits space in the GPU's staging memory (``RingConfig.staging_nbytes``). The
+        request keeps its part of that memory until the last of its tensors is gone.
 
-        Tensors in slots of the device slab are on their GPU already. They are given as they are, with ``stream`` waiting for
-        what their frontend has queued; their slots drain until the last of them is gone and ``stream`` has come to what was
-        queued on it by then.
+        Tensors in slots of the device slab are on their GPU already, and are not copied. ``stream`` waits for the work that
+        their frontend has queued. Their slots drain until the last of them is gone and ``stream`` has finished the work that
+        was queued on it by then.
 
         Do not copy from ``payload`` with ``non_blocking=True`` instead: a pinned slab makes that copy outlive its call,
         and nothing then keeps the slot until it ends.
 
         Args:
             device: a CUDA device; ``"cuda"`` is this thread's current one.
-            stream: that will use the tensors; ``None``: the current one of this thread. A further stream that is to use them
-                must wait for it, and it for that stream before the last tensor is dropped.
+            stream: the stream that will use the tensors; ``None``: the current one of this thread. If another stream uses them
+                too, let it wait for ``stream`` first, and let ``stream`` wait for it before the last tensor is dropped.
 
         Returns:
             The payload with its tensors on the device. numpy arrays become tensors there too; those of dtypes that torch
@@ -102,7 +102,7 @@ class Claim(ClaimEnd, Generic[_Payload]):
             shell.decoder,
             device,
             stream,
-            self._check_unreleased,  # it may be released while this waits: its slots may then be somebody else's
+            self._check_unreleased,  # it may be released while this waits: its slots may then belong to others
             given,
         )
         self._end.release(self, copying=True)
@@ -155,9 +155,9 @@ class Claim(ClaimEnd, Generic[_Payload]):
     def share(
         self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None
     ) -> Awaitable[tuple[int, ...]]:
-        """Sends the payload to the engine's workers, its tensors where they lie, and something beside it.
+        """Sends the payload to the engine's workers, its tensors in place, and another payload beside it.
 
-        The slots come back when this claim was left and the last of those workers has left the message, or is dead.
+        The slots go back when this claim was left and the last of those workers has left the message, or is dead.
 
         Args:
             beside: like a payload.
@@ -188,8 +188,8 @@ class Claim(ClaimEnd, Generic[_Payload]):
         """Releases the slots and tells the frontend that the request is finished.
 
         Args:
-            reply: a last answer, in the same message. Then the result is to be awaited: that waits as :meth:`reply` does, and
-                nothing happens before. Without a reply, everything has happened when this returns.
+            reply: a last answer, in the same message. Then await the result: it waits as :meth:`reply` does, and nothing
+                happens before. Without a reply, everything has happened when this returns.
 
         Raises:
             AbortedError, TypeError, CapacityError: as :meth:`reply`, if there is one.

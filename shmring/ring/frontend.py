@@ -1,12 +1,12 @@
-"""A connected frontend, as the engine has it: what its messages ask for, and how its connection ends.
+"""A connected frontend, in the engine: its messages, and how its connection ends.
 
-Theory of operation: submissions are the :class:`~shmring.core.compiled.FrontendEnd`'s. :class:`Frontend` takes all other
+Theory of operation: :class:`~shmring.core.compiled.BaseFrontend` handles submissions. :class:`Frontend` handles all other
 messages; each is one event of the book.
 
-What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
-aborted at once; its memory comes back when the kernel says that its process is dead (or when it said goodbye), and no
-claim or view of ours still reads it. What a goodbye names is still used: it comes back with the end of the socket, if the
-goodbye says that the socket lingers for this; else with the process's death.
+A frontend ends by its goodbye, the end of its socket, its process's death, or by breaking the rules. In each case its requests
+are aborted at once. Its memory comes back when the kernel says that its process is dead (or when it says goodbye), and no claim
+or view of ours still reads it. Memory that a goodbye names is still in use: it comes back with the end of the socket, if the
+goodbye says that the socket lingers for this; otherwise with the process's death.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from typing import Any
 
 import msgspec
 
-from shmring.core.compiled import ENDED, EngineEnd, FrontendEnd, RingMemory, check_count, check_kept, decode_values, take_bells
+from shmring.core.compiled import (
+    ENDED,
+    BaseFrontend,
+    EngineEnd,
+    RingMemory,
+    check_count,
+    check_kept,
+    decode_values,
+    receive_bells,
+)
 from shmring.core.effects import EngineEffect
 from shmring.core.messages import (
     MAX_FINDS,
@@ -62,7 +71,7 @@ _FAILED_NBYTES = 4 * _MAX_ERROR_TEXT + 2048  # at most, of the end of a request 
 _OTHER_UNREAD_NBYTES = 4 << 20  # of leases, and of slots that drained: far more than there are
 
 
-class Frontend(FrontendEnd):
+class Frontend(BaseFrontend):
     """A connected frontend.
 
     Args:
@@ -106,8 +115,8 @@ class Frontend(FrontendEnd):
         self._carry_out = carry_out
         self._lost = lost
         self._calls: set[asyncio.Task[None]] = set()
-        self._goodbyes: list[Goodbye] = []  # what it has said so far of what it will still use
-        self._lingering: socket.socket | None = None  # ends when it uses nothing of that any more
+        self._goodbyes: list[Goodbye] = []  # the goodbyes so far, which name the memory that it still uses
+        self._lingering: socket.socket | None = None  # its socket, which ends when it uses none of that memory any more
         # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
         max_backlog_nbytes = life.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
         self.link = Link(
@@ -132,7 +141,7 @@ class Frontend(FrontendEnd):
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         """One message, other than a submission, is one event."""
         client_id, book, carry_out, config = self.client_id, self._book, self._carry_out, self._life.config
         message = decode_frontend_message(record)
@@ -163,7 +172,7 @@ class Frontend(FrontendEnd):
     def _call(self, call: Call) -> None:
         if len(self._calls) >= limits.MAX_CALLS:
             raise RemoteProtocolError(f"more than max_calls ({limits.MAX_CALLS}) calls were made at a time")
-        try:  # here, and not in the task: what that takes counts toward this frontend's turn
+        try:  # here, and not in the task: the time counts toward this frontend's turn
             arguments = decode_values(call.arguments, self._life.config.max_values)
         except (RemoteProtocolError, msgspec.MsgspecError) as error:
             arguments = error
@@ -194,7 +203,7 @@ class Frontend(FrontendEnd):
             with contextlib.suppress(PeerLostError):  # then it goes nowhere
                 await self.link.drain()
         except Exception as error:
-            # Whatever a method raises is its caller's to handle: it travels there, with its type.
+            # The caller handles the error of a method: it travels there, with its type.
             if not isinstance(error, LookupError | RemoteProtocolError | msgspec.MsgspecError):
                 logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)
@@ -217,7 +226,7 @@ class Frontend(FrontendEnd):
             len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations)
             for part in self._goodbyes
         )
-        there = len(client.leases) + len(client.replies) + len(client.pins) + MAX_FINDS  # what was refused may be named as well
+        there = len(client.leases) + len(client.replies) + len(client.pins) + MAX_FINDS  # also refused slots
         if not len(self._goodbyes) <= named <= there:
             raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")
 
@@ -226,7 +235,7 @@ class Frontend(FrontendEnd):
         self.said_goodbye(Goodbye())
 
     def said_goodbye(self, *goodbyes: Goodbye) -> None:
-        """It uses nothing any more but what it names."""
+        """From now on, it uses only the memory that it names."""
         self.connected = False
         if not any(goodbye.maps_device_slab for goodbye in goodbyes):
             self._unmapped_device_slab()
@@ -245,13 +254,14 @@ class Frontend(FrontendEnd):
         self._lingering = connected
         if self.client_id in self._book.clients:
             self._life.loop.add_reader(connected.fileno(), self._hear_last_use)
-        else:  # nothing of what it named was its own
+        else:  # it named no memory of its own
             self.forget()
 
     def _hear_last_use(self) -> None:
-        """The end of the socket: it uses nothing any more of what its goodbye named. Or it rang before the goodbye."""
+        """The socket has ended: the frontend uses no memory any more that its goodbye named. Or it has only rung before the
+        goodbye."""
         assert self._lingering is not None
-        heard = take_bells(self._lingering.fileno())
+        heard = receive_bells(self._lingering.fileno())
         if not heard:
             return
         self._end_lingering()
@@ -266,7 +276,7 @@ class Frontend(FrontendEnd):
             self._lingering = None
 
     def forget(self) -> None:
-        """Nothing of it is left, or the ring is closed: nobody need hear of its end."""
+        """It is forgotten, or the ring is closed: its end need not be watched."""
         self.watch.close()
         self._end_lingering()
 
@@ -303,6 +313,6 @@ class Frontend(FrontendEnd):
 
 
 def fit_text(text: str, record_nbytes: int) -> str:
-    """Returns what of a text can travel, whatever is in it, in records of this size."""
+    """Returns as much of any text as can travel in records of this size."""
     length = min(_MAX_ERROR_TEXT, record_nbytes // 8)  # a character takes up to four bytes
-    return text[:length].encode(errors="replace").decode()  # file names can hold what is no text
+    return text[:length].encode(errors="replace").decode()  # file names can hold bytes that are no text

@@ -42,7 +42,7 @@ async def handle_claims(
 
 @contextlib.asynccontextmanager
 async def _seen_out() -> AsyncIterator[Callable[[Claim, Coroutine[Any, Any, None]], asyncio.Task[None]]]:
-    """Yields what starts a task for a claim. Behind the block all of them have ended, and so have their requests."""
+    """Yields a function that starts a task for a claim. After the block, all tasks and their requests have ended."""
     tasks: set[asyncio.Task[None]] = set()
 
     def ended(task: asyncio.Task[None], claim: Claim) -> None:
@@ -90,7 +90,7 @@ async def handle_batches(
             except ClosedError:
                 break
             for claim, reply in await _replies_to(claims, handler):
-                start(claim, _answer(claim, reply))  # a frontend that does not read holds nobody else up
+                start(claim, _answer(claim, reply))  # a frontend that does not read delays no other
             claims = claim = reply = None  # type: ignore[assignment]  # or they would live until the next batch has come
 
 
@@ -120,9 +120,9 @@ async def _answer(claim: Claim, reply: object) -> None:
 
 
 def _log_failure(claims: list[Claim]) -> None:
-    """Tells whoever reads the log why requests have failed; their frontends know.
+    """Logs why requests have failed; their frontends know already.
 
-    As text: a log handler that keeps the exception would keep its frames, and they the views of the requests' slots.
+    It logs text, not the exception: a log handler that keeps the exception would keep its frames, and the views in them.
     """
     requests = ", ".join(f"{claim.request_id} of client {claim.client_id}" for claim in claims)
     logger.error("the handler of request %s failed\n%s", requests, printable_lines(traceback.format_exc()))

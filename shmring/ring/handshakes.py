@@ -1,7 +1,7 @@
-"""How frontends and workers come: accepting connections, the handshake, and what a new frontend is told.
+"""How frontends and workers connect: accepting connections, the handshake, and the welcome of a new frontend.
 
-Invariants: whoever fails on the way leaves nothing behind, and stops nobody else; there is no moment at which a frontend that
-has the slab could die unnoticed.
+Invariants: a connection that fails on the way leaves nothing behind, and stops no other; a frontend that has the slab can't die
+unnoticed at any moment.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["Handshakes"]
 
 logger = logging.getLogger("shmring.ring")
 
-# Connections of one process that have ended, while something that they were lent may be in use: each costs a pidfd, a line in
-# the books and its leases. A client that is lost, and one that is closed while views live, leaves one behind; 16 are a fault.
+# Connections of one process that have ended, but whose memory may still be in use: each costs a pidfd, an entry in the books
+# and its leases. A client that is lost, or is closed while views live, leaves one behind; 16 are a fault.
 _MAX_GONE = 16
 _ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
 
 
 class Handshakes:
-    """Who comes to a ring. Lives in its loop, and begins at once.
+    """Accepts frontends and workers of a ring. Lives in its loop, and begins at once.
 
     Args:
         life, book: of their engine.
@@ -81,13 +81,13 @@ class Handshakes:
         self._admit_worker = admit_worker
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
-        self._greeting = 0  # of those, who are no frontends yet
+        self._greeting = 0  # of peers that are no frontends yet
         accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
         accepting.add_done_callback(self._accepting_ended)
         self._accepting: asyncio.Task[None] | None = accepting
 
     async def close(self) -> None:
-        """Admits nobody any more, and waits until the peers that were about to come have gone."""
+        """Accepts no more connections, and waits until the peers in a handshake have gone."""
         tasks = [task for task in (self._accepting, *self._running) if task is not None]
         for task in tasks:
             task.cancel()
@@ -115,7 +115,7 @@ class Handshakes:
             logger.critical("ring %r accepts no further frontends", self._life.name, exc_info=accepting.exception())
 
     async def _shake_hands(self, connected: socket.socket) -> None:
-        """Admits a new connection, or refuses it; never lets its troubles out."""
+        """Admits a new connection, or refuses it; raises none of its errors."""
         description = describe_peer(connected)
         try:
             connected.setblocking(False)
@@ -150,7 +150,7 @@ class Handshakes:
             refuse(peer.socket, reason)
             raise RemoteProtocolError(reason)
         client_id = next(self._client_ids)
-        # First of all, so that there is no moment at which it could die unnoticed.
+        # This comes first, so that the frontend can't die unnoticed at any moment.
         watch = ProcessWatch(self._life.loop, peer.pidfd, lambda: frontend.died())
         try:
             frontend = self._make_welcome(client_id, peer, hello, watch)
@@ -166,10 +166,10 @@ class Handshakes:
         logger.info("%s is connected", frontend)
 
     def _why_not(self, peer: Peer) -> str:
-        """Says why a peer can't be a frontend; nothing if it can.
+        """Returns why a peer can't be a frontend; an empty text if it can.
 
-        A connection that has ended is no frontend any more. What it was lent is kept until its process is dead, so it counts
-        for that process alone: nobody else has to wait until that ends.
+        A connection that has ended is no frontend any more. Its memory is kept until its process is dead, so it counts only for
+        that process: no other process is refused because of it.
         """
         if sum(frontend.connected for frontend in self._frontends.values()) >= self._config.max_clients:
             return f"the engine has its max_clients ({self._config.max_clients}) frontends"
@@ -194,7 +194,7 @@ class Handshakes:
             try:
                 slab_fds = self._slab.fd, self._slab.reply_fd
                 send_welcome(peer, self._welcome(client_id, base_lease), slab_fds, ring_fds, self._load_fd)
-            except BaseException:  # it never got the slab, so nothing of it needs a proof that it does not write
+            except BaseException:  # it never got the slab, so no proof is needed that it does not write
                 frontend.said_goodbye(Goodbye())
                 raise
             return frontend

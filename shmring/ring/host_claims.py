@@ -1,6 +1,6 @@
-"""What an engine does with each memory in which slots are handed to it, and with the slab: views of it, and copies to GPUs.
+"""The interface of each memory in which frontends hand slots to an engine; and the slab: its views, and copies to GPUs.
 
-Each memory says when nobody uses a slot any more, and gives itself back at the end. The device slab's is
+Each memory reports when a slot is no longer in use, and frees itself at the end. The device slab's is
 :class:`~shmring.gpu.device_claims.DeviceClaims`.
 """
 
@@ -26,10 +26,10 @@ logger = logging.getLogger("shmring.ring")
 
 
 class ClaimedMemory(Protocol):
-    """One memory in which slots are handed to an engine."""
+    """One memory in which frontends hand slots to an engine."""
 
     def collect(self) -> list[tuple[int, int]]:
-        """Returns the slots that nobody here uses any more since the last call, by client and generation."""
+        """Returns the slots that are no longer used here since the last call, by client and generation."""
 
     def statistics(self, lending: Lending) -> dict[str, Any]:
         """Returns the fields of :class:`~shmring.statistics.RingStatistics` that are about this memory.
@@ -39,7 +39,7 @@ class ClaimedMemory(Protocol):
         """
 
     async def close(self) -> None:
-        """Waits until no GPU uses it any more, and frees it, unless somebody else may still use it."""
+        """Waits until no GPU uses it any more, and frees it, unless another process may still use it."""
 
 
 class HostClaims:
@@ -97,6 +97,6 @@ class HostClaims:
             await asyncio.get_running_loop().run_in_executor(None, self._pinned.close)
 
     def unmap(self) -> None:
-        """Gives the slab up, of which views may live on; and no death of a view is heard of any more."""
+        """Gives the slab up. Views of it may live on; their death is not reported any more."""
         self.regions.close()
         self.slab.close()

@@ -1,11 +1,12 @@
-"""One life of an engine, as all parts of its end see it: who it is, where it lives, and whether it may be used here and now."""
+"""One life of an engine, for all its parts: its name and configuration, its loop, and whether it may be used now, in this
+process."""
 
 from __future__ import annotations
 
 import asyncio
 
 from shmring.config import RingConfig
-from shmring.core.compiled import ClaimEnd, Origin, largest_record_nbytes
+from shmring.core.compiled import BaseClaim, Origin, largest_record_nbytes
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError
 from shmring.ring import limits
 from shmring.transport.loops import check_loop
@@ -61,7 +62,7 @@ class Life:
         if self._origin.forked:
             raise self.closed_error()
 
-    def ended_error(self, claim: ClaimEnd) -> AbortedError | LocalProtocolError:
+    def ended_error(self, claim: BaseClaim) -> AbortedError | LocalProtocolError:
         """Returns why a request that has ended can't be answered."""
         if claim.aborted:
             by = "the end of its ring" if self.is_over else "its frontend"

@@ -1,6 +1,6 @@
-"""What an engine takes at most of each who comes to it, where nobody could say better: constants, each with its arithmetic.
+"""Limits of each client or worker of an engine that no user could choose better: constants, each with its arithmetic.
 
-What depends on the machine, on requests or on callers is an option (:class:`~shmring.config.RingConfig`).
+Limits that depend on the machine, on requests or on callers are options (:class:`~shmring.config.RingConfig`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Replies on their way to a frontend, and what they wait for: space in the reply reserve, and a frontend that reads.
+"""Replies that wait: for space in the reply reserve, and for a frontend to read.
 
 Theory of operation: a reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message.
-The slot is the engine's until the record that names it was written, and then its frontend's. Whoever waits for one stands in
-line in the book.
+The slot is the engine's until the record that names it was written, and then its frontend's. Replies that wait for a slot stand
+in line in the book.
 
 Invariant: a slot whose reply is not sent goes back.
 """
@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 
-from shmring.core.compiled import ClaimEnd, EngineEnd, Packed
+from shmring.core.compiled import BaseClaim, EngineEnd, Packed
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
@@ -64,15 +64,15 @@ class Replies:
         """How many wait for space."""
         return len(self._line)
 
-    async def send(self, claim: ClaimEnd, payload: object) -> None:
+    async def send(self, claim: BaseClaim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
         await self._send(claim, self._pack(claim, payload), self._end.send_reply)
 
-    async def send_last(self, claim: ClaimEnd, payload: object) -> None:
+    async def send_last(self, claim: BaseClaim, payload: object) -> None:
         """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
         await self._send(claim, self._pack(claim, payload), self._end.finish_with)
 
-    async def _send(self, claim: ClaimEnd, packed: Packed, send: Callable[[ClaimEnd, Packed, SlotRef | None], bool]) -> None:
+    async def _send(self, claim: BaseClaim, packed: Packed, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
         link = self._end.frontend_of(claim).link
         slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes else None
         sent = False
@@ -88,13 +88,13 @@ class Replies:
             if slot is not None and not sent:
                 self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
-    async def _writable(self, claim: ClaimEnd, link: Link) -> None:
+    async def _writable(self, claim: BaseClaim, link: Link) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
         with contextlib.suppress(PeerLostError):  # then the claim is aborted
             await link.drain()
         self._end.check_running(claim)
 
-    def send_nowait(self, claim: ClaimEnd, payload: object) -> None:
+    def send_nowait(self, claim: BaseClaim, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
         packed = self._pack(claim, payload)
         would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
@@ -118,7 +118,7 @@ class Replies:
     def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
         """Describes a reply's slot.
 
-        A caller may keep all its replies, and wait for more: views of them must never hold all of the reserve.
+        A caller may keep all its replies, and wait for more. So views of them must never hold all of the reserve.
         """
         if slot is None:
             return None
@@ -126,13 +126,13 @@ class Replies:
         lease_id = COPY_OUT if is_short else 0
         return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
-    def _pack(self, claim: ClaimEnd, payload: object) -> Packed:
+    def _pack(self, claim: BaseClaim, payload: object) -> Packed:
         self._life.check_open()
         packed = self._packer.pack(payload, self._inline_nbytes, self._life.record_nbytes)
         self._end.check_running(claim)  # the payload's own code may have ended it
         return packed
 
-    async def _acquire(self, claim: ClaimEnd, nbytes: int) -> ReplySlot:
+    async def _acquire(self, claim: BaseClaim, nbytes: int) -> ReplySlot:
         slot = self._book.acquire_reply(claim.client_id, nbytes)
         if slot is not None:
             return slot
@@ -147,12 +147,12 @@ class Replies:
             self._end.forget_on_end(claim, give_up)
             del place, give_up
 
-    def _give_up(self, place: Place[ReplySlot], claim: ClaimEnd) -> None:
+    def _give_up(self, place: Place[ReplySlot], claim: BaseClaim) -> None:
         if not place.done():
             place.set_exception(self._life.ended_error(claim))
 
     def granted(self, place: Place[ReplySlot], slot: ReplySlot) -> list[EngineEffect]:
-        """Somebody who waits has its slot; returns what follows."""
+        """A waiting reply has its slot; returns the effects that follow."""
         return [] if give(place, slot) else self._discarded(slot)
 
     def _gave_up_waiting(self, place: Place[ReplySlot]) -> None:

@@ -1,6 +1,7 @@
-"""What an engine reserves when it starts: the slab in host memory, pinned or not, perhaps a device slab, and a load page.
+"""The memory that an engine reserves when it starts: the slab in host memory, pinned or not, perhaps a device slab, and a load
+page.
 
-All of it or nothing: whatever fails, what came before it is given back.
+It reserves all of it or nothing: if one part fails, the parts before it are given back.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ logger = logging.getLogger("shmring.ring")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reserved:
-    """What an engine reserves.
+    """The memory that an engine reserves.
 
     Attributes:
         slab: in host memory.
         pinned: what of it is registered with CUDA.
         device_slabs: on a GPU: none or one.
-        load_fd, load: where it says how much is in flight.
+        load_fd, load: the page in which it publishes its load.
     """
 
     slab: Slab
@@ -43,7 +44,7 @@ class Reserved:
     load: LoadPage
 
     def close(self) -> None:
-        """Gives all of it up, while nobody uses it yet."""
+        """Gives all of it up, before it is used."""
         os.close(self.load_fd)
         self.pinned.close()
         self.slab.close()
@@ -66,7 +67,7 @@ async def reserve(
         cuda, device_memory: how to call CUDA.
 
     Raises:
-        SlabError: something can't be had. Nothing is left of what could.
+        SlabError: a part can't be had. The others were given back.
     """
     swept = sweep()
     if swept:
@@ -88,7 +89,7 @@ async def reserve(
             undo.callback(slab.close)
             load_fd, load = create_load_page()
             undo.callback(os.close, load_fd)
-            # Before anything is pinned: where there is no CUDA, that is the error to be told of.
+            # Before anything is pinned: without CUDA, this error should be raised.
             device_slabs = (DeviceSlab.create(cuda, device_memory, device_index, device_nbytes),) if device_nbytes else ()
             for device_slab in device_slabs:
                 undo.callback(device_slab.close)

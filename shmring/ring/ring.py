@@ -1,7 +1,7 @@
-"""The engine's end of the transport, as its users have it.
+"""The engine's side of the transport, for users.
 
-Theory of operation: what happens with every message is the :class:`~shmring.core.compiled.EngineEnd`'s, and what happens less
-often the :class:`~shmring.ring.shell.Shell`'s around it. :class:`Ring` has what users may do with the two, and nothing else.
+Theory of operation: the :class:`~shmring.core.compiled.EngineEnd` does the work on every message, and the
+:class:`~shmring.ring.shell.Shell` around it does the rarer work. :class:`Ring` has only the calls for users.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Ring"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
-_LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine polls busily: what one takes to come back
+_LOOK_S = 0.00005  # how long it looks for a request before the loop goes on, if this engine polls busily: about a round trip
 
 
 class Ring(EngineCalls, Generic[_Payload]):
@@ -60,7 +60,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         claims = await self.claim_many(most)
         end_s = self._shell.loop.time() + linger_s
         try:
-            with contextlib.suppress(TimeoutError, ClosedError):  # what has come is handed out
+            with contextlib.suppress(TimeoutError, ClosedError):  # the requests that have come are returned
                 async with asyncio.timeout_at(end_s):
                     while len(claims) < most:
                         claims += await self.claim_many(most - len(claims))
@@ -78,7 +78,7 @@ class Ring(EngineCalls, Generic[_Payload]):
             ClosedError: the ring is closed.
         """
         self._shell.check_claiming()
-        claim: Claim[_Payload] | None = self._shell.end.take_now()
+        claim: Claim[_Payload] | None = self._shell.end.claim_now()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim
@@ -91,7 +91,7 @@ class Ring(EngineCalls, Generic[_Payload]):
 
         Args:
             handler: called inside ``with claim:``.
-            max_concurrency: handlers at a time; further requests wait unclaimed, where aborting them costs nothing.
+            max_concurrency: handlers at a time; further requests wait unclaimed, and can be aborted without cost.
 
         Raises:
             ClosedError: the ring belongs to the process that forked this one.
@@ -196,13 +196,14 @@ class Ring(EngineCalls, Generic[_Payload]):
         return self._shell.workers.gather(payload, to, timeout)
 
     def drop_worker(self, rank: int, reason: str = "the engine has dropped this worker") -> None:
-        """Ends a worker's connection. It gets nothing more, and its rank is free; its ``receive`` raises ``ClosedError``.
+        """Ends a worker's connection. The worker gets no more messages, and its rank is free; its ``receive`` raises
+        ``ClosedError``.
 
-        A message that it still reads comes back when it leaves that, or when its process is dead.
+        The memory of a message that it still reads comes back when it leaves the message, or when its process is dead.
 
         Args:
             rank: which one.
-            reason: what it is told.
+            reason: the text that the worker gets.
 
         Raises:
             WorkerLostError: there is none of this rank.
@@ -213,10 +214,10 @@ class Ring(EngineCalls, Generic[_Payload]):
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Claims nothing any more, and waits until all claimed requests have ended. Call it before :meth:`close`.
+        """Claims no more requests, and waits until all claimed ones have ended. Call it before :meth:`close`.
 
-        Whoever claims gets :class:`ClosedError`, and loops over claims end, as with a closed ring. Requests that nobody has
-        claimed wait until then; a client of several engines sends them to another one (``retry``).
+        Claiming raises :class:`ClosedError`, and loops over claims end, as with a closed ring. Unclaimed requests wait until
+        :meth:`close`; then a client of several engines sends them to another one (``retry``).
 
         Args:
             timeout: seconds.
@@ -233,7 +234,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         """Ends all connections, aborts running requests, and gives the slab and the name up. A second call does nothing.
 
         Args:
-            reason: what frontends are told.
+            reason: the text that frontends get.
         """
         await self._shell.close(reason)
 

@@ -1,10 +1,10 @@
-"""What the engine's end does inside of :class:`~shmring.ring.ring.Ring`, less often than with every message.
+"""The inside of :class:`~shmring.ring.ring.Ring`: all work of an engine that is rarer than a message.
 
-Theory of operation: :class:`Shell` is the asyncio shell around the :class:`~shmring.core.compiled.EngineEnd`, which does what
-happens with every message. Here is what happens less often: somebody waits for a claim, requests are aborted or fail, the ring
-closes. Parts of it are frontends (``frontend.py``) and how they come (``handshakes.py``), replies that wait for space
-(``replies.py``), workers (``workers.py``), and each memory in which slots are handed over (``host_claims.py``). Each part is
-handed what it uses, and not this. There is no ``await`` between reading the book and acting on it.
+Theory of operation: :class:`Shell` is the asyncio shell around the :class:`~shmring.core.compiled.EngineEnd`, which does the
+work on every message. The rarer events are here: a task waits for a claim, requests are aborted or fail, the ring closes. Its
+parts are frontends (``frontend.py``) and how they connect (``handshakes.py``), replies that wait for space (``replies.py``),
+workers (``workers.py``), and each memory in which slots are handed over (``host_claims.py``). Each part is given the objects
+that it uses, and not the shell. There is no ``await`` between reading the book and acting on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig
-from shmring.core.compiled import ClaimEnd, EngineBook, EngineEnd, Placement, Submit
+from shmring.core.compiled import BaseClaim, EngineBook, EngineEnd, Placement, Submit
 from shmring.core.effects import (
     Answered,
     ClientGone,
@@ -64,7 +64,7 @@ __all__ = ["Shell"]
 logger = logging.getLogger("shmring.ring")
 
 _COPY_THREADS = 2  # for replies, which are small beside requests
-_DRAINED_LOOK_S = 0.005  # whether requests in hand have ended: between two looks
+_DRAINED_LOOK_S = 0.005  # between two checks whether requests in hand have ended
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,15 +82,15 @@ class Shell:
         geometry: of the slab.
         reserved: memory, taken over.
         cuda: how to call CUDA.
-        listener: where frontends and workers come; taken over.
+        listener: accepts frontends and workers; taken over.
         payload_type: that payloads are decoded into.
         calls: control calls, by name.
-        claim_type: of requests that are taken up.
+        claim_type: the class of claims.
 
     Attributes:
         life: see above.
         loop: that of ``life``.
-        end: what happens with every message.
+        end: does the work on every message.
         decoder: of payloads.
         replies: that are on their way.
         workers: that have joined.
@@ -107,7 +107,7 @@ class Shell:
         listener: Listener,
         payload_type: Any,
         calls: Mapping[str, CallHandler],
-        claim_type: type[ClaimEnd],
+        claim_type: type[BaseClaim],
     ) -> None:
         config = life.config
         self.life = life
@@ -164,16 +164,16 @@ class Shell:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    async def claim_in_turn(self) -> ClaimEnd:
-        """For :meth:`Ring.claim`: a request has to be waited for."""
+    async def claim_in_turn(self) -> BaseClaim:
+        """For :meth:`Ring.claim`: waits for a request."""
         self.life.check_loop()
         while True:
             self.check_claiming()
-            if not self._claimers and (claim := self.end.take_now()) is not None:
+            if not self._claimers and (claim := self.end.claim_now()) is not None:
                 return claim
             await self._request_arrived()
             self.check_claiming()
-            if (claim := self.end.take_next()) is not None:
+            if (claim := self.end.claim_next()) is not None:
                 if self._claimers:
                     self.request_arrived()
                 return claim
@@ -184,8 +184,8 @@ class Shell:
         if self._is_draining:
             raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
 
-    async def next_in_turn(self) -> ClaimEnd:
-        """For the iteration over claims: a request has to be waited for."""
+    async def next_in_turn(self) -> BaseClaim:
+        """For the iteration over claims: waits for a request."""
         try:
             return await self.claim_in_turn()
         except ClosedError:
@@ -202,14 +202,14 @@ class Shell:
             self.end.is_crowded = self.end.is_awaited or self._is_draining
 
     def request_arrived(self) -> None:
-        """Wakes the first claimer if there is something to claim; it wakes the next."""
+        """Wakes the first claiming task if a request can be claimed; that task wakes the next."""
         if not self.end.waiting_count or self.end.is_turn_over:
             return
         self._claimers.give_first(None)
-        self.end.is_awaited = False  # whom this wakes wakes the next
+        self.end.is_awaited = False  # the task that this wakes will wake the next
 
     def let_others_run(self) -> None:
-        """For the end: so much was claimed that nothing more is until the loop has had a turn."""
+        """For the end: the loop must have a turn before more requests are claimed."""
         self.loop.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
@@ -217,29 +217,29 @@ class Shell:
             self.end.begin_turn()
             self.request_arrived()
 
-    def take_up_device(self, client_id: int, submit: Submit) -> Placement:
+    def claim_on_device(self, client_id: int, submit: Submit) -> Placement:
         """For the end: a request has slots in device memory. Returns where their tensors are made."""
-        [device_claims] = self._device_claims  # what has no fence has no such slots, and what has one was checked
-        return device_claims.take_up(client_id, submit)
+        [device_claims] = self._device_claims  # a submission without a fence has no such slots, and a fence was checked
+        return device_claims.claim(client_id, submit)
 
-    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
-        """For the end: a request can't be taken up.
+    def claim_failed(self, claim: BaseClaim, error: Exception, *, breaks_rules: bool) -> None:
+        """For the end: a request can't be claimed.
 
         Args:
-            claim: what it would have been.
+            claim: its claim.
             error: why.
-            breaks_rules: whether its frontend has sent what nobody may send.
+            breaks_rules: whether its frontend has broken the rules.
         """
         client_id, request_id = claim.client_id, claim.request_id
         self.end.release(claim)
         if breaks_rules:
-            # Perhaps it is forgotten here: what decoded the payload may have heard of its end.
+            # The frontend may be forgotten here: decoding the payload may have read its end.
             self.end.frontend_of(claim).protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
             return
         kind: FailureKind = "invalid"
         if isinstance(error, CudaError):
             kind = "error"
-            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
+            # Logged as text: a log handler that keeps the error would keep its frames, and so the views of the request's slots.
             logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
         elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
             text = printable_lines("".join(traceback.format_exception(error)))
@@ -249,7 +249,7 @@ class Shell:
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
     def given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
-        """Returns a claim's slots in device memory, for whose fence the stream waits from now on."""
+        """Returns a claim's slots in device memory. The stream waits for their fence from now on."""
         if not submit.content.fence:
             return NOTHING_GIVEN
         [device_claims] = self._device_claims
@@ -277,12 +277,12 @@ class Shell:
         lent = lent_tensors(submit.content, self._slab.address, SLOT_HEADER_NBYTES)
         logger.warning("request %d is left with living views of its payload; it was %s", submit.request_id, report(lent))
 
-    def refuse(self, claim: ClaimEnd) -> None:
-        """For the end: raises why a request can't be answered any more."""
+    def refuse(self, claim: BaseClaim) -> None:
+        """For the end: raises the error that says why a request can't be answered any more."""
         raise self.life.ended_error(claim)
 
     def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
-        """For the end: slots are their frontend's again."""
+        """For the end: slots go back to their frontend."""
         frontend.link.send_listed(Release, generations)
 
     def call_soon(self, callbacks: Sequence[Callable[[], object]]) -> None:
@@ -290,14 +290,14 @@ class Shell:
         for callback in callbacks:
             self.loop.call_soon(callback)
 
-    def end_claim(self, claim: ClaimEnd, event: RequestEvent, error: BaseException) -> None:
+    def end_claim(self, claim: BaseClaim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
         self.end.forget_claim(claim.client_id, claim.request_id)
         self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
-    def _end_request(self, claim: ClaimEnd, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
+    def _end_request(self, claim: BaseClaim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
         frontend = self.end.frontend_of(claim)
-        description = frontend.describe(error)  # before anything is noted: it runs the error's code
+        description = frontend.describe(error)  # first: it runs code of the error
         self.end.mark_ended(claim)
         if self._book.end(claim.client_id, claim.request_id, event):
             self._counters.failed += 1
@@ -306,7 +306,7 @@ class Shell:
     # -- effects -------------------------------------------------------------------------------------------------------
 
     def carry_out(self, effects: list[EngineEffect]) -> None:
-        for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
+        for effect in effects:  # the list grows: effects of an effect come after the others, in the order of the book
             match effect:
                 case Released(client_id, generations):
                     self._frontends[client_id].link.send_listed(Release, generations)
@@ -346,7 +346,7 @@ class Shell:
                 self.carry_out(self._book.last_view_gone(*key))
 
     def client_lost(self, client_id: int) -> None:
-        """Nothing more comes from a frontend; for a subclass."""
+        """No more records come from a frontend; for a subclass."""
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class Shell:
             os.close(self._load_fd)
 
     def closed_error(self) -> ClosedError:
-        """For the end: why nothing of it can be used here."""
+        """For the end: returns why the ring can't be used here."""
         return self.life.closed_error()
 
     def statistics(self) -> RingStatistics:

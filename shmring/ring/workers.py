@@ -1,17 +1,17 @@
-"""The engine's end towards its workers: who joins and leaves, and who waits.
+"""The engine's side towards its workers: how workers join and part, and messages that wait.
 
 Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.compiled.FanOutEnd`, as
 :class:`~shmring.ring.shell.Shell` is around the :class:`~shmring.core.compiled.EngineEnd`. A message that finds memory, place
-and room is sent there, at once. One that does not, or that takes long to copy, stands in line here, and nobody overtakes it: so
-messages are sent in the order of the calls, and whoever is cancelled passes the turn on.
+and room is sent there, at once. Another message, or one that takes long to copy, stands in line here, and no message overtakes
+it. So messages are sent in the order of the calls. A sender that is cancelled passes its turn on.
 
 An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of
 claims are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a
 message was sent and after each bell, and asks the workers that still read them to ring.
 
-What ends a worker: its connection, :meth:`Workers.drop`, its process's death, or breaking the rules. In each case it gets
-nothing more at once. What it has not left comes back when it says so in its page, or when the kernel says that its process is
-dead.
+A worker ends by the end of its connection, by :meth:`Workers.drop`, by its process's death, or by breaking the rules. In each
+case it gets no more messages. Messages that it has not left come back when its page says so, or when the kernel says that its
+process is dead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
-    ClaimEnd,
+    BaseClaim,
     EngineEnd,
     FanOutBook,
     FanOutEnd,
@@ -70,11 +70,11 @@ _MADV_DONTFORK = 10
 _INLINE_NBYTES = (
     1024  # of tensors in a record: it is copied for each worker, and a view of the one copy in memory costs as much
 )
-_KEPT_S = 0.001  # after which somebody looks whether slots of claims may go back
-_GONE_S = 0.1  # the same of workers that ring no more: dropped ones, of which only their pages tell
-_LOOK_S = 0.00025  # for replies, before the loop goes on, if this engine polls busily: a part of what a turn may take
+_KEPT_S = 0.001  # after which this file looks whether slots of claims may go back
+_GONE_S = 0.1  # the same for dropped workers, which do not ring: only their pages change
+_LOOK_S = 0.00025  # how long it looks for replies before the loop goes on, if this engine polls busily: a part of a turn
 _MOST_ANSWERS = 4  # of max_payload_nbytes: what one reply may take in parts, tensors included
-_BACKLOG_NBYTES = 64 << 10  # of what can't wait: the word that a connection ends
+_BACKLOG_NBYTES = 64 << 10  # of a message that can't wait: that a connection ends
 
 
 class _Worker(JoinedWorker):
@@ -100,31 +100,31 @@ class _Worker(JoinedWorker):
     def __str__(self) -> str:
         return f"worker {self.rank} ({self.name or 'unnamed'}, pid {self.pid})"
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         message = decode_worker_message(record)
         if isinstance(message, AnswerPart):
-            self._take_part(message)
+            self._handle_part(message)
         elif isinstance(message, AnswerFailed):
             type_name, text = printable(message.type_name), printable_lines(message.message)
-            self.end.take_failure(self.record, message.sequence, type_name, text)
+            self.end.handle_failure(self.record, message.sequence, type_name, text)
         else:
             raise RemoteProtocolError("a worker joins once")
 
-    def _take_part(self, part: AnswerPart) -> None:
+    def _handle_part(self, part: AnswerPart) -> None:
         self.parts.append(part.data)
         self.parts_nbytes += len(part.data)
         if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.life.config.max_payload_nbytes):
             raise RemoteProtocolError(f"a reply in parts exceeds {_MOST_ANSWERS} times max_payload_nbytes")
         if not part.more:
             record, self.parts, self.parts_nbytes = b"".join(self.parts), [], 0
-            if not self.take_answer(record):
+            if not self.handle_answer(record):
                 raise RemoteProtocolError("what came in parts is no reply")
 
     def rang(self) -> None:
         self._workers.hear()
 
     def peer_gave_up(self) -> None:
-        """It uses nothing of what it was lent."""
+        """It uses none of the memory that it was lent."""
         self._workers.part(self, "gave up", uses_nothing=True)
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
@@ -177,10 +177,10 @@ class Workers:
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
-        self._line: Line[None] = Line()  # of those who wait for their turn to send
+        self._line: Line[None] = Line()  # of senders that wait for their turn
         self._is_sending = False
-        self._change: asyncio.Future[None] | None = None  # of whoever sends and waits for workers
-        self._joined: Line[None] = Line()  # of those who wait for workers to join
+        self._change: asyncio.Future[None] | None = None  # of the sender that waits for workers
+        self._joined: Line[None] = Line()  # of tasks that wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -194,12 +194,12 @@ class Workers:
         return self._sent_now(self.end.send_now(payload, _ranks(to)))
 
     def share(
-        self, claim: ClaimEnd, beside: object, to: Iterable[int] | None, timeout: float | None
+        self, claim: BaseClaim, beside: object, to: Iterable[int] | None, timeout: float | None
     ) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Claim.share`."""
         return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, claim=claim)
 
-    def share_nowait(self, claim: ClaimEnd, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
+    def share_nowait(self, claim: BaseClaim, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Claim.share_nowait`."""
         return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), claim=claim))
 
@@ -217,11 +217,11 @@ class Workers:
         return self.end.ask_now(payload, _ranks(to))
 
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
-        """For the end: sends what has to wait, or takes long to copy.
+        """For the end: sends a message that has to wait, or takes long to copy.
 
         Raises:
             WorkersBehindError: the time is over.
-            WorkerLostError: somebody who was to get it is no worker any more.
+            WorkerLostError: one of its workers is no worker any more.
             ClosedError: the ring is closed meanwhile.
         """
         bound = asyncio.timeout(timeout)
@@ -241,7 +241,7 @@ class Workers:
             del bound
 
     async def gather_in_turn(self, gathering: Gathering, parcel: Parcel, timeout: float | None) -> None:
-        """For the end: the same of a message whose replies are waited for, and waits for them, in the same time."""
+        """For the end: the same for a gather. Waits for the replies as well, within the same time."""
         deadline_s = None if timeout is None else self.loop.time() + timeout
         await self.send_in_turn(parcel, timeout)
         future: asyncio.Future[None] = self.loop.create_future()
@@ -256,7 +256,7 @@ class Workers:
             self.check_loop()
             await self._take_turn()
             try:
-                while not self.end.take_memory(parcel):
+                while not self.end.reserve_memory(parcel):
                     self._check_open()
                     await self._changed(self.book.want_memory)
                 if not parcel.is_copied and (address := self.end.address_of(parcel)):
@@ -346,7 +346,7 @@ class Workers:
             self._looking = self.loop.call_later(_KEPT_S, self._look_after)
 
     def _look_after(self) -> None:
-        """Has slots of claims go back though nobody here waits for them."""
+        """Gives slots of claims back, although no task here waits for them."""
         self._looking = None
         if not self.end.is_open:
             return
@@ -389,10 +389,10 @@ class Workers:
         return self.book.ranks
 
     async def admit(self, peer: Peer) -> None:
-        """Makes a peer a worker, or tells it why not. Its pidfd is taken over.
+        """Makes a peer a worker, or sends it the reason why not. Takes its pidfd over.
 
         Raises:
-            RemoteProtocolError: it can't be one; it was told.
+            RemoteProtocolError: it can't be a worker; it has got the reason.
             OSError, SlabError: there is no memory, or there are no descriptors.
         """
         join = peer.hello
@@ -455,7 +455,7 @@ class Workers:
             return  # it was called before
         self._reserving = None  # it holds the memory, or an error, whose traceback holds frames
         if reserving.cancelled() or reserving.exception() is not None:
-            return  # whoever joins next tries again
+            return  # the next worker that joins tries again
         fd, memory = reserving.result()
         if self.end.is_open:
             self._fd, self._memory = fd, memory
@@ -524,13 +524,13 @@ class Workers:
         worker.link.close()
 
     def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
-        """For the end: what a worker says of its ring can't be true."""
+        """For the end: a worker's count in its ring can't be true."""
         worker = self._workers[record]
         self.book.part(record)
         self.loop.call_soon(self.refuse, worker, error)
 
     def part(self, worker: _Worker, how: str, *, uses_nothing: bool = False) -> None:
-        """A worker gets nothing more, and will not reply. A second call does nothing."""
+        """A worker gets no more messages, and will not reply. A second call does nothing."""
         record = worker.record
         was_known = worker in self._workers.values()
         if uses_nothing:
@@ -553,13 +553,13 @@ class Workers:
         self.look()
 
     def close(self, reason: str) -> None:
-        """Ends all connections; messages that workers still read go with this process."""
+        """Ends all connections. The memory of messages that workers still read goes with this process."""
         self.end.close()
         for worker in list(self._workers.values()):
             worker.link.send(Refused(reason))
             self.end.lost(worker.record, "was told that the engine is closing")
             worker.link.close()
-            self.book.died(worker.record)  # what it may still read stays mapped there, and is written by nobody any more
+            self.book.died(worker.record)  # messages that it may still read stay mapped there, and are not written any more
             worker.watch.close()
         self._workers.clear()
         self.book.gone.clear()
@@ -575,7 +575,7 @@ class Workers:
         self._memory = None
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Returns what each worker has, in order of rank."""
+        """Returns the numbers of each worker, in order of rank."""
         self.look()
         return tuple(
             sorted(

@@ -1,8 +1,8 @@
-"""All ends of shmring for code without an event loop: blocking twins of what asyncio programs use, safe from any thread.
+"""All three sides of shmring for code without an event loop: blocking twins of the asyncio classes, for any thread.
 
-``serve`` and ``connect`` run the ring's or the client's own event loop in a thread of its own; ``join``, a worker's end, needs
-none. The names, the arguments and the errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout``
-in seconds. ``docs/threads.md`` lists what differs.
+``serve`` and ``connect`` run the event loop of the ring or client in a thread of its own; ``join``, the side of a worker, needs
+none. The names, the arguments and the errors are those of :mod:`shmring`; calls that are awaited there block here, with a
+``timeout`` in seconds. ``docs/threads.md`` lists what differs.
 """
 
 from shmring.threads.client import Client, EngineConnection, Kept, Slot, Submission

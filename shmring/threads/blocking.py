@@ -1,9 +1,9 @@
-"""Blocking twins of what asyncio programs call, declared instead of written: ``request = blocking(Client.request)``.
+"""Blocking twins of the calls for asyncio, declared instead of written: ``request = blocking(Client.request)``.
 
-Theory of operation: a twin has the name, the arguments, the text and the errors of the method that it is made of. It has that
-method carried out in the loop (by a :class:`~shmring.threads.loop_calls.LoopRunner`), and waits. A thread that is
-interrupted meanwhile cancels it there. What a method returns that lives in the loop is wrapped for the thread, in the loop, so
-that nothing is lost between the two: what is answered and not taken is undone.
+Theory of operation: a twin has the name, the arguments, the text and the errors of its method. It has that method carried out
+in the loop (by a :class:`~shmring.threads.loop_calls.LoopRunner`), and waits. If the thread is interrupted meanwhile, the
+method is cancelled. If the result lives in the loop, it is wrapped for the thread, in the loop, so that no result is lost: a
+result that the thread does not take is undone.
 
 Methods are found by their names on the object, so a subclass has its own.
 """
@@ -46,7 +46,7 @@ class Blocking(Generic[_InLoop_co]):
     _thread: LoopRunner
 
     def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what the loop is to call for this thread; a subclass may have something else done there before."""
+        """Returns the function that the loop calls for this thread; a subclass may add a call before it."""
         return function
 
 
@@ -61,12 +61,12 @@ def tried_at_once(
     method: Callable[Concatenate[_InLoop, _Arguments], Awaitable[_Result]],
     at_once: Callable[Concatenate[_InLoop, ...], _Result],
 ) -> Callable[Concatenate[Blocking[_InLoop], _Arguments], _Result]:
-    """The twin of a method that is awaited, and mostly need not wait.
+    """The twin of an awaited method that mostly need not wait.
 
     Args:
         method: which.
-        at_once: does the same without waiting and without ``timeout``, or raises ``WouldBlock``. It is tried before, where the
-            caller runs the loop.
+        at_once: does the same without waiting and without ``timeout``, or raises ``WouldBlock``. If the caller runs the loop,
+            it is tried first.
     """
     waiting, name = _waiting(method), at_once.__name__
 
@@ -134,8 +134,8 @@ def handed_out(
     Args:
         method: as of :func:`blocking`.
         wrap: what the thread gets of it; called in the loop.
-        undo: what becomes of what nobody takes, in the loop.
-        text_of: the method that this is the twin of, if ``method`` is one that was made for threads.
+        undo: called in the loop with a result that the thread does not take.
+        text_of: the asyncio method, if ``method`` was made for threads.
     """
     name = method.__name__
 
@@ -183,11 +183,12 @@ def blocking_stream(
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Generator[Any, None, None]:
         stream = getattr(self._in_loop, name)(*arguments, **named)
         step = self._ordered(_next_of)
-        # A stream that raises, or is cancelled, has ended. One that waits for its next turn is ended by whoever leaves it.
+        # A stream that raises, or is cancelled, has ended. If the thread leaves the stream between two replies, the stream is
+        # ended.
         while came := self._thread.call(step, stream, undo=lambda _: _end(stream)):
             step = _next_of
             try:
-                yield came.pop()  # or this frame would keep the reply's slot for as long as the caller takes
+                yield came.pop()  # or this frame would keep the reply's slot until the caller asks for the next reply
             except BaseException:
                 self._thread.post(_end, stream)
                 raise
@@ -208,7 +209,7 @@ def _end(stream: AsyncGenerator[Any, None]) -> None:
 
 
 class _ReadThrough(Protocol[_Value_co]):
-    """A property, for whoever checks types."""
+    """A property, for type checkers."""
 
     def __get__(self, instance: object, owner: type | None = None, /) -> _Value_co: ...
 

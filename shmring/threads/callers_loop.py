@@ -1,22 +1,22 @@
-"""An event loop that the threads that call run themselves, so that no message wakes another thread, or waits for one.
+"""An event loop that the calling threads run themselves, so that no message wakes another thread, or waits for one.
 
-Theory of operation. There is one lock. Whoever has it is *inside*: it may use all that lives in the loop. A call is carried out
-inside, by the thread that makes it. Most calls end there. A call that has to wait *leads*: its thread runs the loop until the
-call is answered. Whenever the loop sleeps (in epoll: for bells, for deaths of processes, for its next timer) the lock is free,
-and other threads get in. If another thread leads already, a call *follows*: it sleeps until whoever is inside has answered it,
-or until the leader leaves and it can lead.
+Theory of operation. There is one lock. The thread that has it is *inside*: it may use all objects of the loop. A call is
+carried out inside, by the thread that makes it. Most calls end there. A call that has to wait *leads*: its thread runs the loop
+until the call is answered. Whenever the loop sleeps (in epoll: for bells, for deaths of processes, for its next timer) the lock
+is free, and other threads get in. If another thread leads already, a call *follows*: it sleeps until the thread that is inside
+has answered it, or until the leader stops and it can lead.
 
-Between calls nobody runs the loop, so what is rare (who joins, who has died, who wants a lease) waits for the next one. Each
-call lets the loop have a turn if it had none for a moment. Where that is not enough there is a thread that *stands by*: it
-leads when no call was made for a while, and lets go of that when calls come again.
+Between calls no thread runs the loop, so rare events (a worker joins, a process dies, a frontend wants a lease) wait for the
+next call. Each call gives the loop a turn if it had none for a moment. If that is not enough, a thread can *stand by*: it leads
+when there was no call for a while, and stops leading when calls come again.
 
 Posting acquires the lock if it is free. If not, its holder looks into the queue once more after it has released the lock.
 
-Interruptions. A thread that sleeps may be interrupted (by a signal handler that raises): its call is left, and nothing else has
-happened. One that is interrupted in the middle of the loop may have left a book half changed. Then the end counts as closed: it
-says so, and may only be closed.
+Interruptions. A thread that sleeps may be interrupted (by a signal handler that raises): this only ends its call. A thread that
+is interrupted in the middle of the loop may have left a book half changed. Then each further call raises an error that says so,
+and the ring can only be closed.
 
-Invariants: one thread at a time is inside; one thread at a time leads; a call is answered, and an end is used, inside only.
+Invariants: one thread at a time is inside; one thread at a time leads; a call is answered, and the ring is used, only inside.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from shmring.threads.loop_calls import LOOK_UP_S, LoopCall, LoopEnd, LoopRunner,
 __all__ = ["CallersLoop"]
 
 _NOBODY = 0
-_STANDING = -1  # who leads, where it is the thread that stands by
+_STANDING = -1  # the leader, if it is the thread that stands by
 
-_TURN_S = 0.001  # after which a call lets the loop have a turn: that takes some ten microseconds if nothing is to be done
-_LED_S = 0.2  # after which it looks again if another thread waits in a call, and so leads: perhaps for hours
+_TURN_S = 0.001  # after which a call gives the loop a turn, which takes some ten microseconds if there is no work
+_LED_S = 0.2  # after which it looks again, while another thread leads, perhaps for hours
 _IDLE_S = 0.02  # without a call, after which the thread that stands by leads: longer than most steps of an engine
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop that says whether there is something to do since it fell asleep.
+    """A loop that notes whether it got work since it fell asleep.
 
     Attributes:
-        is_changed: see above. Who falls asleep clears it.
+        is_changed: see above. The thread that falls asleep clears it.
     """
 
     is_changed = False
@@ -64,7 +64,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # as above
         self, executor: Any, function: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        """Calls it here: no thread is kept for what happens at the start and at the end of a ring."""
+        """Calls it here: a ring that is served by its callers has no thread for slow work."""
         if executor is not None:
             return super().run_in_executor(executor, function, *arguments)
         future: asyncio.Future[Any] = self.create_future()
@@ -83,10 +83,11 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.EpollSelector):
-    """Has its owner do what is to be done around a sleep.
+    """Lets its owner act before and after a sleep.
 
     Args:
-        sleep: called with what sleeps for so many seconds at most, and with that number; returns what that returns.
+        sleep: called with a function and a number of seconds; it calls the function, which sleeps for so long at most, and
+            returns its result.
     """
 
     def __init__(self, sleep: Callable[[Callable[[float], Any], float], Any]) -> None:
@@ -118,16 +119,16 @@ class CallersLoop(LoopRunner):
     def __init__(self, what: str, make: Callable[[], Awaitable[LoopEnd]], *, stands_by: bool) -> None:
         self._loop: _Loop
         super().__init__(what, make, _Loop(_Selector(self._sleep)))
-        self._loop.set_debug(False)  # which would have it that one thread alone may use a loop
+        self._loop.set_debug(False)  # asyncio's debug mode allows only one thread to use a loop
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # a call was answered, or nobody leads any more
+        self._changed = threading.Condition(self._lock)  # a call was answered, or there is no leader any more
         self._insider = _NOBODY  # the thread that has the lock, and does not sleep
         self._leader = _NOBODY
         self._is_asleep = False  # the leader
         self._is_broken = False
         self._called_s = self._turned_s = 0.0
         self._ending: LoopCall | None = None
-        self._closes_later = False  # it is closed by a call that this thread is in the middle of
+        self._closes_later = False  # a call of this thread, in the middle of the loop, will close it
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._stand_by, name=f"shmring {what}", daemon=True) if stands_by else None
 
@@ -158,7 +159,8 @@ class CallersLoop(LoopRunner):
         self._see_through(self._opening)
 
     def close(self, *arguments: Any) -> None:
-        """As of :class:`LoopRunner`. In the middle of a call of this thread (by a signal handler), that call does it."""
+        """As of :class:`LoopRunner`. If this thread is in the middle of a call (and now runs a signal handler), that call
+        closes it."""
         if self._origin.forked or sys.is_finalizing() or self._is_over:
             return
         self._check_thread()
@@ -222,7 +224,7 @@ class CallersLoop(LoopRunner):
         return self._do(self._do_and_turn, function, arguments, named)
 
     def turn(self) -> None:
-        """Has the loop deliver what has come, and do what is due, if nobody else leads."""
+        """Lets the loop deliver records and run due callbacks, if no other thread leads."""
         self.check_open()
         self._check_thread()
         self._do(self._turn)
@@ -245,7 +247,7 @@ class CallersLoop(LoopRunner):
             self._see_through(call)
 
     def _check_whole(self, error: BaseException | None) -> None:
-        """What was done in the middle of the loop has ended with this."""
+        """An exception has ended the work in the middle of the loop."""
         if error is not None and not isinstance(error, Exception | asyncio.CancelledError):
             self._is_broken = self._is_closed = True
 
@@ -273,7 +275,7 @@ class CallersLoop(LoopRunner):
                 self._wake()
 
     def _tell_leader(self) -> None:
-        """Has the leader look at what is to be done, if it sleeps and there is something."""
+        """Wakes the leader if it sleeps and the loop has got work."""
         if self._is_asleep and self._loop.is_changed:
             self._loop.is_changed = False
             self._loop.call_soon_threadsafe(keep, None)
@@ -286,10 +288,10 @@ class CallersLoop(LoopRunner):
             )
 
     def _wake(self) -> None:
-        """Carries out what is in the queue, unless somebody is inside, who does that afterwards."""
+        """Carries out the calls in the queue. If a thread is inside, that thread does it afterwards."""
         while self._queue and self._lock.acquire(blocking=False):
             try:
-                if self._insider != _NOBODY:  # this thread is inside, and does that afterwards
+                if self._insider != _NOBODY:  # this thread is inside, and does it afterwards
                     return
                 if self._is_over:
                     self._turn_away()
@@ -302,7 +304,7 @@ class CallersLoop(LoopRunner):
         while self._queue:
             try:
                 super()._carry_out()
-            except Exception as error:  # noqa: BLE001 - it is of no concern to whoever happens to be here
+            except Exception as error:  # noqa: BLE001 - it does not concern the thread that happens to be here
                 self._loop.call_exception_handler({"message": f"what was asked of {self._what} failed", "exception": error})
             except BaseException as error:
                 self._check_whole(error)
@@ -311,7 +313,7 @@ class CallersLoop(LoopRunner):
     # -- running the loop --------------------------------------------------------------------------------------------
 
     def _has_answered(self) -> None:
-        """A call was answered, or given up: each thread that waits looks whether it was its own."""
+        """A call was answered, or given up: each waiting thread checks whether it was its own."""
         self._loop.stop()
         self._changed.notify_all()
 
@@ -339,7 +341,7 @@ class CallersLoop(LoopRunner):
             self._changed.notify_all()
 
     def _follow(self) -> None:
-        """Sleeps until a call was answered, or nobody leads."""
+        """Sleeps until a call was answered, or there is no leader."""
         if self._leader == _STANDING:
             self._loop.stop()
         self._insider = _NOBODY
@@ -379,7 +381,7 @@ class CallersLoop(LoopRunner):
                 self._loop.stop()
 
     def _sleep(self, select: Callable[[float], Any], seconds: float) -> Any:
-        """For the selector: lets others in while the loop sleeps."""
+        """For the selector: lets other threads in while the loop sleeps."""
         if self._queue:
             self._carry_out()
             if self._loop.is_changed:
@@ -388,21 +390,22 @@ class CallersLoop(LoopRunner):
         self._is_asleep, self._insider = True, _NOBODY
         self._lock.release()
         try:
-            # What is posted from now on is carried out by who posts it. What was before, while nobody got in, is done here.
+            # A thread that posts a call from now on carries it out itself. Calls that were posted before are carried out
+            # here.
             came = select(0.0 if self._queue else seconds)
         finally:
             self._take_lock()
-        self._is_asleep = False  # not if this was interrupted: epoll says once more what was lost
+        self._is_asleep = False  # not if this was interrupted: epoll reports the same events again
         return came
 
     def _take_lock(self) -> None:
-        """Takes the lock again, also if this is interrupted meanwhile."""
+        """Acquires the lock again, even if it is interrupted meanwhile."""
         interruption: BaseException | None = None
         while True:
             try:
                 self._lock.acquire()
                 break
-            except BaseException as error:  # noqa: BLE001 - it is raised when the lock is there
+            except BaseException as error:  # noqa: BLE001 - it is raised when the lock is acquired
                 interruption = error
         self._insider = get_ident()
         if interruption is not None:
@@ -416,7 +419,7 @@ class CallersLoop(LoopRunner):
             idle_s = self._do(self._lead_if_idle)
 
     def _lead_if_idle(self) -> float:
-        """Leads until somebody calls, if nobody has for a while; returns when to look again, in seconds."""
+        """Leads until there is a call, if there was none for a while; returns after how many seconds to look again."""
         if self._leader != _NOBODY:
             return _LED_S
         idle_s = self._called_s + _IDLE_S - time.monotonic()
@@ -427,4 +430,4 @@ class CallersLoop(LoopRunner):
         return _IDLE_S
 
 
-_kept: set[CallersLoop] = set()  # that are not closed: what lives there is used until the process ends, as in a thread
+_kept: set[CallersLoop] = set()  # loops that are not closed are kept until the process ends, as in a thread

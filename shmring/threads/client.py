@@ -1,13 +1,13 @@
-"""A frontend's end without an event loop: requests, streams and slots for any thread.
+"""A frontend's side without an event loop: requests, streams and slots for any thread.
 
-Theory of operation: the client lives in the loop of a thread of its own. What is asked of it here is done there, by the same
-code that asyncio programs use: each call is declared, and made of the one that they have (:mod:`shmring.threads.blocking`).
-Payloads are encoded there while their caller waits. Large ones are copied on further threads, which hold up nobody else.
-Tensors in slots are made and written in the caller's thread.
+Theory of operation: the client lives in the loop of a thread of its own. The calls here are carried out there, by the code of
+the asyncio client: each call is declared as the twin of an asyncio call (:mod:`shmring.threads.blocking`). Payloads are encoded
+there while their caller waits. Large ones are copied on further threads, and delay no other caller. Tensors in slots are made
+and written in the caller's thread.
 
 Each thread has a current stream of its own on a GPU, the loop's thread as well. So while slots in device memory are held, each
-call has the loop's stream wait for what its caller has queued until then. Leaving such a slot names the caller's stream: the
-slot is free when the GPU has done what was queued there.
+call lets the loop's stream wait for the work that its caller has queued until then. Leaving such a slot passes the caller's
+stream along: the slot is free when the GPU has finished the work that was queued there.
 """
 
 from __future__ import annotations
@@ -151,15 +151,15 @@ async def _waited(
 
 
 class _Held(Generic[_Inner]):
-    """What a thread holds until it leaves it, with a block or ``close``."""
+    """Something that a thread holds until it leaves it, with a block or ``close``."""
 
     __slots__ = ("__weakref__", "_in_loop", "_thread")
 
-    _LEFT: ClassVar[str]  # what whoever uses it later is told
+    _LEFT: ClassVar[str]  # the error for later uses
 
     def __init__(self, thread: LoopRunner, held: _Inner) -> None:
         self._thread = thread
-        self._in_loop: _Inner | None = held  # None: it was left, which the loop may not have heard of yet
+        self._in_loop: _Inner | None = held  # None: it was left; the loop may not know yet
 
     def _unleft(self) -> _Inner:
         held = self._in_loop
@@ -169,7 +169,7 @@ class _Held(Generic[_Inner]):
 
     def close(self) -> None:
         """Leaves it. This never waits; finalisers may call it. Twice is once."""
-        held, self._in_loop = self._in_loop, None  # where the loop has ended, nobody closes it: it goes with its last reference
+        held, self._in_loop = self._in_loop, None  # if the loop has ended, it is not closed, and goes with its last reference
         if held is not None:
             self._thread.post(held.close)
 
@@ -183,7 +183,7 @@ class _Held(Generic[_Inner]):
 def _in_this_thread(
     method: Callable[Concatenate[Any, _Arguments], _Result],
 ) -> Callable[Concatenate[_Held[Any], _Arguments], _Result]:
-    """The twin of a method that any thread may call, until it leaves what has it."""
+    """The twin of a method that any thread may call until the object is left."""
     name = method.__name__
 
     def twin(self: _Held[Any], /, *arguments: Any, **named: Any) -> Any:
@@ -223,13 +223,13 @@ class Slot(_Held[slot_in_loop.Slot]):
         slot = self._in_loop
         if slot is not None and slot._is_on_gpu and self._thread.is_open:
             end = slot._end
-            if end is not None:  # else another thread leaves it
+            if end is not None:  # otherwise another thread leaves it
                 self._thread.post(_use_on, slot, end.device_slots.current_stream())
         super().close()
 
 
 def _use_on(slot: slot_in_loop.Slot, stream: int) -> None:
-    """Before a slot in device memory is left, in the loop: this is the stream of whoever leaves it."""
+    """Called in the loop before a slot in device memory is left: sets the stream of the thread that leaves it."""
     if slot._end is not None:
         slot._end.device_slots.use(slot._record, stream)
 
@@ -288,7 +288,7 @@ def _leave_if_found(kept: Kept[Any] | None) -> None:
 
 
 class _ClientInLoop(client_in_loop.Client):
-    """What threads need of a client besides."""
+    """Further calls of a client, for threads."""
 
     async def submit_in_time(
         self,
@@ -317,7 +317,7 @@ class _ClientInLoop(client_in_loop.Client):
         full: WouldBlock | None = None
         for session in self._engines.takers(payload, key, engine):
             if full is not None and session.error is not None:
-                continue  # it has ended while the first was asked
+                continue  # it has ended meanwhile
             try:
                 return await session.sending.submit_unless_full(payload, request_id, ask=ask)
             except WouldBlock as error:
@@ -327,7 +327,7 @@ class _ClientInLoop(client_in_loop.Client):
 
     @property
     def used_device_slots(self) -> Sequence[DeviceSlots]:
-        """In any thread: the slots in device memory of the engines of which callers hold some."""
+        """Returns the device slots of the engines at which callers hold some; in any thread."""
         return [session.device_slots for session in self._engines.sessions() if session.device_slots.held]
 
 
@@ -405,7 +405,7 @@ class Client(Blocking[_ClientInLoop]):
     wait_prefaulted = blocking(client_in_loop.Client.wait_prefaulted)
     statistics = done_in_loop(client_in_loop.Client.statistics)
 
-    if TYPE_CHECKING:  # what is wrapped keeps its type no other way
+    if TYPE_CHECKING:  # otherwise the wrapped object loses its type
 
         @overload
         def find(
@@ -440,7 +440,7 @@ class Client(Blocking[_ClientInLoop]):
     def close(self) -> None:
         """Aborts pending requests, says goodbye, detaches, and ends the thread.
 
-        Threads that wait for something get ``ClosedError`` at once. A second call does nothing.
+        Waiting threads get ``ClosedError`` at once. A second call does nothing.
         """
         self._thread.close()
 
@@ -452,7 +452,7 @@ class Client(Blocking[_ClientInLoop]):
 
 
 def _behind(marks: list[tuple[DeviceSlots, Mark]], function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Does something for a thread, in the loop: it comes behind what that thread has queued on its GPUs."""
+    """Does something for a thread, in the loop, ordered after the work that the thread has queued on its GPUs."""
     for slots, mark in marks:
         slots.follow(mark)
     return function(*arguments, **named)

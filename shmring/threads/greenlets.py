@@ -1,7 +1,7 @@
-"""Threads that are none: gevent and eventlet can put greenlets in their place.
+"""The check that threads are not greenlets: gevent and eventlet can put greenlets in their place.
 
-All greenlets run in one thread of the system. A call of ours sleeps in that thread until another one answers, which then
-never runs: it would never return, whatever its ``timeout`` is. So it is refused before anything is opened.
+All greenlets run in one thread of the system. A call of ours sleeps in that thread until another one answers. But that other
+one never runs, so the call would never return, even with a ``timeout``. So opening raises an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STANDARD = ("_thread", "queue", "_queue")
 
 
 def check_threads() -> None:
-    """Raises if threads, or what hands work to them, are not Python's own.
+    """Raises if threads, or the queues that hand work to them, are not Python's own.
 
     Raises:
         LocalProtocolError: they were replaced.

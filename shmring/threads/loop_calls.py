@@ -1,17 +1,17 @@
-"""What threads have done in an event loop, and how they wait for it; who runs the loop, subclasses say.
+"""How threads have calls carried out in an event loop, and wait for them. Subclasses decide which thread runs the loop.
 
-Theory of operation. One end of shmring lives in the loop, and nothing of it is touched from elsewhere. A thread that wants
-something has a :class:`LoopCall` begun in the loop, and waits until it is answered. What nobody waits for is *posted*: what one
-thread asks for is done in that order. The loop is run by a thread of its own (:mod:`shmring.threads.loop_thread`) or by those
-who call (:mod:`shmring.threads.callers_loop`).
+Theory of operation. A ring or client lives in the loop, and no code outside of the loop touches it. A thread has a
+:class:`LoopCall` begun in the loop, and waits until it is answered. A call without a result is *posted*, and the thread does
+not wait; the posted calls of one thread are carried out in order. The loop is run by a thread of its own
+(:mod:`shmring.threads.loop_thread`) or by the calling threads (:mod:`shmring.threads.callers_loop`).
 
 Posting never waits, so a finaliser may do it in any thread and at any moment: also when the garbage collector runs it in the
 middle of the loop, or inside another call of this file. (The queue is a deque, whose ends are atomic.)
 
-A call is answered once, and in the loop alone. Whoever leaves it early (``KeyboardInterrupt``, or another exception that was
-raised from outside) posts that it was left: then its task is cancelled, or what it was given is undone. So nothing stays held.
+A call is answered once, and only in the loop. If its thread stops waiting (``KeyboardInterrupt``, or another exception from
+outside), the thread posts this: then the call's task is cancelled, or its result is undone. So nothing stays held.
 
-Invariants: a call that was queued is answered, at the latest when the loop has ended; then by whoever finds it in the queue.
+Invariants: a queued call is answered, at the latest when the loop has ended; then by the thread that finds it in the queue.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Result = TypeVar("_Result")
 
 
 #: A signal that comes just before a thread falls asleep does not wake it, and an exception that another thread sets never does.
-#: So whoever waits looks for them this often.
+#: So a waiting thread looks for them this often.
 LOOK_UP_S = 1.0
 
-_NONE_NAMED: dict[str, Any] = {}  # nobody writes to it
+_NONE_NAMED: dict[str, Any] = {}  # it is never written to
 
 
 class LoopEnd(Protocol):
-    """What lives in the loop."""
+    """The object that lives in the loop."""
 
     @property
     def close(self) -> Callable[..., Awaitable[None]]:
@@ -49,16 +49,16 @@ class LoopEnd(Protocol):
 
 
 def keep(result: Any) -> None:
-    """What a call gives needs no undoing."""
+    """For calls whose result needs no undoing."""
 
 
 class LoopCall:
-    """Something that the loop does for a thread, which waits for it.
+    """A call that the loop carries out for a waiting thread.
 
     Args:
         function: what to do, in the loop.
         arguments: of it.
-        undo: what to do, in the loop, with a result that nobody takes.
+        undo: called in the loop with a result that the thread does not take.
         named: its further arguments, by name.
 
     Attributes:
@@ -90,7 +90,7 @@ class LoopCall:
     # -- in the loop -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Does it, unless it was left before."""
+        """Carries it out, unless it was left before."""
         if self.is_ended:
             return
         try:
@@ -117,7 +117,7 @@ class LoopCall:
             self.answer(task.result())
 
     def answer(self, result: Any = None, *, error: BaseException | None = None) -> None:
-        """Lets the thread go on; if it has gone, or was answered, the result is undone."""
+        """Lets the thread go on; if the thread has stopped waiting, or got another answer, the result is undone."""
         if self.is_ended:
             if error is None:
                 self._undo(result)
@@ -127,7 +127,7 @@ class LoopCall:
         self._answered.release()
 
     def leave(self) -> None:
-        """Its thread waits no more, and takes nothing."""
+        """Its thread no longer waits, and takes no result."""
         if not self.is_ended:
             self._end()
             self.cancel()
@@ -172,7 +172,7 @@ class _Question(LoopCall):
 
     Args:
         timeout: seconds until it is answered with a TimeoutError.
-        what: is waited for, for that error.
+        what: the name of what is waited for, for that error.
         function, arguments, undo: as of :class:`LoopCall`.
     """
 
@@ -206,12 +206,12 @@ class _Question(LoopCall):
 
 
 class LoopRunner:
-    """A loop, the end of shmring that lives in it, and what threads want of it; a subclass says who runs the loop.
+    """A loop, the ring or client that lives in it, and the calls of threads. A subclass decides which thread runs the loop.
 
     Args:
         what: the end, for messages: ``ring 'vision'``.
         make: makes it, in the loop.
-        loop: which nobody runs yet.
+        loop: an event loop that does not run yet.
 
     Attributes:
         is_direct: whether a call is carried out by the thread that makes it.
@@ -254,7 +254,7 @@ class LoopRunner:
         Args:
             function: a coroutine function, or one that never waits.
             arguments: of it.
-            undo: what the loop does with the result if this thread is interrupted before it takes it.
+            undo: called in the loop with the result if this thread is interrupted before it takes it.
 
         Raises:
             ClosedError: the end is closed, or is being closed meanwhile; or it belongs to the process that forked this one.
@@ -271,11 +271,11 @@ class LoopRunner:
         *arguments: Any,
         undo: Callable[[Any], object] = keep,
     ) -> Any:
-        """Has the loop find something, and waits for it.
+        """Lets the loop find an object, and waits for it.
 
         Args:
             timeout: seconds.
-            what: is waited for, for the error.
+            what: the name of the object, for the error.
             function: called in the loop, with a :class:`LoopCall` and the arguments. It has the call answered, then or later.
             arguments, undo: as of :meth:`call`.
 
@@ -305,14 +305,14 @@ class LoopRunner:
         return self.result_of(LoopCall(function, arguments, keep, named))
 
     def turn(self) -> None:
-        """Has the loop deliver what has come, if it has no thread that does that."""
+        """Lets the loop deliver records, if it has no thread that does so."""
 
     def _carry_through(self, call: LoopCall) -> None:
         """Has a call carried out, and waits until it is answered."""
         raise NotImplementedError
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has a function called in the loop, and does not wait. Where the loop has ended, nothing happens.
+        """Has a function called in the loop, without waiting. If the loop has ended, nothing happens.
 
         From any thread, from the middle of the loop, and from finalisers.
         """
@@ -322,7 +322,7 @@ class LoopRunner:
         self._wake()
 
     def _wake(self) -> None:
-        """There is something in the queue."""
+        """A call was put into the queue."""
         raise NotImplementedError
 
     def close(self, *arguments: Any) -> None:
@@ -353,7 +353,7 @@ class LoopRunner:
         return ClosedError(f"{self._what} is closed")
 
     def _turn_away(self) -> None:
-        """The loop has ended: answers what nobody will carry out. Several threads may do this at once."""
+        """The loop has ended: answers all queued calls, which will not be carried out. Several threads may do this at once."""
         while True:
             try:
                 item = self._queue.popleft()
@@ -367,7 +367,7 @@ class LoopRunner:
     async def _live(self) -> None:
         self._life = asyncio.current_task()
         self._closing = asyncio.get_running_loop().create_future()
-        if self._is_closed:  # whoever opens it was interrupted already
+        if self._is_closed:  # the thread that opens it was interrupted already
             return
         try:
             end = await self._make()
@@ -406,7 +406,7 @@ class LoopRunner:
             call.on_end.append(functools.partial(self._running.pop, call))
 
     def _carry_out(self) -> None:
-        # All that is there, and not only what this wake-up is for: a thread can be interrupted before it has woken the loop.
+        # All queued calls, not only the one of this wake-up: a thread can be interrupted before it has woken the loop.
         for _ in range(len(self._queue)):
             item = self._queue.popleft()
             if isinstance(item, LoopCall):
@@ -417,7 +417,7 @@ class LoopRunner:
 
 
 async def within(timeout: float | None, what: Callable[[], str], waiting: Awaitable[_Result]) -> _Result:
-    """Awaits something for so many seconds at most.
+    """Awaits an object for so many seconds at most.
 
     Args:
         timeout: seconds; None: as long as it takes.

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, which carries out what other threads want, and is never interrupted.
+"""An event loop in a thread of its own, which carries out calls of other threads, and is never interrupted.
 
-Theory of operation. A thread that wants something puts a call in the queue, wakes the loop, and sleeps until it is answered.
-So a thread that is interrupted never leaves a book half changed. Posting takes no lock.
+Theory of operation. A thread puts a call in the queue, wakes the loop, and sleeps until the call is answered. So an interrupted
+thread never leaves a book half changed. Posting needs no lock.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LoopThread(LoopRunner):
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._live())
         except asyncio.CancelledError:
-            pass  # whoever opened it was interrupted
+            pass  # the thread that opened it was interrupted
         except Exception as error:  # noqa: BLE001 - it is raised where this is closed
             self._failure = error
         finally:

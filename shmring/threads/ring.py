@@ -1,13 +1,14 @@
-"""The engine's end without an event loop: claims that any thread may take, in order of arrival or each by its name.
+"""The engine's side without an event loop: claims for any thread, in order of arrival or by their numbers.
 
-Theory of operation: the loop claims at once what arrives, and keeps it in order until a thread takes it. So a thread
-that takes what is there already waits for nobody: not for the loop, and not for whoever keeps the interpreter busy. To one that
-has to wait, the loop hands what it waits for. Who runs the loop, ``served_by`` says: a thread of its own, or those who call.
+Theory of operation: the loop claims each request when it arrives, and keeps the claims in order until a thread takes them. So a
+thread that takes an arrived request waits neither for the loop nor for a thread that keeps the interpreter busy. If a thread
+has to wait, the loop hands it the claim later. ``served_by`` decides which thread runs the loop: one of its own, or the calling
+threads.
 
-What nobody takes is bounded as everything else is (``RingConfig.max_inflight`` for each frontend), goes when its frontend
-aborts it or is gone, and fails after ``untaken_s`` if that is set.
+Untaken requests are bounded like all others (``RingConfig.max_inflight`` for each frontend). They go when their frontend aborts
+them or is gone, and fail after ``untaken_s`` if that is set.
 
-Invariant: a claim is handed to one thread, or was left here: aborted, expired, or because the ring was closed.
+Invariant: a claim is handed to one thread, or is ended here: it was aborted, has expired, or the ring was closed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing_extensions import TypeVar
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, check_timeout, configured, require_busy_poll
-from shmring.core.compiled import ClaimEnd, Gathering
+from shmring.core.compiled import BaseClaim, Gathering
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.ring.serving import create_shell
@@ -39,13 +40,13 @@ __all__ = ["Claim", "Ring", "serve"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
-#: Who runs the loop of a ring.
+#: Which thread runs the loop of a ring.
 ServedBy = Literal["thread", "callers", "both"]
 
 _NOTHING: Any = object()
 
-#: How many requests that ended before they were taken are remembered, for whoever takes them later. A message that names a
-#: request follows it within a second or so; of an older one, ``take`` says only that it was taken or has ended.
+#: How many requests that ended untaken are remembered, for a later ``take``. A message that names a request follows it within a
+#: second or so; of an older one, ``take`` says only that it was taken or has ended.
 _REMEMBERED = 4096
 
 _NO_THREAD_NBYTES = 1 << 62  # nothing is as large
@@ -54,7 +55,7 @@ _Key = tuple[int, int]  # client id, request id
 
 
 class _Arrivals:
-    """What has arrived and was not taken. Other threads may take from ``claims``; all else is the loop's."""
+    """Claims that have arrived and were not taken. Other threads may take from ``claims``; only the loop uses the rest."""
 
     def __init__(self, thread: LoopRunner, is_connected: Callable[[int], bool], untaken_s: float | None) -> None:
         self.claims: OrderedDict[_Key, Claim] = OrderedDict()
@@ -63,7 +64,7 @@ class _Arrivals:
         self._loop = asyncio.get_running_loop()
         self._claimers: dict[LoopCall, None] = {}  # in line
         self._takers: dict[_Key, LoopCall] = {}
-        self._last_ids: dict[int, int] = {}  # of what has arrived, by client: they count up
+        self._last_ids: dict[int, int] = {}  # the highest number that has arrived, by client
         self._ended: OrderedDict[_Key, ShmringError | TimeoutError] = OrderedDict()
         if untaken_s is not None:
             self._expire(untaken_s)
@@ -77,7 +78,7 @@ class _Arrivals:
         self._hand_out(key, claim)
 
     def put_back(self, claim: Claim) -> None:
-        """A claim was handed out to a thread that does not take it."""
+        """A claim was handed to a thread that no longer takes it."""
         key = claim.client_id, claim.request_id
         if claim.aborted:
             claim.release()
@@ -88,7 +89,7 @@ class _Arrivals:
                 self.claims.move_to_end(key, last=False)
 
     def _hand_out(self, key: _Key, claim: Claim) -> None:
-        """Gives a claim to whoever waits for it, or keeps it."""
+        """Gives a claim to a thread that waits for it, or keeps it."""
         call = self._takers.get(key) or next(iter(self._claimers), None)
         if call is not None:
             call.answer(claim)
@@ -98,7 +99,7 @@ class _Arrivals:
     # -- in any thread -------------------------------------------------------------------------------------------------
 
     def pop_first(self) -> Claim | None:
-        """Takes the first that is not aborted; None: there is none."""
+        """Takes the first claim that is not aborted; None: there is none."""
         while True:
             try:
                 claim = self.claims.popitem(last=False)[1]
@@ -109,7 +110,7 @@ class _Arrivals:
             claim.release()  # that it was aborted is not known here yet
 
     def pop(self, key: _Key) -> Claim | None:
-        """Takes one; None: it is not here.
+        """Takes one claim by its numbers; None: it is not here.
 
         Raises:
             AbortedError: it was aborted.
@@ -123,7 +124,7 @@ class _Arrivals:
     # -- whoever waits -------------------------------------------------------------------------------------------------
 
     def next(self, call: LoopCall) -> None:
-        """Somebody wants any claim."""
+        """A thread wants any claim."""
         if (claim := self.pop_first()) is not None:
             call.answer(claim)
         else:
@@ -131,7 +132,7 @@ class _Arrivals:
             call.on_end.append(functools.partial(self._claimers.pop, call))
 
     def take(self, call: LoopCall, key: _Key) -> None:
-        """Somebody wants one claim."""
+        """A thread wants one certain claim."""
         client_id, request_id = key
         if (claim := self.pop(key)) is not None:
             call.answer(claim)
@@ -150,7 +151,7 @@ class _Arrivals:
     # -- what nobody will take -------------------------------------------------------------------------------------------
 
     def lost(self, key: _Key, error: ShmringError | TimeoutError) -> None:
-        """A request will never be claimed: tells whoever waits for it, or will ask."""
+        """A request will never be claimed: fails the thread that waits for it, or that will ask for it."""
         taker = self._takers.get(key)
         if taker is not None:
             taker.answer(error=error)
@@ -161,12 +162,12 @@ class _Arrivals:
 
     def _aborted(self, key: _Key) -> None:
         claim = self.claims.pop(key, None)
-        if claim is not None:  # else a thread has it
+        if claim is not None:  # otherwise a thread has it
             claim.release()
             self.lost(key, _aborted(key))
 
     def client_gone(self, client_id: int) -> None:
-        """Nothing more will come from a client."""
+        """No more requests will come from a client."""
         self._last_ids.pop(client_id, None)
         for key in [key for key in self._ended if key[0] == client_id]:
             del self._ended[key]
@@ -174,7 +175,7 @@ class _Arrivals:
             self._takers[key].answer(error=_gone(key))
 
     def _expire(self, untaken_s: float) -> None:
-        """Fails what nobody has taken for so long; looks again when the next may be due."""
+        """Fails requests that were not taken for so long; looks again when the next may be due."""
         again_s = untaken_s
         now = self._loop.time()
         for key in tuple(self.claims):
@@ -201,17 +202,17 @@ def _gone(key: _Key) -> AbortedError:
 
 
 class _Shell(Shell):
-    """The inside of a ring. It claims whatever arrives, and says what will never be claimed."""
+    """The inside of a ring. It claims each request that arrives, and reports requests that will never be claimed."""
 
     _arrivals: _Arrivals
 
     def start(self, arrivals: _Arrivals) -> None:
-        """Begins to claim what arrives; within the turn of the loop that made this."""
+        """Begins to claim requests, in the turn of the loop in which this was made."""
         self._arrivals = arrivals
         self.end.is_awaited = True
 
     def request_arrived(self) -> None:
-        while (claim := self.end.take_next()) is not None:
+        while (claim := self.end.claim_next()) is not None:
             self._arrivals.arrived(claim)
 
     def is_connected(self, client_id: int) -> bool:
@@ -222,8 +223,8 @@ class _Shell(Shell):
     def client_lost(self, client_id: int) -> None:
         self._arrivals.client_gone(client_id)
 
-    def take_up_failed(self, claim: ClaimEnd, error: Exception, *, breaks_rules: bool) -> None:
-        super().take_up_failed(claim, error, breaks_rules=breaks_rules)
+    def claim_failed(self, claim: BaseClaim, error: Exception, *, breaks_rules: bool) -> None:
+        super().claim_failed(claim, error, breaks_rules=breaks_rules)
         client_id, request_id = claim.client_id, claim.request_id
         text = f"request {request_id} of client {client_id} can't be taken up: {type(error).__name__}: {error}"
         self._arrivals.lost((client_id, request_id), RemoteProtocolError(text))
@@ -232,9 +233,9 @@ class _Shell(Shell):
 class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``, or :meth:`done` or :meth:`fail` it, in any thread.
 
-    It is what :class:`shmring.Claim` is; see there. What ends it or gives its slots back (:meth:`done`, :meth:`fail`,
-    :meth:`time_out`, :meth:`release`, leaving its block) never waits and takes no lock: the loop's thread carries it out a
-    moment later, in the order in which a thread asks for it. So finalisers may call it too.
+    It is what :class:`shmring.Claim` is; see there. The calls that end it or give its slots back (:meth:`done`, :meth:`fail`,
+    :meth:`time_out`, :meth:`release`, leaving its block) never wait and take no lock: the loop's thread carries them out a
+    moment later, those of one thread in order. So finalisers may make them too.
 
     Attributes:
         client_id: the frontend, as this engine numbers its connections.
@@ -278,10 +279,12 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         return bool(self._in_loop._submit.content.fence)
 
     def use_on_gpu(self) -> None:
-        """Has this thread's current stream wait for what the frontend has queued: tensors in the device slab may be used on it.
+        """Lets this thread's current stream wait for the frontend's queued work: then the stream may use tensors in the device
+        slab.
 
-        Until then no stream but that of the loop's thread waits. Their slots are used again after the last view of them has
-        died, and after all that is queued by then on each of these streams. Where tensors lie elsewhere, it does nothing.
+        Before this call, only the stream of the loop's thread waits for it. The slots are used again after their last view has
+        died, and after all work that is queued by then on each of these streams. If the tensors lie elsewhere, this does
+        nothing.
 
         Raises:
             CudaError: CUDA failed.
@@ -361,7 +364,8 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         self._thread.post(self._in_loop.release)
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Calls back in the loop's thread when the request is aborted; soon if it was. There, nothing may be waited for."""
+        """Calls back in the loop's thread when the request is aborted; soon if it was. The callback must not make calls that
+        wait."""
         self._thread.post(self._in_loop.on_abort, callback)
 
     def __enter__(self) -> Self:
@@ -381,7 +385,7 @@ def _use_on(claim: in_loop.Claim, stream: int) -> None:
 
 
 def _ask(workers: Workers, payload: object, to: Iterable[int] | None, busy_s: float) -> Gathering | None:
-    """Sends what is to be replied to, and looks for the replies for a moment; None: something has to be waited for."""
+    """Sends the message of a gather, and looks for the replies for a moment; None: it has to wait."""
     gathering = workers.ask_now(payload, to)
     if gathering is not None:
         gathering.look(busy_s)
@@ -389,7 +393,7 @@ def _ask(workers: Workers, payload: object, to: Iterable[int] | None, busy_s: fl
 
 
 class _Replies(LoopCall):
-    """Waits for the replies to a message: the gathering sees a future in it."""
+    """Waits for the replies to a message. The gathering uses it like a future."""
 
     __slots__ = ("_gathering", "_timeout")
 
@@ -418,7 +422,7 @@ class _Replies(LoopCall):
 
 
 class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
-    """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
+    """The engine's side, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
 
     Iterate over it for claims, in order of arrival; several threads may do so at once.
 
@@ -449,14 +453,14 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
             self._in_loop = ring_in_loop.Ring(shell)
             return self._in_loop
 
-        offload_nbytes = None if served_by == "thread" else _NO_THREAD_NBYTES  # a caller has nothing better to do than to copy
+        offload_nbytes = None if served_by == "thread" else _NO_THREAD_NBYTES  # a caller waits anyway, so it copies itself
         what = f"ring {name!r}"
         thread = LoopThread(what, create) if served_by == "thread" else CallersLoop(what, create, stands_by=served_by == "both")
         self._thread = thread
         thread.open()
 
     def claim(self, timeout: float | None = None) -> Claim[_Payload]:
-        """Waits for the next request that nobody has taken.
+        """Waits for the next untaken request.
 
         Threads that wait are served in the order in which they wait.
 
@@ -474,10 +478,10 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         return claim
 
     def claim_nowait(self) -> Claim[_Payload]:
-        """Claims the next request if one has arrived that nobody has taken.
+        """Claims the next untaken request if one has arrived.
 
         For a program with a loop of its own, which looks in each turn of it. With ``served_by="callers"`` or ``"both"``, this
-        also does whatever frontends and workers ask for.
+        also serves frontends and workers.
 
         Raises:
             WouldBlock: none has.
@@ -495,8 +499,8 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
     def take(self, client_id: int, request_id: int, timeout: float | None = None) -> Claim[_Payload]:
         """Claims one request, whether it arrived already or not. One that has arrived is there at once.
 
-        A thread that waits for a request gets it, also if others wait in :meth:`claim`. Whoever takes requests by their numbers
-        does not call :meth:`claim` beside it, which would take them first.
+        A thread that waits here for a request gets it, even if others wait in :meth:`claim`. If you take requests by their
+        numbers, do not call :meth:`claim`, which would take them first.
 
         Args:
             client_id: of its frontend: ``client_id`` of the client there.
@@ -504,7 +508,7 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not come; or nobody took it within ``untaken_s``, and it failed.
+            TimeoutError: it did not come; or no thread took it within ``untaken_s``, and it failed.
             AbortedError: it was aborted before it was taken, or its frontend is not connected (any more).
             LocalProtocolError: it was taken before, or ended long ago; or another thread waits for it; or this is the loop's
                 own thread.
@@ -656,9 +660,9 @@ def serve(
         calls: control calls that frontends may make, by name: coroutine functions, which run in the loop's thread.
         untaken_s: a request that no thread has taken for so many seconds fails: its frontend gets a ``TimeoutError``.
             ``None``: it stays until it is taken, or its frontend aborts it or is gone.
-        served_by: who carries out what is called, and serves frontends and workers. ``"thread"``: a thread of the ring's own.
-            ``"callers"``: whoever calls, and nobody between two calls. ``"both"``: whoever calls, and a thread of the ring when
-            nobody has called for 20 ms.
+        served_by: which thread carries out calls, and serves frontends and workers. ``"thread"``: a thread of the ring.
+            ``"callers"``: the thread that calls; between two calls, no thread does. ``"both"``: the thread that calls, and a
+            thread of the ring when there was no call for 20 ms.
 
     Raises:
         SlabError, LocalProtocolError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.

@@ -1,15 +1,17 @@
-"""A worker's end without an event loop: ``with shmring.threads.join("vision", rank=0) as worker``.
+"""A worker's side without an event loop: ``with shmring.threads.join("vision", rank=0) as worker``.
 
-Theory of operation: there is no loop and no further thread. Whoever receives looks into the ring itself, for a moment or for
-``busy_poll_s``, and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one looks,
-the others wait for it in line. A reply is written by whoever replies. Leaving a message acknowledges it, in C, on whatever
+Theory of operation: there is no loop and no further thread. A thread that receives looks into the ring itself, for a moment or
+for ``busy_poll_s``, and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one
+looks, the others wait in line. The thread that replies writes the reply itself. Leaving a message acknowledges it, in C, on
+whatever
 thread: see ``core/worker_end.pyx``.
 
-What a finaliser has to say (a message that wanted a reply was dropped) is said with the next call: nothing may be waited for
-there.
+If a finaliser has something to send (a message that wanted a reply was dropped), the next call sends it, because a finaliser
+must not wait.
 
-Closing waits for nobody, since whoever receives or sends may be the thread that closes: in a signal handler, in a hook that
-decodes a payload, in the code of a reply. It says that this is over, and wakes those who sleep. Who leaves last tidies up.
+Closing never waits, since the thread that closes may itself be receiving or sending: in a signal handler, in a hook that
+decodes a payload, in the code of a reply. It marks the worker as closed, and wakes sleeping threads. The last thread that
+leaves a call cleans up.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 from typing_extensions import TypeVar
 
 from shmring.config import WorkerConfig, WorkerOptions, configured, require_busy_poll
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, MessageEnd, Origin, RecordReader, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, BaseMessage, Origin, RecordReader, RecordWriter, receive_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.errors import (
@@ -49,7 +51,7 @@ __all__ = ["Message", "Worker", "join"]
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Message(MessageEnd, Generic[_Payload]):
+class Message(BaseMessage, Generic[_Payload]):
     """A message of the engine, for any thread: ``with message:``. Its attributes are those of :class:`shmring.Message`."""
 
     __slots__ = ()
@@ -62,7 +64,7 @@ class Message(MessageEnd, Generic[_Payload]):
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
 
-        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false): a worker may reply to all of them.
+        A reply to a message that was broadcast is dropped (``wants_reply`` is false): a worker may reply to every message.
 
         Args:
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
@@ -81,7 +83,7 @@ class Message(MessageEnd, Generic[_Payload]):
 
 
 class _Connection:
-    """A worker's connection to its engine: messages and replies, of one thread each at a time, and how it ends.
+    """A worker's connection to its engine: messages and replies, each for one thread at a time, and how it ends.
 
     Attributes:
         receiving: the turn of the thread that receives.
@@ -95,8 +97,8 @@ class _Connection:
         self._pidfd = joined.pidfd
         self.receiving = _Turn("receives")
         self._sending = _Turn("replies")
-        self._unsaid: deque[bytes] = deque()  # failures that could not be said, each of a message: bounded as those are
-        self._reason: ShmringError | None = None  # why nothing more will come
+        self._unsaid: deque[bytes] = deque()  # failures of messages that could not be sent yet: bounded like messages
+        self._reason: ShmringError | None = None  # why no more messages will come
         self._is_closing = False
         self._has_ended = False  # the connection; what was published before is still read
         fd = joined.socket.fileno()
@@ -108,7 +110,7 @@ class _Connection:
     # -- messages --------------------------------------------------------------------------------------------------
 
     def next(self, wait_s: float, busy_s: float) -> Message | None:
-        """As :meth:`WorkerEnd.receive`. None: nothing has come in time, or something may have since."""
+        """As :meth:`WorkerEnd.receive`. None: no record came in time, or one may have come since."""
         self.check_process()
         if self._unsaid:
             self._say_unsaid()
@@ -152,7 +154,7 @@ class _Connection:
         return fresh(error)
 
     def _hear(self, heard: int) -> None:
-        """As of :func:`~shmring.core.compiled.take_bells`. What was published before the end is still read."""
+        """As of :func:`~shmring.core.compiled.receive_bells`. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
         elif heard & ENDED:
@@ -178,20 +180,20 @@ class _Connection:
             raise
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
-        """For messages: no reply to one will come. Who is interrupted here says it with the next call."""
+        """For messages: no reply to one will come. If the thread is interrupted here, the next call sends this."""
         self.fail_answer_later(sequence, error)
         self._say_unsaid()
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
-        """The same, from a finaliser: said with the next call."""
+        """The same, from a finaliser: the next call sends it."""
         self._unsaid.append(failure_record(sequence, error))
 
     def _say_unsaid(self) -> None:
-        with contextlib.suppress(ShmringError):  # then nobody waits for it, or this thread is replying, and says it afterwards
+        with contextlib.suppress(ShmringError):  # then it is not needed, or this thread is replying, and sends it afterwards
             self._send(deque(), None)
 
     def _send(self, parts: deque[bytes], timeout: float | None) -> None:
-        """Sends records, behind what was not said yet. What was sent is taken out.
+        """Sends records, after the failures that were not sent yet. Removes the records that were sent.
 
         Raises:
             TimeoutError, ClosedError, EngineDeadError: as :meth:`Message.reply`.
@@ -267,18 +269,18 @@ class _Connection:
         """Waits for a turn; returns whether it came in time."""
         if turn.take_now():
             return True
-        self.check_process()  # who has it may be a thread of the process that forked this one
+        self.check_process()  # its holder may be a thread of the process that forked this one
         return turn.take(timeout)
 
     def leave(self, turn: _Turn) -> None:
-        """Who leaves a closed worker last tidies up."""
+        """The last thread that leaves a closed worker cleans up."""
         turn.pass_on()
         if self._is_closing:
             self._tidy_up()
 
     def _tidy_up(self) -> None:
-        """Gives everything back, unless somebody is inside, who does it when leaving."""
-        # Looked at again after each try: who left meanwhile may have found this thread inside, and relies on it.
+        """Cleans up. If another thread is inside, that thread does it when it leaves."""
+        # Checked again after each try: a thread that left meanwhile may have found this thread inside, and relies on it.
         while self._pidfd >= 0 and not (self.receiving.is_taken or self._sending.is_taken):
             if self.receiving.take_now():
                 try:
@@ -297,7 +299,7 @@ class _Connection:
         self._end.close()
         self._reader.mute()
         self._writer.mute()
-        take_bells(self._socket.fileno())
+        receive_bells(self._socket.fileno())
         self._socket.close()
         os.close(pidfd)
 
@@ -402,10 +404,10 @@ class Worker(Generic[_Payload]):
 
 
 class _Turn:
-    """One thread at a time may do something. It is taken and passed on by the same thread.
+    """A turn for one thread at a time. The same thread takes it and passes it on.
 
     Args:
-        what: such a thread does, for the error.
+        what: what the thread does, for the error.
     """
 
     __slots__ = ("_lock", "_owner", "_what")
@@ -421,7 +423,7 @@ class _Turn:
         return self._lock.locked()
 
     def take_now(self) -> bool:
-        """Takes it if nobody has it."""
+        """Takes it if no thread has it."""
         if not self._lock.acquire(blocking=False):
             return False
         self._owner = threading.get_ident()
@@ -514,7 +516,7 @@ def join(
 def _run_apart(name: str, rank: int, label: str, config: WorkerConfig) -> Joined:
     """Joins in a loop of its own, on a thread of its own: this one may have a running loop."""
     outcome: list[Joined | BaseException] = []
-    is_left = threading.Event()  # whoever waits here was interrupted
+    is_left = threading.Event()  # the waiting thread was interrupted
 
     def run() -> None:
         try:

@@ -1,1 +1,1 @@
-"""The socket between the two ends: where it is, who is at its other end, frames in and frames out."""
+"""The socket between the two sides: where it is, which process is its peer, frames in and frames out."""

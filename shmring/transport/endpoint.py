@@ -1,12 +1,12 @@
-"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab's two parts, of two message
-rings, and of the engine's load page.
+"""Where the socket is, which processes may use it, and the handshake, which passes descriptors: of the slab's two parts, of two
+message rings, and of the engine's load page.
 
 Over the socket, a message of the handshake is its length, a little-endian u32, and that many bytes.
 
 The socket lies in a directory that only its owner can write to, mode 0600, and its peer's uid is checked against an
-allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing. Whoever holds the lock beside the
-socket is the engine of that name; the lock is a ``flock``, so it ends with the process, and a forked child gives its copy
-up at once.
+allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing. The process that holds the lock beside the
+socket is the engine of that name. The lock is a ``flock``, so it ends with the process, and a forked child closes its copy at
+once.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are num
 _DESCRIPTORS = 5
 # Beside WorkerWelcome: both parts of the slab, broadcasts, the ring to the worker, that to the engine, its page.
 _WORKER_DESCRIPTORS = 6
-_LOCK_MARK = b"shmring"  # in a lock, behind the pid: whatever else ends with .lock is none of ours
+_LOCK_MARK = b"shmring"  # in a lock, after the pid: other files that end with .lock are not ours
 _LOCK_NBYTES = 64
-_SWEEPS = 5  # that may look at a lock, one after the other, just when its name is taken
+_SWEEPS = 5  # sweeps that may hold a lock, one after the other, when an engine takes its name
 _SWEEP_S = 0.01  # far longer than that takes one
 _BACKLOG = 512  # frontends that may connect at the same moment
 _MAX_PATH_NBYTES = 107  # of a Unix socket's address
@@ -105,7 +105,7 @@ def socket_path(name: str, socket_dir: str | None) -> Path:
 
 
 def _check_directory(directory: Path, owners: frozenset[int]) -> None:
-    """Refuses a directory in which somebody else could put a socket of our name."""
+    """Refuses a directory in which another user could put a socket of our name."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{directory} is not a directory (a symbolic link is refused, too)")
@@ -152,7 +152,7 @@ class Listener:
 
         Raises:
             LocalProtocolError: a living engine has this name.
-            PermissionError: the directory is not safe, or something that is no socket is in the socket's place.
+            PermissionError: the directory is not safe, or a file that is no socket is in the socket's place.
         """
         path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
         _check_directory(path.parent, frozenset({os.getuid()}))
@@ -226,7 +226,7 @@ def _take_lock(path: Path, name: str) -> int:
 
 
 def _lock_owner(content: bytes) -> int:
-    """Returns the pid that a lock names; ``ValueError`` if it is none of ours."""
+    """Returns the pid that a lock names; ``ValueError`` if it is not our lock."""
     pid, mark, _ = content.split(b"\n", 2)
     if mark != _LOCK_MARK:
         raise ValueError("not the lock of an engine")
@@ -234,7 +234,7 @@ def _lock_owner(content: bytes) -> int:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Returns the descriptor of the lock, which is ours; None if somebody else has it."""
+    """Locks a file and returns its descriptor; None if another process has locked it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -306,7 +306,7 @@ def _remove_stale(path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """A frontend or a worker that has said hello. ``pidfd`` belongs to whoever holds this."""
+    """A frontend or a worker that has said hello. The owner of this object closes ``pidfd``."""
 
     socket: socket.socket
     pid: int
@@ -316,10 +316,11 @@ class Peer:
 
 
 async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer:
-    """Reads a new connection's hello and finds out who it is. The caller bounds the time, and closes on any error.
+    """Reads a new connection's hello and identifies its process. The caller bounds the time, and closes on any error.
 
     Raises:
-        RemoteProtocolError: it is not allowed, or neither a frontend nor a worker of this protocol version. It has been told.
+        RemoteProtocolError: it is not allowed, or neither a frontend nor a worker of this protocol version. It has got the
+            reason.
         PeerLostError: it is gone.
     """
     pid, uid = _peer_credentials(connected)
@@ -341,7 +342,7 @@ def _refusal(connected: socket.socket, reason: str) -> RemoteProtocolError:
 
 def refuse(connected: socket.socket, reason: str) -> None:
     """Tells a connection that has no transport yet why it ends."""
-    with contextlib.suppress(OSError):  # it may be gone, and then nobody is left to be told
+    with contextlib.suppress(OSError):  # it may be gone
         connected.send(handshake_frame(Refused(reason)))
 
 
@@ -408,7 +409,7 @@ async def _receive_exactly(connected: socket.socket, nbytes: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttachedEngine:
-    """An engine that has said welcome. The descriptors belong to whoever holds this."""
+    """An engine that has said welcome. The owner of this object closes the descriptors."""
 
     socket: socket.socket
     pidfd: int
@@ -422,9 +423,9 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
     """Connects to the engine at ``path`` and shakes hands. The caller bounds the time.
 
     Raises:
-        EngineDeadError: nobody listens there, or not any more.
-        PermissionError: who listens there, or the directory, is not to be trusted.
-        RemoteProtocolError: the engine refuses this client (with its reason), or is none.
+        EngineDeadError: no process listens there (any more).
+        PermissionError: the process that listens there, or the directory, is not to be trusted.
+        RemoteProtocolError: the engine refuses this client (with its reason), or it is no engine.
         OSError: this process has no descriptors left.
     """
     connected, pidfd, fds, welcome = await _attach(path, hello, engine_uids, _DESCRIPTORS)
@@ -434,7 +435,7 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinedEngine:
-    """An engine that has taken a worker in. The descriptors belong to whoever holds this."""
+    """An engine that has accepted a worker. The owner of this object closes the descriptors."""
 
     socket: socket.socket
     pidfd: int
@@ -507,7 +508,8 @@ async def _shake_hands(
 
 
 def give_up(connected: socket.socket) -> None:
-    """Tells the engine that attaching was given up. It may have lent us something, or be about to: we keep nothing."""
+    """Tells the engine that attaching was given up, and that this process uses none of the memory that the engine may have lent
+    to it."""
     with contextlib.suppress(OSError):  # it is gone, or knows already
         connected.send(GIVING_UP)
 

@@ -1,23 +1,25 @@
-"""A link: what joins the two ends of a connection. Messages go through two message rings, bells and the end through a socket.
+"""A link: a connection between two sides. Messages go through two message rings; bells, and the end, go through a socket.
 
 Theory of operation. A message is one record, published at once. Its reader is *awake* or *asleep*
 (:mod:`shmring.transport.polling`). Awake, it looks at its ring in each turn of its loop, and nobody makes a system call.
-Asleep, it waits for a bell, a zero byte on the socket; who publishes rings for a sleeper. Whoever is about to wait for a
-message may look first (:meth:`Link.poll`): that is one load if there is nothing.
+Asleep, it waits for a bell, a zero byte on the socket; the writer rings it if the reader sleeps. A caller that is about to wait
+for a message may look first (:meth:`Link.poll`), which costs one load if there is none.
 
-Writing never blocks. What finds the ring full goes to a backlog, in order, and the reader rings back when there is room. Who
-may wait for that awaits :meth:`Link.drain` *before* it sends. So the backlog has at most one message of theirs, and those
-that can't wait: releases, the ends of requests, leases, aborts. It is bounded: a peer that leaves more unread does not read.
+Writing never blocks. A message that finds the ring full goes to a backlog, in order, and the reader rings back when there is
+room. A sender that may wait awaits :meth:`Link.drain` *before* it sends. So the backlog has at most one message of such
+senders, and the messages that can't wait: releases, the ends of requests, leases, aborts. It is bounded: if a peer leaves more
+unread, it counts as not reading.
 
-The end. The socket's end is the connection's. What the peer had published by then is read first: a goodbye gives memory back,
-and a refusal says why. What is published afterwards is not: a forked child may have the ring. An end that closes rings no more,
-shuts the socket, and reads the bells that came: otherwise the other end would find it reset instead of ended.
+The end. When the socket ends, the connection ends. Records that the peer had published by then are read first: a goodbye gives
+memory back, and a refusal says why. Later records are not read: a forked child of the peer may write them. A side that closes
+rings no more, shuts the socket down, and reads the bells that came: with unread bells, its peer would see a reset instead of an
+end.
 
-Or an end hands its socket on, which then tells something else: that a frontend, which has said goodbye, uses nothing any more.
+Or a side hands its socket on. Then the end of the socket means that a frontend that has said goodbye uses no memory any more.
 
-Nothing but bells may come over the socket, and the byte that says that a frontend gives up while it attaches.
+Only bells may come over the socket, and the byte of a frontend that gives up while it attaches.
 
-A forked child inherits the socket, but not the rings, and must touch neither: what it wrote would reach its parent's peer.
+A forked child inherits the socket, but not the rings, and must not use the socket: its bytes would reach its parent's peer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordReader, RecordTaker, RecordWriter, take_bells
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordHandler, RecordReader, RecordWriter, receive_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.loops import check_loop
@@ -40,41 +42,41 @@ from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
 
 __all__ = ["Link", "LinkOwner"]
 
-_LINGER_S = 1.0  # for a peer to make room for its last messages; one that does not would keep the socket for ever
+_LINGER_S = 1.0  # for a peer to make room for its last messages; without a limit, a peer could keep the socket for ever
 _DRAINED_IN_TURN = 64  # as many small replies take less than a millisecond
 _ID_NBYTES = 9  # of an id in a message, at most
 _LIST_NBYTES = 64  # of a message around a list of ids, at most
 
 
 class LinkOwner(Protocol):
-    """What a link reports to its owner; always in the loop."""
+    """The calls from a link to its owner; always in the loop."""
 
-    def take_record(self, record: bytes, /) -> None:
+    def handle_record(self, record: bytes, /) -> None:
         """A record came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
 
     def peer_gave_up(self) -> None:
-        """The peer gave up while it attached: it uses nothing of what it was lent."""
+        """The peer gave up while it attached: it uses none of the memory that it was lent."""
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
-        """The peer broke the rules; nothing more is delivered. The owner closes."""
+        """The peer broke the rules; no more records are delivered. The owner closes."""
 
     def connection_lost(self) -> None:
         """The connection has ended, from either end. This is called once, as the last call."""
 
 
 class Link:
-    """One end of a connection. Takes the socket over; :meth:`start` begins to read.
+    """One side of a connection. Takes the socket over; :meth:`start` begins to read.
 
     Args:
         owner: whom to tell.
         connected: the socket, non-blocking.
-        incoming, outgoing: the memory of the ring that this end reads, and of the one that it writes.
+        incoming, outgoing: the memory of the ring that this side reads, and of the one that it writes.
         poller: of this loop.
         max_backlog_nbytes: of messages that found the ring full, from which the peer counts as not reading.
 
     Attributes:
         largest_record_nbytes: the largest message that can be sent.
-        lost: whether nothing can be sent any more, because the connection has ended or was closed.
+        lost: whether the connection has ended or was closed, so that no message can be sent.
     """
 
     def __init__(
@@ -102,14 +104,14 @@ class Link:
         self.writer.told = poller.polls_busily
         self._writable = asyncio.Event()
         self._writable.set()
-        self._expected_nbytes = 0  # the room that somebody waits for without having left anything in the backlog
+        self._expected_nbytes = 0  # the room that senders wait for without a message in the backlog
         self._drained = 0  # how often this end has asked for room
         self._awake = False
         self._vigil = Vigil()
         self._delivered = 0  # records that the poller knows of
         self.reader.records_left = RECORDS_IN_TURN
-        self._is_ending = False  # the connection has ended; what the peer had published by then is read first
-        self._deaf = False  # nothing is delivered any more
+        self._is_ending = False  # the connection has ended; records that the peer had published by then are read first
+        self._deaf = False  # no more records are delivered
         self._closing = False
         self._open = True  # the socket
         self._heir: Callable[[socket.socket], object] | None = None
@@ -135,18 +137,18 @@ class Link:
         return self._writable.is_set() and not self._origin.forked
 
     def published(self) -> None:
-        """A caller has written to the ring directly, and ``writer.told`` is set: this end stays awake for the answer."""
+        """A caller has written to the ring directly, and ``writer.told`` is set: this side stays awake for the answer."""
         self._poller.extend()
         if not self._awake:
             self.reader.wake()
             self._wake()
 
     def break_off(self, error: RemoteProtocolError) -> None:
-        """The peer's counts in a ring are impossible: reports it, not within what the owner is doing."""
+        """The peer's counts in a ring are impossible: reports it later, not in the middle of the owner's call."""
         self._loop.call_soon(self.violated, error)
 
     def expect_space(self) -> None:
-        """What somebody was to send found the ring full: :meth:`drain` waits until the peer has made room."""
+        """A sender has found the ring full: :meth:`drain` waits until the peer has made room."""
         try:
             if not self._backlog and self.writer.wait_for_space(self.writer.largest_record_nbytes):
                 self._expected_nbytes = self.writer.largest_record_nbytes
@@ -171,7 +173,7 @@ class Link:
             self._queue(record)
 
     def send(self, message: FrontendMessage | WorkerMessage | EngineMessage) -> None:
-        """Sends a message. On a connection that has ended it goes nowhere.
+        """Sends a message. If the connection has ended, the message is dropped.
 
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
@@ -180,7 +182,7 @@ class Link:
             self.send_record(encode_message(message))
 
     def send_record(self, record: bytes) -> None:
-        """The same of a message that is a record already."""
+        """The same for a message that is a record already."""
         if self.lost or self._origin.forked:
             return
         writer = self.writer
@@ -205,10 +207,10 @@ class Link:
         return [tuple(numbers[start : start + most]) for start in range(0, len(numbers), most)]
 
     async def drain(self) -> None:
-        """Waits until the peer has read enough; what is sent before the next ``await`` is within the limits.
+        """Waits until the peer has read enough; messages that are sent before the next ``await`` are within the limits.
 
-        Now and then it lets the loop go on although there is room. A peer that reads as fast as this end writes would
-        otherwise keep everybody else waiting.
+        Now and then it suspends even if there is room. Otherwise a peer that reads as fast as this side writes would keep all
+        others in the loop waiting.
 
         Raises:
             PeerLostError: it never will.
@@ -223,7 +225,7 @@ class Link:
             raise PeerLostError("the connection has ended")
 
     def _queue(self, record: bytes) -> None:
-        """Keeps what finds the ring full."""
+        """Keeps a record that finds the ring full."""
         if len(record) > self.largest_record_nbytes:
             raise CapacityError(
                 f"a message of {len(record)} bytes is longer than a record of {self.largest_record_nbytes}",
@@ -249,7 +251,7 @@ class Link:
             self.writer.blocked = False
 
     def _flush(self) -> None:
-        """Publishes what is in the backlog; what still finds no room waits for the reader to ring back."""
+        """Publishes the backlog; records that still find no room wait for the reader to ring back."""
         backlog, writer = self._backlog, self.writer
         while backlog:
             if writer.write(backlog[0]):
@@ -265,7 +267,8 @@ class Link:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Delivers what has come, within this turn's budget. A caller that would wait for a message calls this first."""
+        """Delivers the records that have come, within this turn's budget. A caller that would wait for a message calls this
+        first."""
         if self._deaf or self._origin.forked:
             return
         reader = self.reader
@@ -285,7 +288,7 @@ class Link:
             self.reader.awake = awake
 
     def take_turn(self, deadline_s: float) -> bool:
-        """For the poller: delivers what came since; returns whether there was anything."""
+        """For the poller: delivers the records that came since; returns whether there were any."""
         if self._deaf or self._origin.forked:
             return False
         reader = self.reader
@@ -300,7 +303,7 @@ class Link:
         return heard
 
     def fall_asleep(self, now_s: float, at_once: bool) -> bool:
-        """For the poller: returns whether this end sleeps now; False if something has come, or may be about to."""
+        """For the poller: returns whether this side sleeps now; False if a record has come, or may be about to."""
         if not self._deaf and not self._origin.forked:
             if self._is_ending:
                 self._end()
@@ -320,7 +323,7 @@ class Link:
             deadline_s = time.perf_counter() + LINK_S
         reader.is_reading = True
         try:
-            take = self._owner if isinstance(self._owner, RecordTaker) else self._owner.take_record
+            take = self._owner if isinstance(self._owner, RecordHandler) else self._owner.handle_record
             count = reader.deliver(take, reader.records_left, time.perf_counter, deadline_s)
             reader.records_left = 0 if reader.late else reader.records_left - count
             if reader.stopped and not self._deaf:  # those were the last words
@@ -347,10 +350,10 @@ class Link:
             self._delivered = delivered
 
     def _hear(self) -> None:
-        """Something came over the socket."""
+        """Bytes came over the socket."""
         if self._origin.forked:
             return
-        heard = take_bells(self._fd)
+        heard = receive_bells(self._fd)
         if heard and not self._deaf:
             if heard & FOREIGN:
                 self.violated(RemoteProtocolError("what came over the socket is no bell"))
@@ -398,7 +401,7 @@ class Link:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def read_last_words(self) -> None:
-        """Delivers all that is there, whatever the budget: the peer's process is dead."""
+        """Delivers all records, without a budget: the peer's process is dead."""
         if self._open:
             self._expect_the_end()
         while not self._deaf and not self.reader.is_reading:
@@ -407,11 +410,11 @@ class Link:
                 break
 
     def close(self, heir: Callable[[socket.socket], object] | None = None) -> None:
-        """Delivers nothing more, sends what found no room, and ends the connection.
+        """Delivers no more records, sends the backlog, and ends the connection.
 
         Args:
-            heir: gets the socket instead, which then is not shut: its end is to tell something else. Not if what found no room
-                could not be sent.
+            heir: gets the socket, which then is not shut: its end has another meaning from then on. Not if the backlog could
+                not be sent.
         """
         if self._closing:
             return
@@ -430,7 +433,7 @@ class Link:
             self._end()
 
     def abort(self) -> None:
-        """Ends the connection at once, and drops what found no room."""
+        """Ends the connection at once, and drops the backlog."""
         self._closing = self.lost = True
         self._stop_delivering()
         if not self._origin.forked:
@@ -453,7 +456,7 @@ class Link:
         else:
             with contextlib.suppress(OSError):  # the peer has closed it already
                 self._socket.shutdown(socket.SHUT_RDWR)
-            take_bells(self._fd)
+            receive_bells(self._fd)
             self._socket.close()
         del self.writer, self.reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()

@@ -1,8 +1,8 @@
-"""Knowing that a process is dead, from the kernel and from nobody else.
+"""Knowing from the kernel that a process is dead.
 
-A pidfd becomes readable when its process has ended, all threads of it, and its memory is unmapped. Nothing else is proof:
-a socket may be closed by a living process or held open by a forked child, a pid may have been reused, and silence is
-silence (zenoh #2628 lost data by believing a timeout).
+A pidfd becomes readable when all threads of its process have ended and its memory is unmapped. Nothing else is a proof: a
+living process may close its socket, a forked child may hold a socket open, a pid may have been reused, and a silent process may
+live (zenoh #2628 lost data by trusting a timeout).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SO_PEERPIDFD = 77  # Linux 6.5
 def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
     """Returns a descriptor for the process at the other end of a Unix socket; the caller closes it.
 
-    Where the kernel can't give the very process that connected (before 6.5), the pid is opened instead, and the socket is
-    checked afterwards: if it is still open, its process was alive meanwhile and the pid can't have been reused.
+    A kernel before 6.5 can't give the pidfd of the process that connected. Then the pid is opened, and the socket is checked
+    afterwards: if it is still open, its process was alive meanwhile, and the pid can't have been reused.
 
     Args:
         peer: a connected Unix stream socket.
@@ -89,7 +89,7 @@ class ProcessWatch:
             raise
 
     def has_died(self) -> bool:
-        """Asks the kernel whether the process is dead already; it may have said nothing yet of one whose sockets are closed."""
+        """Asks the kernel whether the process is dead. After its sockets are closed, its death may not be reported yet."""
         poll = select.poll()
         if self._pidfd >= 0:
             poll.register(self._pidfd, select.POLLIN)

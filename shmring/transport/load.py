@@ -1,8 +1,7 @@
 """The memory of an engine's load page: made, mapped and sealed by the engine, mapped read-only by its frontends.
 
-It is a memfd of one page. The engine maps it, and then seals it against future writing, as the part of the slab that replies
-are in: from then on nobody can map it for writing, write to it or truncate it. A frontend takes none that is not sealed in this
-way.
+It is a memfd of one page. The engine maps it, and then seals it against future writing, like the reply reserve: from then on no
+process can map it for writing, write to it or truncate it. A frontend refuses a page that is not sealed in this way.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def map_load_page(fd: int) -> LoadPage:
     """Maps the page of an engine. The descriptor may be closed then.
 
     Raises:
-        RemoteProtocolError: it is none, or somebody else could write to it or truncate it.
+        RemoteProtocolError: it is no load page, or another process could write to it or truncate it.
         SlabError: it can't be mapped.
     """
     size = os.fstat(fd).st_size

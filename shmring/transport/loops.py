@@ -1,7 +1,8 @@
-"""Each end lives in the event loop in which it was made: its timers, its bells and whoever waits for it are there.
+"""Each ring, client and worker lives in the event loop in which it was made: its timers, its bells and its waiting tasks are
+there.
 
-Whoever uses it in another loop waits in vain. asyncio notices that where something has to be waited for, and speaks of its
-own tasks and futures; this says what to do. It is asked where an end is about to wait, or has failed to.
+A task of another loop would wait for ever. asyncio notices this when a task waits, but its error speaks of its own tasks and
+futures; the error here says what to do. This check runs when a call is about to wait, or has failed to.
 """
 
 from __future__ import annotations

@@ -1,33 +1,35 @@
-"""Who is awake: the links of one event loop that look at their rings in each turn of it, in turn and within a budget.
+"""The awake links of one event loop: they look at their rings in each turn of the loop, one after the other and within a
+budget.
 
-A link is *awake* as long as records keep coming: it looks again in the next turn of the loop, and nobody has to ring for it.
-When nothing has come for as long as being woken would take, it falls asleep. So there are no system calls under load, and none
-of ours in an idle process.
+A link is *awake* as long as records keep coming: it looks again in the next turn of the loop, and its peer need not ring. When
+nothing has come for as long as being woken would take, it falls asleep. So there are no system calls under load, and none of
+ours in an idle process.
 
-Looking costs less than sleeping, if what is looked for comes soon: for a sleeper, one end rings, the kernel wakes the other,
-and that takes both of them tens of microseconds. So a link looks for about as long before it sleeps: never more than a small
-multiple of the cost of what would have been best. A turn that finds nothing lets other processes run first, one of which may be
-about to answer; if nobody wanted the core the last time, only a second such turn in a row does. Where a link has looked in vain
-several times in a row it sleeps at once, and tries again now and then: its peer takes longer.
+Looking costs less than sleeping if the next record comes soon: to wake a sleeper, one side rings and the kernel wakes the
+other, which takes both of them tens of microseconds. So a link looks for about as long before it sleeps. Its cost is then never
+more than a small multiple of the cost of the best choice. A turn that finds nothing first lets other processes run, one of
+which may be about to answer. If no process wanted the core the last time, only a second such turn in a row does so. A link that
+has looked in vain several times in a row sleeps at once, since its peer takes longer, and tries again now and then.
 
 Two ends that both sleep answer each other slowly *because* they sleep. Each of them would find out if it looked for longer than
 its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
 state. So the time to look is that of a peer that has to be woken, with room for its answer.
 
-Where others want the cores, a yield takes as long as they may run: milliseconds, if they compute. Who is rung gets its core
-back at once, and who has given it away does not. So what long yields take is added up. If it is more for a record than being
-woken would take, all links sleep at once for a while, those that poll busily too.
+If other processes want the cores, a yield takes as long as they run: milliseconds, if they compute. A process that is rung gets
+its core back at once, but a process that has yielded does not. So the time of long yields is added up. If it is more for each
+record than being woken would take, all links sleep at once for a while, also those that poll busily.
 
 The budget. A turn ends after a set time, and the links that have not had theirs come first in the next one. In a turn, a link
-delivers so many records, or for so long: whichever is over first. Time is what others wait for. What a record costs depends on
-what it asks for and on the books, so no count would do; what a single record may ask for is bounded by its own type.
+delivers so many records, or for so long: whichever is over first. Other links wait for the time that a link takes. The cost of
+a record depends on its request and on the books, so a count of records alone is not enough. The type of a record bounds the
+cost of a single one.
 
-Busy polling (``busy_poll_s``). Whoever would rather spend a core than be woken can have it look for longer: for so long after a
-message, either way, no link falls asleep, whether or not that has helped before.
+Busy polling (``busy_poll_s``). A program can spend a core to save the time of being woken: for so long after a message in
+either direction, no link falls asleep, whether or not that has helped before.
 
-Source: that who waits should spin for as long as blocking costs is Karlin, Li, Manasse and Owicki, "Empirical Studies of
-Competitive Spinning for a Shared-Memory Multiprocessor" (1991). Busy polling is the kernel's idea (``net.core.busy_poll``), and
-that of vLLM's ``shm_broadcast``, whose readers spin for a second.
+Source: spinning for as long as blocking would cost is from Karlin, Li, Manasse and Owicki, "Empirical Studies of Competitive
+Spinning for a Shared-Memory Multiprocessor" (1991). Busy polling is the kernel's idea (``net.core.busy_poll``), and that of
+vLLM's ``shm_broadcast``, whose readers spin for a second.
 """
 
 from __future__ import annotations
@@ -47,17 +49,17 @@ LINK_S = 0.001  # of a turn, for one link
 _TURN_S = 0.004  # for all of them together: what an event loop is expected to take anyway
 _VIGIL_S = 0.0002  # to wake a peer whose core sleeps, too, takes up to 0.05 ms, and to copy a megabyte for an answer as long
 _VAIN_VIGILS = 4  # in a row, after which a link sleeps at once
-_RETRY = 32  # how many times it does so before it looks again
+_RETRY = 32  # so many times, before it looks again
 _SWITCH_S = 0.000003  # a yield to nobody takes half a microsecond, and one to somebody at least two switches of context
-_YIELD_S = 0.001  # a yield that took longer was lost to others: who is about to answer gives the core back sooner
-_LOST_S = 0.02  # after so much of it, or so many records, it is settled whether yielding is worth it
-_WAKE_S = 0.00008  # that may be lost for a record: what sleeping and being woken takes both ends
+_YIELD_S = 0.001  # a longer yield was used by others: a peer that is about to answer gives the core back sooner
+_LOST_S = 0.02  # after so much time of it, or so many records, the links decide whether yielding is worth it
+_WAKE_S = 0.00008  # that may be lost for a record: the time of sleeping and being woken, for both sides
 _LOST_RECORDS = 1024
 _CROWDED_S = 0.25  # for which links sleep at once, if it is not
 
 
 class Polled(Protocol):
-    """What is awake or asleep."""
+    """Something that is awake or asleep: a link."""
 
     def take_turn(self, deadline_s: float) -> bool:
         """Looks at its ring, until the deadline at most; returns whether there was anything."""
@@ -116,7 +118,7 @@ class Poller:
         self._awake: deque[Polled] = deque()
         self._armed = False
         self._found_nothing = False  # in its last turn
-        self._others_ran = True  # when the core was last given to whoever wants it
+        self._others_ran = True  # the time of the last yield
 
     def wake(self, link: Polled) -> None:
         """Gives a link, which is asleep, a turn in the loop's next one."""
@@ -125,7 +127,7 @@ class Poller:
 
     @property
     def polls_busily(self) -> bool:
-        """Whether who has just sent something is to be kept awake for the answer."""
+        """Whether a link that has just sent a message stays awake for the answer."""
         return self._busy_poll_s > 0
 
     def extend(self) -> None:
@@ -138,7 +140,7 @@ class Poller:
             return
         try:
             self._loop.call_soon(self._turn)
-        except RuntimeError:  # it is closed: whoever hears what has come runs in another one
+        except RuntimeError:  # the loop is closed: this call runs in another one
             check_loop(self._loop, "this end of a ring")
             raise
         self._armed = True
@@ -176,7 +178,7 @@ class Poller:
         self._found_nothing = not had_records
 
     def _has_lost(self, seconds: float, now: float) -> None:
-        """Others had the core for long."""
+        """Other processes had the core for long."""
         self._lost_s += seconds
         if self._lost_s > _LOST_S or self.records > _LOST_RECORDS:
             if self._lost_s > self.records * _WAKE_S:

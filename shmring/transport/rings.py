@@ -1,9 +1,9 @@
 """The memory of a client's two message rings: made and sealed by the engine, mapped by both ends.
 
-Each ring is a memfd of its own. It is sealed against shrinking and growing before anybody else has it: otherwise whoever has it
-could truncate it, and the other end's next access would be SIGBUS. So a frontend takes none that is not sealed.
+Each ring is a memfd of its own. It is sealed against shrinking and growing before it is passed on: otherwise one side could
+truncate it, and the next access of the other side would be SIGBUS. So a frontend refuses a ring that is not sealed.
 
-Nobody needs the descriptors once both ends have mapped them, so an end keeps none.
+The descriptors are not needed once both sides have mapped the rings, so no side keeps them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _sealed_ring(capacity_nbytes: int) -> int:
 
 
 def sealed_memory(name: str, nbytes: int) -> int:
-    """Makes memory that both ends write and nobody can truncate, and returns its descriptor, which is the caller's.
+    """Makes memory that both sides write and no process can truncate, and returns its descriptor, which is the caller's.
 
     Args:
-        name: for people who look.
+        name: shown in ``/proc``, for people.
         nbytes: of it, all zero.
 
     Raises:
@@ -63,12 +63,12 @@ def sealed_memory(name: str, nbytes: int) -> int:
 
 
 def check_sealed(fd: int, nbytes: int, what: str) -> None:
-    """Raises RemoteProtocolError unless memory is of that size, and nobody can truncate it.
+    """Raises RemoteProtocolError unless memory is of that size, and no process can truncate it.
 
     Args:
         fd: its descriptor.
         nbytes: that were announced.
-        what: it is, for the error.
+        what: its name, for the error.
     """
     size = os.fstat(fd).st_size
     if size != nbytes:
@@ -85,7 +85,7 @@ def map_rings(fds: Sequence[int], capacity_nbytes: int) -> list[RingMemory]:
     """Maps rings, which forked children do not inherit. The descriptors may be closed then.
 
     Raises:
-        RemoteProtocolError: one of them is not what was announced, or somebody could still truncate it.
+        RemoteProtocolError: one of them is not as announced, or could still be truncated.
         SlabError: it can't be mapped.
     """
     try:

@@ -33,5 +33,5 @@ def failure_record(sequence: int, error: BaseException) -> bytes:
         text = str(error)
     except Exception as failure:  # noqa: BLE001 - the engine waits, whatever the error's own code does
         text = f"its text can't be had: {type(failure).__name__}"
-    text = text[:_MAX_ERROR_TEXT].encode(errors="replace").decode()  # file names can hold what is no text
+    text = text[:_MAX_ERROR_TEXT].encode(errors="replace").decode()  # file names can hold bytes that are no text
     return encode_message(AnswerFailed(sequence, type(error).__name__[:256], text))

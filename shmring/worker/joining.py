@@ -1,8 +1,8 @@
-"""How a worker joins an engine: the handshake, and what it maps.
+"""How a worker joins an engine: the handshake, and the mapping of the engine's memory.
 
-It maps three things side by side, all of them to be read and in no other way: what the engine leases to frontends (through a
-descriptor that was opened for reading, so that the kernel refuses this process everything else), the replies, and the
-broadcasts. Beside these it has two message rings and a page of its own.
+It maps three things side by side, all read-only: the leasable part of the slab (through a descriptor that was opened for
+reading, so that the kernel refuses any writable mapping), the replies, and the broadcasts. Beside these it has two message
+rings and a page of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from shmring.config import WorkerConfig
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
+    BaseMessage,
     Mapping,
-    MessageEnd,
     Packer,
     PayloadDecoder,
     RecordReader,
@@ -42,7 +42,7 @@ _LONGEST_PAUSE_S = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker's place at an engine. Socket and pidfd belong to whoever holds this."""
+    """A worker's place at an engine. The owner of this object closes socket and pidfd."""
 
     socket: socket.socket
     pidfd: int
@@ -55,7 +55,7 @@ class Joined:
     max_payload_nbytes: int
 
     def make_end(
-        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[MessageEnd], payload_type: Any
+        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[BaseMessage], payload_type: Any
     ) -> WorkerEnd:
         """Returns the compiled end of a worker, which is the shell.
 
@@ -83,7 +83,7 @@ class Joined:
         return end
 
     def close(self) -> None:
-        """Ends the connection before anything was made of it."""
+        """Ends the connection before it was used."""
         give_up(self.socket)
         self.socket.close()
         os.close(self.pidfd)
@@ -96,7 +96,7 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
         name: the engine's.
         rank: this worker's.
         label: how the engine's log calls this worker.
-        config: for how long, and whom to believe.
+        config: how long to wait, and which users to trust.
 
     Raises:
         EngineDeadError: there was none in time.

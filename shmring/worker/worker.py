@@ -1,9 +1,8 @@
-"""A worker's end with asyncio: ``async with shmring.join("vision", rank=0) as worker``.
+"""A worker's side with asyncio: ``async with shmring.join("vision", rank=0) as worker``.
 
-Theory of operation: a :class:`~shmring.transport.link.Link` reads records in the loop, as either end of a frontend's connection
-does; what it delivers waits here until it is received, which is bounded by what the engine lets a worker have
-(``RingConfig.worker_backlog``). A message is opened when it is received. Leaving it acknowledges it, in C, without the loop:
-see ``core/worker_end.pyx``.
+Theory of operation: a :class:`~shmring.transport.link.Link` reads records in the loop, as on both sides of a frontend's
+connection. The records wait here until they are received; ``RingConfig.worker_backlog`` bounds them. A message is opened when
+it is received. Leaving it acknowledges it, in C, without the loop: see ``core/worker_end.pyx``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing_extensions import TypeVar
 
 from shmring.cancellation import retrieve
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.compiled import MessageEnd, Origin
+from shmring.core.compiled import BaseMessage, Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
@@ -35,12 +34,12 @@ __all__ = ["Joining", "Message", "Worker", "join"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
-_LARGEST_FAILURE_NBYTES = 8192  # of what can't wait: a message that is left without a reply, one for each that there may be
+_LARGEST_FAILURE_NBYTES = 8192  # of failures, which can't wait: one for each message that may be outstanding
 _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
 
-class Message(MessageEnd, Generic[_Payload]):
+class Message(BaseMessage, Generic[_Payload]):
     """A message of the engine. Use it as ``with message:``; leaving acknowledges it, when the last view of it has died.
 
     Attributes:
@@ -62,9 +61,9 @@ class Message(MessageEnd, Generic[_Payload]):
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
 
         After a cancellation, the caller may reply again, or leave the message without a reply. But if a part of the reply was
-        sent, the rest is sent as well.
+        sent, the rest is still sent.
 
-        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false): a worker may reply to all of them.
+        A reply to a message that was broadcast is dropped (``wants_reply`` is false): a worker may reply to every message.
 
         Args:
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
@@ -80,7 +79,7 @@ class Message(MessageEnd, Generic[_Payload]):
 
 
 class _Connection:
-    """A worker's connection to its engine: what has come, replies, and how it ends."""
+    """A worker's connection to its engine: received messages, replies, and how it ends."""
 
     def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
         self.name = name
@@ -89,7 +88,7 @@ class _Connection:
         self._origin = Origin()
         self._records: deque[bytes] = deque()
         self._receivers: Line[None] = Line()
-        self._reason: ShmringError | None = None  # why nothing more will come
+        self._reason: ShmringError | None = None  # why no more messages will come
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
@@ -107,7 +106,7 @@ class _Connection:
     # -- messages --------------------------------------------------------------------------------------------------
 
     def next_in_turn(self) -> Message | None:
-        """Opens the next record, unless others wait for it."""
+        """Opens the next record, unless other tasks wait for it."""
         return None if self._receivers else self.next()
 
     def next(self) -> Message | None:
@@ -134,10 +133,10 @@ class _Connection:
         await self._receivers.wait(lambda _: self._wake())
 
     def _wake(self) -> None:
-        """Wakes as many as there is something for; all of them if nothing more will come."""
+        """Wakes as many tasks as there are records; all of them if no more records will come."""
         left = len(self._receivers) if self._reason is not None else len(self._records)
         for place in self._receivers:
-            if left and not place.cancelled():  # one that was woken before takes a record, too
+            if left and not place.cancelled():  # a task that was woken before takes a record, too
                 left -= 1
                 give(place, None)
 
@@ -169,15 +168,15 @@ class _Connection:
         await asyncio.shield(self._rest)
 
     async def _send_rest(self, parts: deque[bytes]) -> None:
-        """Sends what follows the first part of a reply, whether or not somebody still waits for that."""
+        """Sends the rest after the first part of a reply, even if its caller no longer waits."""
         try:
             while parts:
                 await self._writable()
                 self._link.send_record(parts.popleft())
         finally:
-            self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of whoever replies
+            self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of the caller that replies
             self._answering.release()
-            if parts:  # nothing else can follow half of a reply
+            if parts:  # after half of a reply, no other message can be sent
                 self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
                 self._link.close()
 
@@ -199,7 +198,7 @@ class _Connection:
 
     # -- for the link ------------------------------------------------------------------------------------------------
 
-    def take_record(self, record: bytes) -> None:
+    def handle_record(self, record: bytes) -> None:
         """For the link: a record came."""
         if len(record) > 1 and record[1] != Refused.__struct_config__.tag:
             self._records.append(record)
@@ -213,7 +212,7 @@ class _Connection:
         )
 
     def peer_gave_up(self) -> None:
-        """For the link: only a frontend or a worker gives up."""
+        """For the link: an engine never gives up."""
         self.protocol_violated(RemoteProtocolError("the engine gave up attaching"))
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
@@ -263,7 +262,7 @@ class _Connection:
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()
         while self._records:
-            with contextlib.suppress(RemoteProtocolError):  # nobody waits for what its engine should not have sent
+            with contextlib.suppress(RemoteProtocolError):  # the engine should not have sent these
                 self._end.leave_unread(self._records.popleft())
         self._end.close()
         self._link.close()

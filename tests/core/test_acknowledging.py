@@ -15,8 +15,8 @@ import pytest
 from shmring.core.compiled import (
     LARGEST_BACKLOG,
     WORKER_PAGE_NBYTES,
+    BaseMessage,
     Mapping,
-    MessageEnd,
     RecordReader,
     RecordWriter,
     WorkerEnd,
@@ -50,7 +50,7 @@ class Ends:
             make_decoder(Any),
             make_decoder(tuple[Any, Any]),
             make_packer(16, 1 << 16),
-            MessageEnd,
+            BaseMessage,
             max_tensors=16,
             max_values=1000,
             max_payload_nbytes=1 << 16,
@@ -60,10 +60,10 @@ class Ends:
         ours.close()
         self.engine.setblocking(False)
 
-    def open(self, sequence: int, stamp: int = 0, slots: tuple[SlotRef, ...] = ()) -> MessageEnd:
+    def open(self, sequence: int, stamp: int = 0, slots: tuple[SlotRef, ...] = ()) -> BaseMessage:
         described = [slot_extension(*msgspec.structs.astuple(slot)) for slot in slots]
         message = self.end.open(msgspec.msgpack.encode([BROADCAST, sequence, stamp, 0, described, None, "payload"]))
-        assert isinstance(message, MessageEnd)
+        assert isinstance(message, BaseMessage)
         return message
 
     def bells(self) -> int:

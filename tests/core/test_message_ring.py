@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes
+from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordHandler, RecordReader, RecordWriter, ring_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
 from tests.model.inside import ColdTaker, hear, write_submit
@@ -386,8 +386,8 @@ def test_a_record_is_published_after_all_of_it_was_written(cut_off: Pair, write:
     assert cut_off.number(TAIL) == 0
 
 
-class Taker(RecordTaker):
-    def take_message(self, record: bytes, /) -> None:
+class Taker(RecordHandler):
+    def handle_message(self, record: bytes, /) -> None:
         pass
 
 
@@ -414,15 +414,15 @@ class Colder(ColdTaker):
     def __init__(self) -> None:
         self.taken: list[bytes] = []
 
-    def take_message(self, record: bytes, /) -> None:
+    def handle_message(self, record: bytes, /) -> None:
         self.taken.append(record)
 
 
-def in_a_turn(reader: RecordReader, taker: RecordTaker) -> None:
+def in_a_turn(reader: RecordReader, taker: RecordHandler) -> None:
     reader.deliver(taker, 64, time.monotonic, math.inf)
 
 
-def between_turns(reader: RecordReader, taker: RecordTaker) -> None:
+def between_turns(reader: RecordReader, taker: RecordHandler) -> None:
     reader.awake, reader.records_left = True, 64
     while reader.has_more():
         hear(reader, taker)
@@ -430,7 +430,7 @@ def between_turns(reader: RecordReader, taker: RecordTaker) -> None:
 
 @pytest.mark.parametrize("read", [in_a_turn, between_turns])
 def test_a_record_that_is_not_taken_in_c_is_not_read_there_again(
-    pair: Pair, read: Callable[[RecordReader, RecordTaker], None]
+    pair: Pair, read: Callable[[RecordReader, RecordHandler], None]
 ) -> None:
     taker = Colder()
     for record in (b"one", b"two"):
@@ -438,7 +438,7 @@ def test_a_record_that_is_not_taken_in_c_is_not_read_there_again(
     read(pair.reader, taker)
     assert taker.taken == [b"one", b"two"]
     assert taker.asked == 2
-    taker.take_record(b"three")
+    taker.handle_record(b"three")
     assert (taker.taken[2:], taker.asked) == ([b"three"], 3)
 
 

@@ -18,14 +18,14 @@ import pytest
 
 from shmring.core import compiled
 from shmring.core.compiled import (
-    ClaimEnd,
+    BaseClaim,
+    BaseFrontend,
     EngineBook,
     EngineEnd,
-    FrontendEnd,
     HeldSlots,
     Mapping,
+    RecordHandler,
     RecordReader,
-    RecordTaker,
     RecordWriter,
     Regions,
     ring_nbytes,
@@ -64,7 +64,7 @@ class Ends:
             self.regions,
             Mapping(fd, book.geometry.slab_nbytes),
             make_decoder(),
-            ClaimEnd,
+            BaseClaim,
             epoch=1,
             max_tensors=4,
             max_values=1024,
@@ -76,7 +76,7 @@ class Ends:
         book.connect(1, 0)
         self.memory = bytearray(ring_nbytes(CAPACITY))
         self.writer, self.reader = RecordWriter(self.memory, -1), RecordReader(self.memory, -1)
-        self.frontend = FrontendEnd(self.end, 1)
+        self.frontend = BaseFrontend(self.end, 1)
         self.frontend.attach(RecordWriter(bytearray(ring_nbytes(64)), -1), self.reader)
 
     def overwrite(self) -> None:
@@ -85,13 +85,13 @@ class Ends:
 
 def in_a_turn(ends: Ends) -> Any:
     assert ends.reader.deliver(ends.frontend, 1, time.monotonic, math.inf) == 1
-    return ends.end.take_next()
+    return ends.end.claim_next()
 
 
 def between_turns(ends: Ends) -> Any:
     """An engine that asks for a request looks into the rings itself."""
     ends.reader.awake, ends.reader.records_left = True, 1
-    return ends.end.take_now()
+    return ends.end.claim_now()
 
 
 # Each has a dtype of its own: what is known of one is remembered, and the function is not called again.
@@ -119,14 +119,14 @@ def test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was(
     ends.regions.close()
 
 
-class Keeper(RecordTaker):
+class Keeper(RecordHandler):
     """Keeps what comes, and overwrites the ring before it looks at it."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
         self.kept: list[bytes] = []
 
-    def take_message(self, record: bytes, /) -> None:
+    def handle_message(self, record: bytes, /) -> None:
         self.memory[RECORDS:] = b"\xff" * CAPACITY
         self.kept.append(record[:])
 
@@ -135,7 +135,7 @@ class Keeper(RecordTaker):
 def test_a_record_that_is_overwritten_while_it_is_handled_is_what_it_was(in_c: bool) -> None:
     memory = bytearray(ring_nbytes(CAPACITY))
     keeper, writer, reader = Keeper(memory), RecordWriter(memory, -1), RecordReader(memory, -1)
-    take: Any = keeper if in_c else keeper.take_record
+    take: Any = keeper if in_c else keeper.handle_record
     for number in range(3):
         record = bytes([number]) * 1000
         assert writer.write(record)

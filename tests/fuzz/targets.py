@@ -20,17 +20,17 @@ import torch
 
 from shmring.core.compiled import (
     WORKER_PAGE_NBYTES,
-    ClaimEnd,
+    BaseClaim,
+    BaseFrontend,
+    BaseMessage,
     Content,
     EngineBook,
     EngineEnd,
     FanOutBook,
     FanOutEnd,
-    FrontendEnd,
     HeldSlots,
     JoinedWorker,
     Mapping,
-    MessageEnd,
     Packed,
     RecordReader,
     RecordWriter,
@@ -234,18 +234,18 @@ class _NoLink:
         """Drops what finds the ring full."""
 
 
-class _Frontend(FrontendEnd):
+class _Frontend(BaseFrontend):
     def __init__(self, engine: _Engine, client_id: int) -> None:
         super().__init__(engine.end, client_id)
         self.engine = engine
         self.link = _NoLink()
         self.attach(RecordWriter(bytearray(ring_nbytes(256)), -1))
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         self.engine.message_received(self.client_id, record)
 
 
-class _Claim(ClaimEnd):
+class _Claim(BaseClaim):
     def __del__(self) -> None:
         """Whole states are dropped here: nothing is to come back."""
 
@@ -310,7 +310,7 @@ class _Engine:
 
     def work(self, client_id: int) -> None:
         """The engine takes the next request up, or finishes one of this client that it has taken up."""
-        claim = self.end.take_next()
+        claim = self.end.claim_next()
         if claim is not None:
             self.claims.append(claim)
             return
@@ -347,7 +347,7 @@ class _Engine:
             elif (claim := self.end.forget_claim(*key)) is not None:
                 self.end.mark_ended(claim, aborted=True)
 
-    def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
+    def claim_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
         """A request can't be taken up."""
         assert isinstance(error, RemoteProtocolError | StaleDescriptorError | msgspec.ValidationError)
         self.failures.append((error, breaks_rules))
@@ -402,7 +402,7 @@ def books(data: bytes) -> None:
             engine.work(client)
         else:
             with contextlib.suppress(RemoteProtocolError):
-                engine.frontends[client].take_record(body)
+                engine.frontends[client].handle_record(body)
     for client in (1, 2):
         engine.frontends[client].detach()
         engine.carry_out(book.died(client))
@@ -426,8 +426,8 @@ def slot_headers(data: bytes) -> None:
     engine.connect(1)
     slot = SlotRef(1, BLOCK_NBYTES, nbytes, generation)
     engine.write(slot.offset, header)
-    engine.frontends[1].take_record(_submit(np.ones(nbytes, np.uint8), slot))
-    claim = engine.end.take_next()
+    engine.frontends[1].handle_record(_submit(np.ones(nbytes, np.uint8), slot))
+    claim = engine.end.claim_next()
     if header == _header(slot):
         assert claim.payload.nbytes == nbytes
         engine.end.finish(claim)
@@ -455,10 +455,10 @@ class _Worker(JoinedWorker):
         super().__init__(end)
         self.attach(record, RecordReader(bytearray(ring_nbytes(_WORKER_RING_NBYTES)), -1))
 
-    def take_message(self, record: bytes) -> None:
+    def handle_message(self, record: bytes) -> None:
         match decode_worker_message(record):
             case AnswerFailed(sequence, type_name, message):
-                self.end.take_failure(self.record, sequence, type_name, message)
+                self.end.handle_failure(self.record, sequence, type_name, message)
 
 
 class _FanOut:
@@ -551,8 +551,8 @@ def workers(data: bytes) -> None:
     engine.connect(1)
     slot = SlotRef(1, BLOCK_NBYTES, 100, (1 << GENERATION_BITS) + 1)
     engine.write(slot.offset, _header(slot))
-    engine.frontends[1].take_record(_submit(_PIXELS, slot))
-    claim = engine.end.take_next()
+    engine.frontends[1].handle_record(_submit(_PIXELS, slot))
+    claim = engine.end.claim_next()
     fan_out = _FanOut(engine)
     book = fan_out.book
     place = 0
@@ -564,7 +564,7 @@ def workers(data: bytes) -> None:
         match choice >> 1 & 7:
             case 0 if record.is_member:
                 with contextlib.suppress(RemoteProtocolError):
-                    fan_out.workers[rank].take_record(body)
+                    fan_out.workers[rank].handle_record(body)
             case 1 if len(body) > 2:
                 at = int.from_bytes(body[:2], "little") % WORKER_PAGE_NBYTES
                 page, written = fan_out.pages[rank], body[2:][: WORKER_PAGE_NBYTES - at]
@@ -634,8 +634,8 @@ class _Sharing:
         generation = (client << GENERATION_BITS) + self.generations[client]
         slot = SlotRef(client, (1 + 2 * (client - 1) + block) * BLOCK_NBYTES, 100, generation)
         self.engine.write(slot.offset, _header(slot))
-        self.engine.frontends[client].take_record(_submit(_PIXELS, slot, request_id=self.generations[client]))
-        claim = self.engine.end.take_next()
+        self.engine.frontends[client].handle_record(_submit(_PIXELS, slot, request_id=self.generations[client]))
+        claim = self.engine.end.claim_next()
         assert claim is not None
         self.claims[client, block] = claim
 
@@ -781,7 +781,7 @@ def worker_records(data: bytes) -> None:
         _DECODERS[0],
         _PAIR_DECODER,
         _PACKER,
-        MessageEnd,
+        BaseMessage,
         max_tensors=_MAX_TENSORS,
         max_values=_MAX_VALUES,
         max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
@@ -791,7 +791,7 @@ def worker_records(data: bytes) -> None:
         return
     with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError, TypeError):
         message = end.receive(-1, 0.0, -1.0)
-        if isinstance(message, MessageEnd):
+        if isinstance(message, BaseMessage):
             for value in (message.payload, message.beside):
                 _check_lies_in(value, _SLAB.address, _SLAB_NBYTES, len(data))
             value = None

@@ -51,8 +51,8 @@ def test_the_honest_sessions_reach_the_books() -> None:
             super().__init__(*arguments, **options)
             ends.append(self)
 
-        def take_next(self) -> Any:
-            claim = super().take_next()
+        def claim_next(self) -> Any:
+            claim = super().claim_next()
             if claim is not None:
                 claimed.append(claim)
             return claim

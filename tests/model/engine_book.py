@@ -152,7 +152,7 @@ class EngineBook:
             if lease.live.units == lease.kept_blocks and (client.dead or lease.given_up):
                 lease.state = advance(LEASE, lease.state, LeaseEvent.PROOF)
                 nbytes += (lease.blocks - lease.kept_blocks) * BLOCK_NBYTES
-                self._take_back(client, lease)
+                self._return_lease(client, lease)
         if nbytes:
             effects.append(Reclaimed(client.client_id, nbytes))
         if not client.leases and not client.replies and not client.pins and not client.slots:
@@ -210,10 +210,10 @@ class EngineBook:
             leases.append(lease)
         for lease in leases:
             lease.state = advance(LEASE, lease.state, LeaseEvent.RETURN)
-            self._take_back(client, lease)
+            self._return_lease(client, lease)
         return self._serve_wants()
 
-    def _take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
+    def _return_lease(self, client: ClientRecord, lease: LeaseRecord) -> None:
         self.lendings[lease.memory].take_back(client, lease)
 
     def _serve_wants(self) -> list[EngineEffect]:
@@ -497,7 +497,7 @@ class EngineBook:
         blocks = self._reply_blocks(nbytes)
         if any(not self._is_over_reply_quota(want) for want in self._reply_wants.values()):
             return None
-        return self._take_reply(ReplyWant(client_id, blocks))
+        return self._acquire_reply(ReplyWant(client_id, blocks))
 
     def queue_reply(self, client_id: int, ticket: int, nbytes: int) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
@@ -572,7 +572,7 @@ class EngineBook:
         held = self.clients[want.client_id].reply_blocks
         return len(self.clients) > 1 and held > 0 and held + want.blocks > self.geometry.reply_blocks // 2
 
-    def _take_reply(self, want: ReplyWant) -> ReplySlot | None:
+    def _acquire_reply(self, want: ReplyWant) -> ReplySlot | None:
         start = None if self._is_over_reply_quota(want) else self._replies.allocate(want.blocks)
         if start is None:
             return None
@@ -589,7 +589,7 @@ class EngineBook:
         for ticket, want in list(self._reply_wants.items()):
             if self._is_over_reply_quota(want):
                 continue
-            slot = self._take_reply(want)
+            slot = self._acquire_reply(want)
             if slot is None:
                 break  # nobody overtakes the first that needs space
             del self._reply_wants[ticket]

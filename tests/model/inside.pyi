@@ -12,8 +12,8 @@ from shmring.core.compiled import (
     Packed,
     PayloadDecoder,
     Placement,
+    RecordHandler,
     RecordReader,
-    RecordTaker,
     RecordWriter,
     Regions,
     RunAllocator,
@@ -53,11 +53,11 @@ def write_done(
     writer: RecordWriter, request_id: int, released: Sequence[int], reply: Packed | None = None, slot: SlotRef | None = None
 ) -> bool: ...
 
-class ColdTaker(RecordTaker):
+class ColdTaker(RecordHandler):
     @property
     def asked(self) -> int: ...
 
-def hear(reader: RecordReader, taker: RecordTaker) -> bool: ...
+def hear(reader: RecordReader, taker: RecordHandler) -> bool: ...
 def largest_run(allocator: RunAllocator) -> int: ...
 def uses_table(maker: TensorMaker) -> bool: ...
 def slots_with_engine(book: ClientBook) -> dict[int, ClientSlotRecord]: ...

@@ -11,12 +11,12 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from shmring.core.compiled cimport (
-    CLIENT_SLOT_STATES, ENGINE_SLOT_STATES, LEASE_STATES, Bounds, ClaimEnd, ClientBook, ClientEnd, ClientSlotRecord, Content, ContentRegions,
-    EngineBook, EngineEnd, FrontendEnd, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, RecordReader, RecordTaker, RecordWriter, Regions,
+    CLIENT_SLOT_STATES, ENGINE_SLOT_STATES, LEASE_STATES, Bounds, BaseClaim, ClientBook, ClientEnd, ClientSlotRecord, Content, ContentRegions,
+    EngineBook, EngineEnd, BaseFrontend, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, RecordReader, RecordHandler, RecordWriter, Regions,
     RunAllocator, SlotNumbers, Submit, TensorMaker,
 )
 
-from shmring.core.compiled import MAX_VALUES, Numbered, SubmissionEnd
+from shmring.core.compiled import MAX_VALUES, Numbered, BaseSubmission
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.states import ClientSlot
 
@@ -62,7 +62,7 @@ cdef class _HearingEngine(EngineEnd):
 
     cdef Submit heard
 
-    cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
+    cdef int _submit(self, BaseFrontend frontend, Submit submit) except -1:
         self.heard = submit
         return 0
 
@@ -95,19 +95,19 @@ def read_record(bytes record not None, max_tensors, max_values=MAX_VALUES, *, bi
     """Reads a record as the end that it is for; None: it is another message."""
     cdef _HearingClient client
     cdef _HearingEngine engine
-    cdef FrontendEnd frontend
+    cdef BaseFrontend frontend
     cdef const uint8_t* data = <const uint8_t*>PyBytes_AS_STRING(record)
     if not from_engine:
         engine = _HearingEngine.__new__(_HearingEngine)
         engine._bounds = _bounds_of(max_tensors, max_values)
-        frontend = FrontendEnd.__new__(FrontendEnd)
+        frontend = BaseFrontend.__new__(BaseFrontend)
         frontend.end = engine
-        return engine.heard if frontend.take_hot(data, PyBytes_GET_SIZE(record)) else None
+        return engine.heard if frontend.handle_hot(data, PyBytes_GET_SIZE(record)) else None
     client = _HearingClient.__new__(_HearingClient)
     client._bounds = _bounds_of(max_tensors, max_values)
     client.book = ClientBook(ClientBookLimits(1, 1 << 20, 4, 4096, 1.0))
     client.released = []
-    if not client.take_hot(data, PyBytes_GET_SIZE(record)):
+    if not client.handle_hot(data, PyBytes_GET_SIZE(record)):
         return None
     if client.finished_request is None:
         return Reply(client.delivered_to, client.content)
@@ -161,17 +161,17 @@ cdef class _SendingClient(ClientEnd):
 cdef class _SendingEngine(EngineEnd):
     """An engine's end that lends the reply slot that it is told."""
 
-    cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
+    cdef int _lend_reply(self, BaseClaim claim, slot, SlotNumbers* numbers) except -1:
         return 0 if slot is None else _describe(slot, numbers)
 
 
-cdef FrontendEnd _frontend(RecordWriter writer):
-    cdef FrontendEnd frontend = FrontendEnd.__new__(_Frontend)
+cdef BaseFrontend _frontend(RecordWriter writer):
+    cdef BaseFrontend frontend = BaseFrontend.__new__(_Frontend)
     frontend._writer = writer
     return frontend
 
 
-class _Frontend(FrontendEnd):
+class _Frontend(BaseFrontend):
     """One that has a link."""
 
 
@@ -192,7 +192,7 @@ def write_submit(RecordWriter writer not None, Packed packed not None, epoch, re
     cdef ClientSlotRecord copied = ClientSlotRecord.__new__(ClientSlotRecord) if packed.slot_nbytes else None
     cdef ClientSlotRecord record
     client.shell = client.device_slots = _Shell(fence)
-    client._writer, client._submission_type, client.pending = writer, SubmissionEnd, Numbered()
+    client._writer, client._submission_type, client.pending = writer, BaseSubmission, Numbered()
     client.is_open, client.epoch, client._next_id, client.slots = True, epoch, <uint64_t>request_id - 1, list(slots)
     client._slab_nbytes = 1 << 40
     held, packed.slots = packed.slots, []
@@ -209,7 +209,7 @@ def write_submit(RecordWriter writer not None, Packed packed not None, epoch, re
 def write_reply(RecordWriter writer not None, Packed packed not None, request_id, slot):
     """Writes a reply; returns whether there was room in the ring. ``slot``: of region 0, or None."""
     cdef _SendingEngine engine = _SendingEngine.__new__(_SendingEngine)
-    cdef ClaimEnd claim = ClaimEnd.__new__(ClaimEnd)
+    cdef BaseClaim claim = BaseClaim.__new__(BaseClaim)
     claim._end, claim._frontend, claim._submit = engine, _frontend(writer), Submit.__new__(Submit)
     claim._submit.request_id = request_id
     return engine.send_reply(claim, packed, slot)
@@ -238,17 +238,17 @@ def write_done(RecordWriter writer not None, request_id, released, Packed reply=
 # -- what is kept ----------------------------------------------------------------------------------------------------------------
 
 
-cdef class ColdTaker(RecordTaker):
+cdef class ColdTaker(RecordHandler):
     """Takes no record in C, and counts how often it is asked to."""
 
     cdef readonly int asked
 
-    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+    cdef bint handle_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
         self.asked += 1
         return False
 
 
-def hear(RecordReader reader not None, RecordTaker taker not None):
+def hear(RecordReader reader not None, RecordHandler taker not None):
     """Takes what has come, as an end does that looks for it between two turns."""
     return reader.hear(taker)
 

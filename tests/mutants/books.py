@@ -210,8 +210,8 @@ FAULTS = (
         ),
         (
             "who does not wait overtakes those who do",
-            "return None if self._waiters else self.take_slot(nbytes, held)",
-            "return self.take_slot(nbytes, held)",
+            "return None if self._waiters else self.find_slot(nbytes, held)",
+            "return self.find_slot(nbytes, held)",
             "tests/core/test_client_book.py::test_nobody_overtakes_the_first_who_waits",
         ),
     ),
@@ -267,8 +267,8 @@ FAULTS = (
         ),
         (
             "small replies overtake the first that needs space",
-            "break  # nobody overtakes",
-            "continue  # nobody overtakes",
+            "break  # the first that needs space",
+            "continue  # the first that needs space",
             "tests/core/test_engine_book.py::test_nobody_overtakes_the_first_who_waits_for_space",
         ),
         (

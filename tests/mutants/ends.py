@@ -150,13 +150,13 @@ FAULTS = (
         ),
         (
             "nobody who waits for a turn is told that a request has ended",
-            "self.shell.request_left()",
+            "self.shell.flight_ended()",
             "pass",
             "tests/test_client.py::test_more_than_max_inflight_wait_for_their_turn",
         ),
         (
             "a request that was not sent keeps its turn",
-            "            if sent is None:\n                self.leave()\n",
+            "            if sent is None:\n                self.end_flight()\n",
             "            pass\n",
             "tests/test_client.py::test_who_waits_for_space_leaves_its_turn_to_others",
         ),
@@ -273,8 +273,8 @@ FAULTS = (
         ),
         (
             "a request is taken up by a ring that has ended while it heard",
-            "return self.take_next() if self.is_open else None",
-            "return self.take_next()",
+            "return self.claim_next() if self.is_open else None",
+            "return self.claim_next()",
             "tests/test_awaiting.py",
             "Equivalent: nothing that an engine hears closes its ring within that call.",
         ),
@@ -407,7 +407,7 @@ FAULTS = (
         (
             "who was to get a message and has broken the rules just now gets it",
             """\
-        mask = self._mask(parcel)  # without those who have broken the rules
+        mask = self._mask(parcel)  # without workers that have broken the rules
 """,
             "",
             "tests/test_workers.py::test_counts_that_can_not_be_true_end_one_worker",
@@ -429,8 +429,8 @@ FAULTS = (
         ),
         (
             "no fence between acknowledging a message and the look whether the engine waits for it",
-            "fence_full()  # before the look: the engine says",
-            "pass  # before the look: the engine says",
+            "fence_full()  # before the look: the engine writes",
+            "pass  # before the look: the engine writes",
             "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
         ),
         (

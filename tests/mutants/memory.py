@@ -88,7 +88,7 @@ FAULTS = (
         (
             "the bell is read after the stack was taken",
             """\
-        if self._departures.forks == forks():  # else the bell is the parent's
+        if self._departures.forks == forks():  # otherwise the bell is the parent's
             read(self._departures.bell, &rings, sizeof(rings))  # before the stack is taken: a later push rings again
         top = <Lent*>take_stack(&self._departures.top, NULL)
 """,
@@ -107,7 +107,7 @@ FAULTS = (
         ),
         (
             "the bell of regions that have gone stays open",
-            "    if departures != NULL:\n        _leave_departures(departures)  # the region's own",
+            "    if departures != NULL:\n        _drop_departures(departures)  # the region's own",
             "    pass  # the region's own",
             "tests/core/test_views.py::test_views_outlive_whatever_they_came_from",
         ),

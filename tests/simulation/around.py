@@ -145,9 +145,9 @@ class End:
     def deliver(self) -> None:
         """One record is read."""
         record = self._incoming.take()
-        take = self._owner.take_record
+        take = self._owner.handle_record
         try:
-            (take if callable(take) else take.take_record)(record)
+            (take if callable(take) else take.handle_record)(record)
         except RemoteProtocolError as error:
             self.violated(error)
 

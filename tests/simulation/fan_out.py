@@ -124,7 +124,7 @@ class EngineWorker(_Worker):
         """Reads one record of the worker."""
         record = self.wire.towards_engine.take()
         try:
-            self.take_record(record)
+            self.handle_record(record)
         except RemoteProtocolError as error:
             require(False, f"an honest worker is accused: {error}")
 

@@ -138,14 +138,14 @@ def test_what_is_broken_is_found_with_the_fewest_actions(mutation: Callable[[Pat
 
 def a_refusal_crashes(patch: Patch) -> None:
     """As where a look is missing in what is compiled."""
-    take_message = RealSession.take_message
+    handle_message = RealSession.handle_message
 
     def mutated(session: RealSession, record: bytes) -> None:
-        take_message(session, record)
+        handle_message(session, record)
         if session.error is not None:
             os.kill(os.getpid(), signal.SIGSEGV)
 
-    patch.setattr(RealSession, "take_message", mutated)
+    patch.setattr(RealSession, "handle_message", mutated)
 
 
 def test_a_crash_is_a_failure_with_the_actions_that_lead_to_it() -> None:

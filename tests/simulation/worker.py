@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.compiled import MessageEnd, RecordReader, RecordWriter, WorkerEnd, ring_nbytes
+from shmring.core.compiled import BaseMessage, RecordReader, RecordWriter, WorkerEnd, ring_nbytes
 from shmring.core.messages import Refused
 from shmring.errors import LocalProtocolError
 from shmring.memory.tensors import make_decoder
@@ -28,7 +28,7 @@ _SHARED_DECODER = make_decoder(tuple[Any, Any])
 _NO_RING = ring_nbytes(64)  # records are taken from the connection, and replies given to it
 
 
-class Message(MessageEnd):
+class Message(BaseMessage):
     """A message in a worker's hands."""
 
     def __del__(self) -> None:

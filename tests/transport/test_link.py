@@ -47,7 +47,7 @@ class Owner:
         self.on_message: Callable[[FrontendMessage], object] = lambda message: None
         self.on_violation: Callable[[], object] = lambda: None
 
-    def take_record(self, record: bytes) -> None:
+    def handle_record(self, record: bytes) -> None:
         message = decode_frontend_message(record)
         self.messages.append(message)
         self.on_message(message)

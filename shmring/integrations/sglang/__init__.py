@@ -5,7 +5,7 @@ has SGLang's own ``HookRegistry`` replace the class ``ShmPointerMMData``, which 
 (:mod:`~shmring.integrations.sglang.hooking`; :mod:`~shmring.integrations.sglang.contract` says what is relied on). Each
 scheduler has a ring (:mod:`~shmring.integrations.sglang.scheduler`). A tokenizer puts a tensor into its slab
 (:mod:`~shmring.integrations.sglang.tokenizer`), SGLang's message names it, and decoding the message takes it
-(:mod:`~shmring.integrations.sglang.pointer`). Whatever can't go this way is sent in SGLang's message, and no segment is made.
+(:mod:`~shmring.integrations.sglang.pointer`). Other tensors are sent in SGLang's message, and no segment is made.
 
 Nothing else is imported here: every process of every SGLang that has shmring beside it imports this file. See docs/sglang.md.
 """

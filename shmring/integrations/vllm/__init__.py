@@ -6,7 +6,7 @@ Theory of operation: vLLM loads the entry points of ``vllm.general_plugins`` in 
 gets a ring when its input thread starts, an API server a client when its own client of the engine cores is made. Then a
 request's large tensors are copied to the slab before vLLM encodes the request (:mod:`~shmring.integrations.vllm.frontend`),
 its message carries references, and the engine core's input thread finds views of the slab for them
-(:mod:`~shmring.integrations.vllm.engine`). Whatever can't go this way goes as without the plug-in.
+(:mod:`~shmring.integrations.vllm.engine`). Other tensors are sent as without the plug-in.
 
 Nothing else is imported here: every process of every vLLM that has shmring beside it imports this file. See docs/vllm.md.
 """

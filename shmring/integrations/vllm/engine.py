@@ -8,7 +8,7 @@ tensor's claim stays open until its API server drops it, in the same stream of m
 The provider must not raise, since vLLM's input thread would end with it. What is not there is noted; the wrapped
 ``preprocess_add_request`` raises then, and vLLM fails that one request.
 
-Invariants: ``_kept`` has a claim and nobody else refers to it; nothing here holds a view between two messages.
+Invariants: only ``_kept`` refers to a kept claim; no view is held here between two messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ring of an engine core: its API servers connect to it, and its workers join it. It is one ring, so that a tensor that an
 API server has put into a slot can be sent to the workers from there.
 
-vLLM makes the executor, with its queue to the workers, long before it begins to listen to API servers. Whoever comes first
-opens the ring, and whoever leaves last closes it.
+vLLM makes the executor, with its queue to the workers, long before it begins to listen to API servers. The first user opens the
+ring, and the last user closes it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ diverted: nothing else is certain to be decoded where tensors can be taken. Thei
 (:class:`~shmring.integrations.vllm.request_tensors.RequestTensors`); then vLLM encodes the request, and its encoder asks the
 frontend for each tensor. A request whose tensors are kept already, or small, takes no ``await`` more than without the plug-in.
 
-Whatever does not work, the tensor goes inline, as without the plug-in: to the consumer that vLLM itself has, where it has one.
+If anything does not work, the tensor goes inline, as without the plug-in: to vLLM's own consumer, if it has one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 vLLM's processor cache returns the same tensor for a picture that it has seen. The first time, the tensor is submitted to
 the slab as a claim that the engine core leaves open; from then on messages only name that claim. To drop it, its number
 travels in the message stream itself, with the next reference or in a call of its own: the engine core decodes that stream
-in order, so a drop can't overtake a reference, and nobody has to know when requests end. (Their views keep the slot for as
-long as they need it.)
+in order, so a drop can't overtake a reference, and the API server need not know when requests end. (Their views keep the slot
+for as long as they need it.)
 
 Invariants: an entry is in the book until it is dropped or its submission ends; ``nbytes`` is the sum of the entries; an
 entry that is used (a message that names it is being made) is not evicted; the number of a dropped entry is in ``drops``

@@ -1,9 +1,9 @@
 """Tensors that an API server has on a GPU: through an engine core's device slab, or vLLM's own way, and why.
 
 Theory of operation: where media are processed on a GPU, a tensor is there before it is sent. It is copied on that GPU into a
-slot of the engine core's device slab, by what is queued on this thread's current stream; nobody waits for that. The submission
-carries an event behind the copy, and the engine core's stream waits for it. What finds no device slab, or no place in it, goes
-vLLM's own way: by CUDA IPC with ``--mm-tensor-ipc torch_shm``, else through host memory.
+slot of the engine core's device slab, by work that is queued on this thread's current stream; no thread waits for it. The
+submission carries an event behind the copy, and the engine core's stream waits for it. What finds no device slab, or no place
+in it, goes vLLM's own way: by CUDA IPC with ``--mm-tensor-ipc torch_shm``, else through host memory.
 
 The engine core says in its report whether it has a device slab. It is mapped with the first tensor that is on a GPU, so an API
 server without such tensors needs no context of CUDA for it.

@@ -1,8 +1,8 @@
 """Objects of vLLM on their way to another of its processes: pickled as vLLM does it, with all tensors and arrays apart.
 
 vLLM sends its own classes between its own processes, and pickles them; so does this. But no tensor's bytes go through
-pickle: those of a megabyte and more travel as tensors, the others together as one block. Who reads gets views of the large
-ones, or copies of its own of all.
+pickle: those of a megabyte and more travel as tensors, the others together as one block. The reader gets views of the large
+ones, or copies of all.
 
 A parcel that finds no memory can be sent in pieces, and is put together again at the other end (:class:`Pieces`).
 """

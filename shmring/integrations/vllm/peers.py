@@ -1,7 +1,7 @@
 """Whether the processes that an engine core waits for still run: one that was stopped neither answers nor dies.
 
-The kernel says at once that a process has died; that it was stopped, only to who asks. vLLM's workers wait for each other, so
-the one that does not answer need not be the one that is in trouble: all of them are looked at.
+The kernel reports the death of a process at once, but reports a stopped process only when it is asked. vLLM's workers wait for
+each other, so the worker that does not answer need not be the one that was stopped: all of them are checked.
 """
 
 from __future__ import annotations

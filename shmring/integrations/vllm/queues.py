@@ -6,11 +6,11 @@ the same order. Here a queue is a ring that its writer serves and its readers jo
 sends goes through the ring that its API servers are connected to, so that tensors that they have put there stay where they are.
 
 What a worker is to compute with may be viewed in place, for as long as vLLM keeps it. Everything else is copied out, since vLLM
-may write to it. Views keep memory of the ring, and a step that waits for memory would wait for ever if only a later step lets
-views go. So there are views only while enough is left for what is copied out, and what finds no memory all the same goes in
-pieces that need none.
+may write to it. Views keep memory of the ring, and a step that waits for memory would wait for ever if only a later step drops
+views. So objects are viewed only while enough memory is left for those that are copied out. An object that still finds no
+memory is sent in pieces that need none.
 
-A reader that waits sleeps in the kernel, and hears at once that the writer has died. An engine core that waits for workers
+A reader that waits sleeps in the kernel, and learns at once that the writer has died. An engine core that waits for workers
 looks every second whether one of them was stopped.
 """
 
