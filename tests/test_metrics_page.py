@@ -12,9 +12,9 @@ import pytest
 
 import shmring
 from shmring.engine.metrics import EngineMetrics
+from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.metrics import FrontendMetrics
-from shmring.frontend.multimodal import IntakeStatistics
 from tests.pages import load_maker
 
 ROOT = Path(__file__).resolve().parents[1]

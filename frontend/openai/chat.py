@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import (
     INT64,
     MAX_MESSAGES,
