@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Calls:
-    """Names of the engine's control calls. What they take and return: :class:`shmring.engine.client.EngineClientProtocol`."""
+    """Names of the engine's control calls. What they take and return: :class:`shmring.engine.client.EngineClient`."""
 
     HEALTH = "health"
     DESCRIBE = "describe"

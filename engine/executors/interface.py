@@ -110,7 +110,7 @@ class Executor(Protocol):
 
     The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
     and what is kept of them longer must be copied. Any public method beside these can be called by
-    :meth:`shmring.engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
+    :meth:`shmring.engine.client.EngineClient.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
     own.
     """
 
