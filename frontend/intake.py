@@ -26,10 +26,9 @@ from shmring.frontend.media.reuse import Held, Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
 from shmring.frontend.settings import FrontendSettings
 
-__all__ = ["IntakeStatistics", "MediaIntake", "shortfalls_of"]
+__all__ = ["IntakeStatistics", "MediaIntake"]
 
 _FILE_THREADS = 2  # for base64, local files and hashes: they hold the interpreter lock, or wait for a disk
-_MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 # How often a request looks for its media before it decodes all of them itself.
 _ATTEMPTS = 3
 
@@ -190,10 +189,3 @@ class MediaIntake:
     ) -> None:
         media = await self._preparation.prepare(list(files.values()), spec, reuse.memory, held, other_nbytes)
         held.media.update(zip(files, media, strict=True))
-
-
-def shortfalls_of(media: Sequence[Medium]) -> str:
-    """Returns what a request's caller is told of media that are not all there, by their order; nothing if all are."""
-    texts = [f"{number} of {len(media)}: {medium.shortfall}" for number, medium in enumerate(media, 1) if medium.shortfall]
-    more = [f"and of {len(texts) - _MAX_TOLD} more"] if len(texts) > _MAX_TOLD else []
-    return " | ".join([*texts[:_MAX_TOLD], *more])
