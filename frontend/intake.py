@@ -158,24 +158,21 @@ class MediaIntake:
             held: the media, in the end.
         """
         for _ in range(_ATTEMPTS):
-            landed = reuse.landed
+            joined = reuse.join(files)  # before it looks: of these, what is ready meanwhile may not be found
             found_nbytes = await reuse.find(files, held)
             reuse.keeping.found(len(held.media))
             if len(held.media) == len(files):
                 return
             missing = [key for key in files if key not in held.media]
             held.close()
-            others = reuse.join(missing)
-            mine = [key for key in missing if key not in others]
-            with reuse.lead(mine):
-                if mine and reuse.landed != landed:  # somebody else may have prepared it since
-                    found_nbytes += await reuse.find(mine, held)
-                    mine = [key for key in mine if key not in held.media]
-                    held.close()
-                if mine:
-                    await self._prepare(reuse, {key: files[key] for key in mine}, spec, held, found_nbytes)
+            joined += reuse.join(missing)
+            others = [key for key in missing if key in joined]
+            new = {key: files[key] for key in missing if key not in others}
+            if new:
+                with reuse.lead(new):
+                    await self._prepare(reuse, new, spec, held, found_nbytes)
                     # With others beside them, they may be looked for once more.
-                    self._passed_over += await reuse.keep(held, keeps_all=len(mine) < len(files))
+                    self._passed_over += await reuse.keep(held, keeps_all=len(new) < len(files))
             if not others:
                 await reuse.find([key for key in files if key not in held.media], held)
                 if len(held.media) == len(files):

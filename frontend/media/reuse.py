@@ -121,7 +121,6 @@ class Reuse:
         memory: as given.
         epoch: which life of the engine.
         keeping: decides what is worth keeping.
-        landed: how many flights have ended. Who has looked for a medium before it led, and finds this changed, looks again.
         waiting: requests that wait for others to prepare something.
     """
 
@@ -129,7 +128,7 @@ class Reuse:
         self.memory = memory
         self.epoch = memory.epoch
         self.keeping = Keeping(memory.kept_nbytes)
-        self.landed = self.waiting = 0
+        self.waiting = 0
         self._flights: dict[bytes, _Flight] = {}  # by key
 
     async def find(self, keys: Collection[bytes], held: Held) -> list[int]:
@@ -159,7 +158,6 @@ class Reuse:
         finally:
             for key in keys:
                 del self._flights[key]
-            self.landed += len(keys)
             flight.ended.set()
 
     def join(self, keys: Collection[bytes]) -> list[bytes]:

@@ -465,6 +465,40 @@ async def test_two_requests_with_the_same_new_picture_have_it_decoded_once(
     assert decoded == ["image"]
 
 
+async def test_a_picture_that_is_ready_a_moment_after_another_request_has_looked_for_it_is_decoded_once(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one looked while it was prepared, and hears that it is not there when it is ready."""
+    intake = open_intake(await open_engine())
+    looked = asyncio.Event()
+    other: list[asyncio.Task[None]] = []
+    find, keep = MediaMemory.find, MediaMemory.keep
+
+    async def take() -> None:
+        async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages") as [medium]:
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[0])
+            del medium
+
+    async def find_slowly(memory: MediaMemory, key: bytes) -> Any:
+        kept = await find(memory, key)
+        if other and asyncio.current_task() is other[0] and not looked.is_set():
+            looked.set()
+            await first
+        return kept
+
+    async def keep_late(memory: MediaMemory, key: bytes, medium: Any) -> Any:
+        other.append(asyncio.create_task(take()))
+        await looked.wait()
+        return await keep(memory, key, medium)
+
+    monkeypatch.setattr(MediaMemory, "find", find_slowly)
+    monkeypatch.setattr(MediaMemory, "keep", keep_late)
+    first = asyncio.create_task(take())
+    await first
+    await other[0]
+    assert decoded == ["image"]
+
+
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     open_engine: Any,
