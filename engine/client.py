@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from shmring.engine.protocol import (
     ModelDescription,
 )
 
-__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "EngineState", "GenerateOutput", "MediaMemory"]
+__all__ = ["EncodeOutput", "EngineClient", "EngineState", "GenerateOutput", "MediaMemory"]
 
 #: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
 EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
@@ -39,7 +39,7 @@ _Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
 
 
 class EncodeOutput(msgspec.Struct):
-    """What :meth:`EngineClientProtocol.encode` yields.
+    """What :meth:`EngineClient.encode` yields.
 
     Attributes:
         request_id: the caller's name of the request.
@@ -55,7 +55,7 @@ class EncodeOutput(msgspec.Struct):
 
 
 class GenerateOutput(msgspec.Struct):
-    """What :meth:`EngineClientProtocol.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
+    """What :meth:`EngineClient.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
 
     request_id: str
     text: str
@@ -123,108 +123,14 @@ class MediaMemory:
             raise shmring.EngineDeadError(f"the engine {self.name!r} has gone; a new one is attached to as soon as it starts")
 
 
-class EngineClientProtocol(Protocol):
-    """What a frontend may ask of an engine; frontends are annotated with it, and :class:`EngineClient` is one.
-
-    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
-    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states`` and ``statistics`` are ours: media travel in slots.
-    """
-
-    @property
-    def engines(self) -> Mapping[str, shmring.EngineConnection]:
-        """The connections beneath, by the names of their engines: for their statistics."""
-
-    @property
-    def copies(self) -> int:
-        """How many tensors this process has copied for sending."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether an engine is attached."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether this client was closed."""
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine has gone, and no successor has come yet."""
-
-    @property
-    def dead_error(self) -> BaseException:
-        """What requests fail with while :attr:`errored`."""
-
-    def generate(
-        self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[GenerateOutput, None]:
-        """Yields an answer, piece by piece."""
-
-    def encode(
-        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[EncodeOutput, None]:
-        """Yields the embeddings of a request."""
-
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Gives requests up."""
-
-    @property
-    def kept_nbytes(self) -> int:
-        """How much of media an engine keeps at most; 0: nothing."""
-
-    def media_memory(self) -> MediaMemory:
-        """Returns where the media of a request that is about to be made lie."""
-
-    async def check_health(self, timeout: float = ...) -> None:
-        """Raises if the engine is not well."""
-
-    async def describe(self, timeout: float = ...) -> ModelDescription:
-        """Returns what the engine's executor does."""
-
-    async def states(self, timeout: float = ...) -> dict[str, EngineState]:
-        """Returns how each engine is."""
-
-    async def statistics(self, timeout: float = ..., *, engine: str | None = None) -> dict[str, float]:
-        """Returns an engine's counts by name; ``None``: of the only one."""
-
-    async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None:
-        """Executes nothing more, for all frontends. What runs is finished first, or else aborted; what comes waits."""
-
-    async def resume_generation(self) -> None:
-        """Goes on."""
-
-    async def is_paused(self) -> bool:
-        """Whether it is paused."""
-
-    async def reset_mm_cache(self) -> None:
-        """Has the executor forget what it keeps of media."""
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of the executor between two steps, with msgpack arguments; one result for each of its workers."""
-
-    async def get_supported_tasks(self, timeout: float = ...) -> tuple[str, ...]:
-        """Returns what the executor can be asked for."""
-
-    async def do_log_stats(self) -> None:
-        """Has the engine log its counters."""
-
-    async def start_profile(self) -> None:
-        """Starts torch's profiler around the engine's steps."""
-
-    async def stop_profile(self) -> str:
-        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""
-
-
 class EngineClient:
     """An engine, or several that serve the same, from a frontend. Made by :meth:`connect`; use it with ``async with``.
 
     Control calls raise, besides what they name, :class:`shmring.EngineDeadError` if there is no engine,
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
+
+    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
+    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states`` and ``statistics`` are ours: media travel in slots.
 
     Attributes:
         ring: the client beneath.

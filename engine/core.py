@@ -275,7 +275,7 @@ class EngineCore:
             await asyncio.wait([running])
             raise
 
-    # -- control calls: what they do is said by EngineClientProtocol ---------------------------------------------------
+    # -- control calls: what they do is said by EngineClient -----------------------------------------------------------
 
     async def health(self) -> None:
         """Raises RuntimeError if the executor's thread has been busy for too long, or if no more steps are executed.

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Calls:
-    """Names of the engine's control calls. :class:`shmring.engine.client.EngineClientProtocol` has their arguments and
+    """Names of the engine's control calls. :class:`shmring.engine.client.EngineClient` has their arguments and
     results."""
 
     HEALTH = "health"

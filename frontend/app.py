@@ -34,18 +34,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import shmring
-from shmring.engine.client import EngineClientProtocol
+from shmring.engine.client import EngineClient
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from shmring.frontend.authentication import Authentication
-from shmring.frontend.chat_service import Answer, ChatService, Completed, events_of
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from shmring.frontend.embedding_service import Embedded, EmbeddingService
 from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
+from shmring.frontend.inference import Facts, Inference, events_of
+from shmring.frontend.intake import MediaIntake
 from shmring.frontend.metrics import FrontendMetrics
-from shmring.frontend.multimodal import MediaIntake
 from shmring.frontend.observation import Observation, ObservedRoute, request_id_of
 from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
@@ -91,7 +90,7 @@ class Application:
 
 
 def create_app(
-    engine: EngineClientProtocol, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
+    engine: EngineClient, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
 ) -> Application:
     """Makes the application of a frontend process.
 
@@ -129,7 +128,7 @@ class _Routes:
     """The objects that the routes share, and their handlers."""
 
     def __init__(
-        self, engine: EngineClientProtocol, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
+        self, engine: EngineClient, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
     ) -> None:
         self.metrics = FrontendMetrics(list(engine.engines))
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
@@ -138,8 +137,7 @@ class _Routes:
         self.documentation = Documentation(settings, self._model)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
-        self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)
-        self._chats = ChatService(engine, self._model, self._intake, settings)
+        self._inference = Inference(engine, self._model, self._intake, settings)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -184,13 +182,14 @@ class _Routes:
         request, notes = await self._read(CHAT_PARSER, http_request)
         if request.stream:
             return await self._stream(request, http_request.scope, notes)
-        completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
-        return JsonResponse(completed.response, headers=notes | _headers(completed))
+        scope = http_request.scope
+        completion, facts = await self._inference.complete(request, admitted_of(scope), request_id_of(scope))
+        return JsonResponse(completion, headers=notes | _costs(facts) | _told(facts))
 
     async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
         admitted, request_id = admitted_of(scope), request_id_of(scope)
-        answer = await self._chats.begin(request, admitted, request_id)
-        headers = notes | _told(answer)
+        answer = await self._inference.begin(request, admitted, request_id)
+        headers = notes | _told(answer.facts)
         broken = functools.partial(self._broken_stream, request_id=request_id)
         return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
 
@@ -201,8 +200,9 @@ class _Routes:
 
     async def embed(self, http_request: Request) -> Response:
         request, notes = await self._read(EMBEDDING_PARSER, http_request)
-        embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
-        return JsonPieces(embedded.response, notes | _headers(embedded))
+        scope = http_request.scope
+        pieces, facts = await self._inference.embed(request, admitted_of(scope), request_id_of(scope))
+        return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
 
     async def list_models(self, _: Request) -> Response:
         return JsonResponse(await self._model.list())
@@ -234,15 +234,14 @@ class _Routes:
             return None
 
 
-def _headers(taken: Completed | Embedded) -> dict[str, str]:
-    headers = {"x-shmring-slab-bytes": str(taken.slab_nbytes), "x-shmring-copies": str(taken.copies)}
-    return headers | _told(taken)
+def _costs(facts: Facts) -> dict[str, str]:
+    return {"x-shmring-slab-bytes": str(facts.slab_nbytes), "x-shmring-copies": str(facts.copies)}
 
 
-def _told(answer: Answer | Completed | Embedded) -> dict[str, str]:
+def _told(facts: Facts) -> dict[str, str]:
     """Headers that warn a caller: made-up answers, ignored fields."""
-    synthetic = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
-    return synthetic | ({"x-shmring-media-shortfall": answer.shortfalls} if answer.shortfalls else {})
+    synthetic = {"x-shmring-synthetic": "true"} if facts.synthetic else {}
+    return synthetic | ({"x-shmring-media-shortfall": facts.shortfalls} if facts.shortfalls else {})
 
 
 async def _answer_error(http_request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import shmring
-from shmring.engine.client import EngineClientProtocol, EngineState
+from shmring.engine.client import EngineClient, EngineState
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.errors import unavailable
 from shmring.frontend.media.decoder_pool import DecoderStatistics
@@ -63,7 +63,7 @@ class HealthReporter:
 
     def __init__(
         self,
-        engine: EngineClientProtocol,
+        engine: EngineClient,
         frontends: Callable[[], Sequence[FrontendState]],
         decoders: Callable[[], DecoderStatistics],
     ) -> None:

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 import shmring
 from shmring.frontend.counted import COUNTED, Counted
-from shmring.frontend.multimodal import IntakeStatistics
+from shmring.frontend.intake import IntakeStatistics
 
 __all__ = ["FrontendMetrics"]
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 
 import shmring
-from shmring.engine.client import EngineClientProtocol
+from shmring.engine.client import EngineClient
 from shmring.engine.protocol import ModelDescription
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.models import Model, ModelList
@@ -31,7 +31,7 @@ class ServedModel:
         name: the name that requests must use; None: the engine's name for it.
     """
 
-    def __init__(self, engine: EngineClientProtocol, name: str | None) -> None:
+    def __init__(self, engine: EngineClient, name: str | None) -> None:
         self._engine = engine
         self._name = name
         self._created = int(time.time())

@@ -88,10 +88,10 @@ GUARDS = (
     ),
     Guard(
         "an error while a medium is copied is in no variable of its frame",
-        "frontend/multimodal.py",
-        "raise errors.pop(0)",
-        "raise errors[0]",
-        "tests/frontend/test_multimodal.py::test_an_error_while_a_medium_is_copied_is_not_kept",
+        "frontend/media/sources.py",
+        "raise _for_the_caller(*errors.pop())",
+        "raise _for_the_caller(*errors[0])",
+        "tests/frontend/test_intake.py::test_an_error_while_a_medium_is_copied_is_not_kept",
     ),
     Guard(
         "memory for broadcasts that is reserved while the ring closes is given up",

@@ -11,9 +11,9 @@ import prometheus_client.parser
 
 import shmring
 from shmring.engine.metrics import EngineMetrics
+from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.metrics import FrontendMetrics
-from shmring.frontend.multimodal import IntakeStatistics
 from tests.pages import load_maker
 from tests.tables import for_each
 

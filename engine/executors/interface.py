@@ -110,7 +110,7 @@ class Executor(Protocol):
 
     The tensors of a payload are views of the slab: read them only while the payload is handed in, never write to them, and copy
     tensors that you need for longer. Any public method beside these can be called by
-    :meth:`shmring.engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
+    :meth:`shmring.engine.client.EngineClient.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
     own.
     """
 

@@ -34,14 +34,9 @@ class Keeping:
 
     Args:
         kept_nbytes: how much the engine keeps at most.
-        epoch: which life of it.
-
-    Attributes:
-        epoch: as given.
     """
 
-    def __init__(self, kept_nbytes: int, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, kept_nbytes: int) -> None:
         self._kept_nbytes = kept_nbytes
         self._selective_rounds = 0  # that are left
         self._found = self._prepared = self._prepared_nbytes = 0  # in this round

@@ -1,7 +1,7 @@
 """Chats: requests and answers of ``POST /v1/chat/completions``, whole and in pieces.
 
-:data:`_UNSUPPORTED` has the fields that this server does not implement, with the values that change nothing: clients often send
-those. Every other field that is not named here is ignored, and the answer names it.
+Fields that this server does not implement stand in the types as ``_only`` some values, which change nothing: clients often send
+those. Every field that is not named here is ignored, and the answer names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import (
     INT64,
     MAX_MESSAGES,
@@ -46,7 +46,16 @@ _MAX_CHARACTERS = 4 << 20  # of all texts together: a million tokens, and a few 
 
 _TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _StopText = Annotated[str, Meta(min_length=1)]
-_NotBuilt = Annotated[Any, Meta(description="Not supported: leave it out.")]
+_NEUTRAL = "neutral"  # in the ``extra`` of a field's ``Meta``
+
+
+def _only(*neutral: Any) -> Meta:
+    """Of a field that is not implemented: the values that change nothing. All others are refused, and null never is."""
+    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
+    return Meta(
+        description=f"Not supported: it can be {values}." if neutral else "Not supported: leave it out.",
+        extra={_NEUTRAL: neutral},
+    )
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
@@ -61,8 +70,8 @@ class ChatMessageParam(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart | RefusalPart | str], Meta(max_length=MAX_PARTS)] | None = None
     refusal: Annotated[str | None, Meta(description="What an assistant has said instead of content.")] = None
-    tool_calls: _NotBuilt = None
-    function_call: _NotBuilt = None
+    tool_calls: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only([])] = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -91,81 +100,41 @@ class ChatRequest(msgspec.Struct):
     user: str | None = None
     priority: Priority | None = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
-    n: Annotated[Any, Meta(description="Only 1 is supported.")] = None
-    tools: _NotBuilt = None
-    tool_choice: _NotBuilt = None
-    functions: _NotBuilt = None
-    function_call: _NotBuilt = None
-    response_format: Annotated[Any, Meta(description="Only {'type': 'text'} is supported.")] = None
-    logprobs: _NotBuilt = None
-    top_logprobs: _NotBuilt = None
-    presence_penalty: _NotBuilt = None
-    frequency_penalty: _NotBuilt = None
-    modalities: Annotated[Any, Meta(description="Only ['text'] is supported.")] = None
-    audio: _NotBuilt = None
-    web_search_options: _NotBuilt = None
-    best_of: _NotBuilt = None
-    use_beam_search: _NotBuilt = None
-    min_tokens: _NotBuilt = None
-    stop_token_ids: _NotBuilt = None
-    guided_json: _NotBuilt = None
-    guided_regex: _NotBuilt = None
-    guided_choice: _NotBuilt = None
-    guided_grammar: _NotBuilt = None
-    structured_outputs: _NotBuilt = None
-    continue_final_message: _NotBuilt = None
-    add_generation_prompt: _NotBuilt = None
-    chat_template: _NotBuilt = None
-    chat_template_kwargs: _NotBuilt = None
-    mm_processor_kwargs: Annotated[Any, Meta(description="Not supported here: an option of the server.")] = None
-    length_penalty: _NotBuilt = None
-    bad_words: _NotBuilt = None
-    truncate_prompt_tokens: _NotBuilt = None
-    prompt_logprobs: _NotBuilt = None
-    echo: _NotBuilt = None
-    include_stop_str_in_output: _NotBuilt = None
-    skip_special_tokens: _NotBuilt = None
-    reasoning_effort: _NotBuilt = None
-
-
-#: The fields that are not implemented, each with the values that change nothing. (``None`` never changes anything.)
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "length_penalty": (1,),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "reasoning_effort": ("none",),
-}
+    n: Annotated[Any, _only(1)] = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none", "auto")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    logprobs: Annotated[Any, _only(False)] = None
+    top_logprobs: Annotated[Any, _only(0)] = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    audio: Annotated[Any, _only()] = None
+    web_search_options: Annotated[Any, _only()] = None
+    best_of: Annotated[Any, _only(1)] = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    min_tokens: Annotated[Any, _only(0)] = None
+    stop_token_ids: Annotated[Any, _only([])] = None
+    guided_json: Annotated[Any, _only()] = None
+    guided_regex: Annotated[Any, _only()] = None
+    guided_choice: Annotated[Any, _only()] = None
+    guided_grammar: Annotated[Any, _only()] = None
+    structured_outputs: Annotated[Any, _only()] = None
+    continue_final_message: Annotated[Any, _only(False)] = None
+    add_generation_prompt: Annotated[Any, _only(True)] = None
+    chat_template: Annotated[Any, _only()] = None
+    chat_template_kwargs: Annotated[Any, _only({})] = None
+    mm_processor_kwargs: Annotated[Any, _only({})] = None
+    length_penalty: Annotated[Any, _only(1)] = None
+    bad_words: Annotated[Any, _only([])] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    prompt_logprobs: Annotated[Any, _only()] = None
+    echo: Annotated[Any, _only(False)] = None
+    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    skip_special_tokens: Annotated[Any, _only(True)] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
 
 
 class Usage(msgspec.Struct):
@@ -230,6 +199,15 @@ class ChatCompletionChunk(msgspec.Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
+def _unsupported_of(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    metas = {field.name: getattr(field.type, "__metadata__", ()) for field in msgspec.structs.fields(kind)}
+    return {name: meta.extra[_NEUTRAL] for name, found in metas.items() for meta in found if _NEUTRAL in (meta.extra or {})}
+
+
+#: The fields that are not implemented, each with the values that change nothing.
+_UNSUPPORTED = _unsupported_of(ChatRequest)
+_UNSUPPORTED_OF_MESSAGES = _unsupported_of(ChatMessageParam)
+
 #: For bodies of requests.
 CHAT_PARSER = BodyParser(ChatRequest)
 
@@ -243,7 +221,9 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     Raises:
         ApiError: the request asks for something that is not implemented.
     """
-    _check_supported(request)
+    _check_supported(request, _UNSUPPORTED)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
     messages, request.messages = request.messages, []
     count = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if count > MAX_PARTS:
@@ -267,15 +247,14 @@ def _check_texts(messages: list[ChatMessage]) -> None:
         raise ApiError(400, text, code="text_too_long", param="messages")
 
 
-def _check_supported(request: ChatRequest) -> None:
-    for field, neutral in _UNSUPPORTED.items():
-        value = getattr(request, field)
+def _check_supported(given: msgspec.Struct, unsupported: dict[str, tuple[Any, ...]], place: str = "") -> None:
+    for field, neutral in unsupported.items():
+        value = getattr(given, field)
         if value is None or any(_is_same(value, allowed) for allowed in neutral):
             continue
         only = f"; it can be {msgspec.json.encode(neutral[0]).decode()}, or left out" if neutral else ""
-        raise ApiError(400, f"{field} is not supported by this server{only}", code="unsupported_value", param=field)
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
+        text = f"{field} is not supported by this server{only}"
+        raise ApiError(400, text, code="unsupported_value", param=f"{place}{field}")
 
 
 def _is_same(value: Any, allowed: Any) -> bool:
@@ -288,9 +267,7 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
     if message.role in ("tool", "function"):
         text = f"messages of the role {message.role!r} are not supported: this server does not call tools"
         raise ApiError(400, text, code="unsupported_value", param=f"{param}.role")
-    for field in ("tool_calls", "function_call"):
-        if getattr(message, field) not in (None, []):
-            raise ApiError(400, f"{field} is not supported by this server", code="unsupported_value", param=f"{param}.{field}")
+    _check_supported(message, _UNSUPPORTED_OF_MESSAGES, f"{param}.")
     content = message.content
     if content is None and message.role == "assistant":
         content = message.refusal or ""  # what clients send back of an answer without content

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,

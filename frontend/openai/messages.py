@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from shmring.frontend.body_scan import LONG_NBYTES, is_cut
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
 from shmring.frontend.media.options import MediaKind
-from shmring.frontend.settings import MediaCounts
+from shmring.frontend.media.sources import MediaSource
 
 __all__ = [
     "INT64",
@@ -24,7 +21,6 @@ __all__ = [
     "ContentPart",
     "Priority",
     "TextPart",
-    "check_counts",
     "check_length",
     "data_url_kind",
     "source_of",
@@ -137,19 +133,3 @@ def data_url_kind(text: str) -> MediaKind | None:
     """Returns the kind of medium if a text is a ``data:`` URL of one. Ordinary texts may also begin with ``data:``."""
     match = _DATA_URL.match(text)
     return _KINDS[match["kind"].lower()] if match else None
-
-
-def check_counts(sources: Iterable[MediaSource], accepted: MediaCounts, param: str) -> None:
-    """Checks how many media a request has.
-
-    Raises:
-        ApiError: more than are accepted of one kind.
-    """
-    counts = {field.name: 0 for field in dataclasses.fields(MediaCounts)}
-    for source in sources:
-        counts[source.kind] += 1
-    kinds: tuple[Literal["image", "audio", "video"], ...] = ("image", "audio", "video")
-    for kind in kinds:
-        if counts[kind] > accepted.of(kind):
-            message = f"the request has {counts[kind]} media of kind {kind}, at most {accepted.of(kind)} are accepted"
-            raise ApiError(400, message, code="too_many_media", param=param)

@@ -41,7 +41,7 @@ from bench.serving.load import Generator, Latency, Measurement, measure, play, r
 from bench.serving.media import media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.run import Server, ServerError, serving
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
 from tests.tables import for_each

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
-from shmring.frontend import embedding_service
+from shmring.frontend import inference
 from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderPool
 from shmring.frontend.settings import CorsSettings
 
@@ -333,7 +333,7 @@ async def test_a_bug_is_500_and_tells_nothing(
     def break_down(*_: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(embedding_service, "take_inputs", break_down)
+    monkeypatch.setattr(inference, "take_inputs", break_down)
     http = await open_app(await open_engine())
     response = await http.post("/v1/embeddings", json=body_of(PIXELS[0]), headers={"x-request-id": "the-one"})
     error = error_of(response, 500)

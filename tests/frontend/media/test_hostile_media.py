@@ -567,29 +567,26 @@ def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]]
         lines += [f"{kind} {base64.b64encode(file).decode()}" for file in files]
     lines.append(f"image {base64.b64encode(damaged_tiff).decode()}")
     program = """
-import asyncio, base64, sys, concurrent.futures
+import asyncio, base64, sys
 from shmring.engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
 from shmring.frontend.media.errors import MediaError
-from shmring.frontend.media.fetch import Fetcher, FetchSettings
-from shmring.frontend.media.loader import MediaLoader, MediaSource
-from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.preparation import Preparation
 from shmring.frontend.media.signatures import demuxer_of
+from shmring.frontend.media.sources import MediaFile
+from shmring.frontend.settings import FrontendSettings
 async def main():
-    fetcher = Fetcher(FetchSettings(), concurrent.futures.ThreadPoolExecutor(1))
-    loader = MediaLoader(2, MediaLimits(), MediaIoKwargs(), fetcher)
+    preparation = Preparation(FrontendSettings(decoders=2))
     spec = InputSpec(picture=PictureSpec(), sound=SoundSpec(), video=VideoSpec())
     async def is_refused(line):
         kind, data = line.split()
         try:
-            source = MediaSource(kind, "x", base64=data)
-            medium = await loader.prepare(source, await loader.fetch(source, spec), spec)
-            (await loader.decode(medium)).close()
+            file = MediaFile(kind, "x", base64.b64decode(data))
+            (await preparation.decode(await preparation.probe(file, spec))).close()
         except MediaError:
             return True
         return False
     print(sum(await asyncio.gather(*map(is_refused, sys.stdin.read().splitlines()))))
-    loader.close()
-    await fetcher.close()
+    preparation.close()
 asyncio.run(main())
 """
     done = subprocess.run(

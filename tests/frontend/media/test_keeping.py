@@ -21,7 +21,7 @@ class Server:
     """So many frontends of an engine, which requests reach at random; one medium each."""
 
     def __init__(self, frontends: int, *, keeps_all: bool = False) -> None:
-        self.frontends = [Keeping(CAPACITY * NBYTES, 1) for _ in range(frontends)]
+        self.frontends = [Keeping(CAPACITY * NBYTES) for _ in range(frontends)]
         self.found = self.given = 0
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._keeps_all = keeps_all
@@ -88,7 +88,7 @@ def test_hardly_less_is_found_than_if_all_were_kept(numbers: list[int], frontend
 
 def selective() -> Keeping:
     """One for which keeping was in vain."""
-    keeping = Keeping(CAPACITY * NBYTES, 1)
+    keeping = Keeping(CAPACITY * NBYTES)
     for number in range(CAPACITY + 1):
         assert not keeping.is_selective
         assert keeping.prepared(key_of(10**6 + number), NBYTES)
@@ -120,7 +120,7 @@ def test_after_some_rounds_everything_is_tried_again() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    keeping = Keeping(1 << 40, 1)
+    keeping = Keeping(1 << 40)
     for number in range(10_000):
         keeping.prepared(key_of(number), 1)
     assert len(keeping._recent) == 4096
@@ -128,7 +128,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_medium_that_is_larger_than_all_that_may_be_kept_does_no_harm() -> None:
-    keeping = Keeping(4096, 1)
+    keeping = Keeping(4096)
     assert keeping.prepared(key_of(1), 10 * 4096)
     assert not keeping.prepared(key_of(2), 10 * 4096)
     assert keeping.prepared(key_of(2), 10 * 4096)

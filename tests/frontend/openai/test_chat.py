@@ -9,7 +9,7 @@ import pytest
 
 from shmring.engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
 from shmring.frontend.openai.messages import MAX_PARTS
 from tests.tables import for_each

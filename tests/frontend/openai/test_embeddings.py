@@ -13,7 +13,7 @@ import torch
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
+from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai import embeddings
 from shmring.frontend.openai.embeddings import (
     EMBEDDING_PARSER,

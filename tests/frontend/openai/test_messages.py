@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from shmring.frontend.errors import ApiError
-from shmring.frontend.media.loader import MediaSource
-from shmring.frontend.openai.messages import ContentPart, TextPart, check_counts, data_url_kind, source_of
+from shmring.frontend.media.sources import MediaSource, check_counts
+from shmring.frontend.openai.messages import ContentPart, TextPart, data_url_kind, source_of
 from shmring.frontend.settings import MediaCounts
 from tests.tables import for_each
 

@@ -13,9 +13,9 @@ import torch
 import shmring
 from shmring.engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
 from shmring.frontend.admission import Admission, Admitted
-from shmring.frontend.embedding_service import Embedded, EmbeddingService
 from shmring.frontend.errors import ApiError
-from shmring.frontend.multimodal import MediaIntake
+from shmring.frontend.inference import Inference
+from shmring.frontend.intake import MediaIntake
 from shmring.frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest, EmbeddingResponse
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
@@ -54,18 +54,18 @@ async def open_service() -> AsyncIterator[Any]:
     """``open_service(engine, **settings)``: a service, closed at the end."""
     intakes: list[MediaIntake] = []
 
-    def make(engine: Any, **settings: Any) -> EmbeddingService:
+    def make(engine: Any, **settings: Any) -> Inference:
         frontend_settings = FrontendSettings(**settings)
         intakes.append(MediaIntake(engine.client, frontend_settings))
-        return EmbeddingService(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings)
+        return Inference(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings)
 
     yield make
     for intake in intakes:
         await intake.close()
 
 
-def response_of(embedded: Embedded) -> EmbeddingResponse:
-    return msgspec.json.decode(b"".join(embedded.response), type=EmbeddingResponse)
+def response_of(pieces: list[bytes]) -> EmbeddingResponse:
+    return msgspec.json.decode(b"".join(pieces), type=EmbeddingResponse)
 
 
 async def test_pictures_are_sent_from_their_slots_and_none_is_copied(
@@ -73,11 +73,11 @@ async def test_pictures_are_sent_from_their_slots_and_none_is_copied(
 ) -> None:
     engine = await open_engine()
     request = request_of(*PIXELS)
-    embedded = await open_service(engine).embed(request, admitted, "the-id")
+    pieces, facts = await open_service(engine).embed(request, admitted, "the-id")
     np.testing.assert_allclose(
-        [item.embedding for item in response_of(embedded).data], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
+        [item.embedding for item in response_of(pieces).data], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
     )
-    assert (embedded.slab_nbytes, embedded.copies, embedded.synthetic) == (PIXELS.nbytes, 0, False)
+    assert (facts.slab_nbytes, facts.copies, facts.synthetic) == (PIXELS.nbytes, 0, False)
     assert request.messages is None
     statistics = engine.client.ring.statistics()
     assert (statistics.in_place, statistics.copies, statistics.inline_payloads) == (3, 0, 0)
@@ -98,11 +98,11 @@ async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any
     request = request_of(PIXELS[0], PIXELS[1])
     request.messages[0].content.insert(1, msgspec.convert({"type": "text", "text": "between"}, dict))
     request = msgspec.convert(msgspec.to_builtins(request), EmbeddingRequest)
-    embedded = await service.embed(request, admitted, "x")
+    pieces, _ = await service.embed(request, admitted, "x")
     assert received == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
-    assert response_of(embedded).usage.prompt_tokens == 5
-    assert response_of(embedded).usage.inputs == EmbeddingInputs(text=1, image=2)
-    assert [item.embedding for item in response_of(embedded).data] == [[1, 0], [0, 1], [1, 0]]
+    assert response_of(pieces).usage.prompt_tokens == 5
+    assert response_of(pieces).usage.inputs == EmbeddingInputs(text=1, image=2)
+    assert [item.embedding for item in response_of(pieces).data] == [[1, 0], [0, 1], [1, 0]]
 
 
 async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
@@ -110,8 +110,8 @@ async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted:
         await claim.reply(EncodeReply(torch.eye(2), 2))
 
     engine = await open_engine(answer, BOTH)
-    embedded = await open_service(engine).embed(EmbeddingRequest("shmring-fingerprints", ["a", "b"]), admitted, "x")
-    assert (embedded.slab_nbytes, len(response_of(embedded).data)) == (0, 2)
+    pieces, facts = await open_service(engine).embed(EmbeddingRequest("shmring-fingerprints", ["a", "b"]), admitted, "x")
+    assert (facts.slab_nbytes, len(response_of(pieces).data)) == (0, 2)
 
 
 async def test_what_the_model_does_not_do_is_refused(open_engine: Any, open_service: Any, admitted: Admitted) -> None:

@@ -24,7 +24,7 @@ from shmring.engine.protocol import (
 )
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend.admission import Admitted
-from shmring.frontend.chat_service import ChatService
+from shmring.frontend.inference import Inference
 
 PIXELS = np.random.default_rng(6).integers(0, 256, (2, 24, 32, 3), np.uint8)
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -181,15 +181,15 @@ async def test_the_deadline_is_of_all_of_it(
     open_core: Any, open_app: OpenApp, chat_of: Any, stream: bool, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a stream, the time is over when it has begun: not by a clock, or a busy machine would let it pass before that."""
-    begin = ChatService.begin
+    begin = Inference.begin
 
-    async def begin_in_time(service: ChatService, request: Any, admitted: Admitted, request_id: str) -> Any:
+    async def begin_in_time(service: Inference, request: Any, admitted: Admitted, request_id: str) -> Any:
         answer = await begin(service, request, admitted, request_id)
         admitted.deadline = asyncio.get_running_loop().time()
         return answer
 
     if stream:
-        monkeypatch.setattr(ChatService, "begin", begin_in_time)
+        monkeypatch.setattr(Inference, "begin", begin_in_time)
     engine = await open_core({"step_s": 0.02})
     http = await open_app(engine, request_timeout_s=600 if stream else 0.3)
     response = await http.post("/v1/chat/completions", json=chat_of(PIXELS[0], stream=stream, max_tokens=10_000))

@@ -31,15 +31,18 @@ from shmring.engine.protocol import (
 )
 from shmring.frontend.admission import Admission, Admitted
 from shmring.frontend.errors import ApiError
+from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.fetch import FetchSettings
-from shmring.frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
 from shmring.frontend.media.options import MediaLimits
-from shmring.frontend.multimodal import MediaIntake
+from shmring.frontend.media.preparation import DecodedMedium, Preparation, ProbedMedium
+from shmring.frontend.media.reuse import keys_of
+from shmring.frontend.media.sources import Arrivals, MediaSource
 from shmring.frontend.settings import FrontendSettings, MediaCounts
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 LARGE = np.zeros((300, 300, 3), np.uint8)
 SPEC = InputSpec(picture=PictureSpec(), sound=SoundSpec(), video=VideoSpec(num_frames=4))
+STEPS = {"fetching": (Arrivals, "fetch"), "decoding": (Preparation, "decode"), "copying": (Preparation, "copy")}
 
 
 def wav() -> bytes:
@@ -203,7 +206,7 @@ async def test_too_many_are_refused_before_anything_is_loaded(
     async def load(*_: object) -> None:
         raise AssertionError("nothing is to be loaded")
 
-    monkeypatch.setattr(MediaLoader, "fetch", load)
+    monkeypatch.setattr(Arrivals, "fetch", load)
     intake = open_intake(await open_engine(), limit_mm_per_prompt=MediaCounts(image=1))
     with pytest.raises(ApiError, match="has 2 media of kind image, at most 1 are accepted") as raised:
         await intake.take([source_of(b""), source_of(b"")], SPEC, admitted, "messages").__aenter__()
@@ -251,7 +254,7 @@ async def test_an_error_while_a_medium_is_copied_is_not_kept(
 
     errors: list[weakref.ref[Broken]] = []
     intake = open_intake(await open_engine())
-    monkeypatch.setattr(intake._loader, "copy", fail)
+    monkeypatch.setattr(intake._preparation, "copy", fail)
     gc.disable()
     try:
         with pytest.raises(Broken):
@@ -268,20 +271,20 @@ async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_
 ) -> None:
     """There are more clips than the slab has room for. They wait for each other's memory, and the picture does not."""
     started, go_on = 0, asyncio.Event()
-    decode = MediaLoader.decode
+    decode = Preparation.decode
 
-    async def decode_clips_late(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
+    async def decode_clips_late(preparation: Preparation, probed: ProbedMedium) -> DecodedMedium:
         nonlocal started
-        if prepared.kind == "video":
+        if probed.file.kind == "video":
             started += 1
             await go_on.wait()
-        return await decode(loader, prepared)
+        return await decode(preparation, probed)
 
     async def take(source: MediaSource) -> tuple[int, ...]:
         async with intake.take([source], SPEC, admission.new_request(), "messages") as [medium]:
             return tuple(tensor_of(medium).shape)
 
-    monkeypatch.setattr(MediaLoader, "decode", decode_clips_late)
+    monkeypatch.setattr(Preparation, "decode", decode_clips_late)
     engine = await open_engine(slab_nbytes="1MiB")
     intake = open_intake(engine, max_decoded_nbytes=200_000, slot_timeout_s=0.1)
     clips = [asyncio.create_task(take(source_of(mp4(darkest), "video"))) for darkest in range(40)]  # 37 KB each
@@ -291,7 +294,7 @@ async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_
     assert started == 4
     go_on.set()
     assert await asyncio.gather(*clips) == [(4, 48, 64, 3)] * 40
-    assert intake._decoded_memory.nbytes == 0
+    assert intake._preparation.decoded_memory.nbytes == 0
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
@@ -301,7 +304,7 @@ async def test_what_can_never_fit_the_slab_is_not_decoded(
     async def decode(*_: object) -> None:
         raise AssertionError("nothing is to be decoded")
 
-    monkeypatch.setattr(MediaLoader, "decode", decode)
+    monkeypatch.setattr(Preparation, "decode", decode)
     intake = open_intake(await open_engine(slab_nbytes="1MiB"))
     sources = [source_of(encoded(LARGE + light)) for light in np.arange(4, dtype=np.uint8)]
     with pytest.raises(shmring.CapacityError, match="can never fit"):
@@ -335,7 +338,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
 
     engine = await open_engine(slab_nbytes="1MiB")
     intake = open_intake(engine, max_decoded_nbytes=LARGE.nbytes)
-    memory = intake._decoded_memory
+    memory = intake._preparation.decoded_memory
     async with AsyncExitStack() as blocker:
         match moment:
             case "waiting for memory":
@@ -344,8 +347,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
                 slot = engine.client.ring.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
                 await blocker.enter_async_context(slot)
             case "fetching" | "decoding" | "copying":
-                method = {"fetching": "fetch", "decoding": "decode", "copying": "copy"}[moment]
-                monkeypatch.setattr(MediaLoader, method, stay)
+                monkeypatch.setattr(*STEPS[moment], stay)
         task = asyncio.create_task(take())
         match moment:
             case "waiting for memory":
@@ -382,13 +384,13 @@ async def test_without_shared_memory_it_is_private(
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the media that were decoded."""
     kinds: list[str] = []
-    decode = MediaLoader.decode
+    decode = Preparation.decode
 
-    async def count(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
-        kinds.append(prepared.kind)
-        return await decode(loader, prepared)
+    async def count(preparation: Preparation, probed: ProbedMedium) -> DecodedMedium:
+        kinds.append(probed.file.kind)
+        return await decode(preparation, probed)
 
-    monkeypatch.setattr(MediaLoader, "decode", count)
+    monkeypatch.setattr(Preparation, "decode", count)
     return kinds
 
 
@@ -463,6 +465,40 @@ async def test_two_requests_with_the_same_new_picture_have_it_decoded_once(
     assert decoded == ["image"]
 
 
+async def test_a_picture_that_is_ready_a_moment_after_another_request_has_looked_for_it_is_decoded_once(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one looked while it was prepared, and hears that it is not there when it is ready."""
+    intake = open_intake(await open_engine())
+    looked = asyncio.Event()
+    other: list[asyncio.Task[None]] = []
+    find, keep = MediaMemory.find, MediaMemory.keep
+
+    async def take() -> None:
+        async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages") as [medium]:
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[0])
+            del medium
+
+    async def find_slowly(memory: MediaMemory, key: bytes) -> Any:
+        kept = await find(memory, key)
+        if other and asyncio.current_task() is other[0] and not looked.is_set():
+            looked.set()
+            await first
+        return kept
+
+    async def keep_late(memory: MediaMemory, key: bytes, medium: Any) -> Any:
+        other.append(asyncio.create_task(take()))
+        await looked.wait()
+        return await keep(memory, key, medium)
+
+    monkeypatch.setattr(MediaMemory, "find", find_slowly)
+    monkeypatch.setattr(MediaMemory, "keep", keep_late)
+    first = asyncio.create_task(take())
+    await first
+    await other[0]
+    assert decoded == ["image"]
+
+
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     open_engine: Any,
@@ -473,18 +509,18 @@ async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     end: str,
 ) -> None:
-    decode = MediaLoader.decode
+    decode = Preparation.decode
     calls, go_on = 0, asyncio.Event()
 
-    async def fail_first(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
+    async def fail_first(preparation: Preparation, probed: ProbedMedium) -> DecodedMedium:
         nonlocal calls
         calls += 1
         if calls == 1:
             await go_on.wait()
             raise RuntimeError("the decoder broke")
-        return await decode(loader, prepared)
+        return await decode(preparation, probed)
 
-    monkeypatch.setattr(MediaLoader, "decode", fail_first)
+    monkeypatch.setattr(Preparation, "decode", fail_first)
     engine = await open_engine()
     intake = open_intake(engine)
 
@@ -495,7 +531,7 @@ async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     first = asyncio.create_task(take())
     await eventually(lambda: calls == 1)
     second = asyncio.create_task(take())
-    await eventually(lambda: sum(flights.waiting for flights in intake._flights.values()) == 1)
+    await eventually(lambda: sum(reuse.waiting for reuse in intake._reuse.values()) == 1)
     if end == "cancelled":
         first.cancel()
     else:
@@ -652,7 +688,7 @@ async def test_what_somebody_begins_to_wait_for_while_others_are_being_kept_is_k
     async def keep_late(memory: MediaMemory, key: bytes, medium: Any) -> shmring.Kept:
         if not waiting:
             waiting.append(asyncio.create_task(take(new)))
-            await eventually(lambda: sum(flights.waiting for flights in intake._flights.values()) == 1)
+            await eventually(lambda: sum(reuse.waiting for reuse in intake._reuse.values()) == 1)
         return await keep(memory, key, medium)
 
     monkeypatch.setattr(MediaMemory, "keep", keep_late)
@@ -684,13 +720,12 @@ async def test_what_somebody_else_keeps_under_a_key_is_not_shown(
     engine = await open_engine()
     intake = open_intake(engine)
     keys: list[bytes] = []
-    key_of = intake._key_of
 
-    async def remember(*arguments: Any) -> bytes:
-        keys.append(await key_of(*arguments))
-        return keys[-1]
+    async def remember(*arguments: Any) -> list[bytes]:
+        keys.extend(await keys_of(*arguments))
+        return keys[-1:]
 
-    monkeypatch.setattr(intake, "_key_of", remember)
+    monkeypatch.setattr("shmring.frontend.intake.keys_of", remember)
     picture = encoded(PIXELS[0])
     for _ in range(2):
         async with intake.take([source_of(picture)], SPEC, admission.new_request(), "messages") as [medium]:

@@ -1,0 +1,263 @@
+"""What the routes of ``/v1`` do: answer a conversation, whole or in pieces, and embed inputs. Media go through the slab.
+
+The slots of a conversation's media are left when the first piece has come. By then the request has been sent. The engine needs
+the media only for the first step, and gives their memory back after it. From then on, only the texts of the request are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+
+import msgspec
+import torch
+from msgspec import UNSET
+
+import shmring
+from shmring.engine.client import EngineClient, GenerateOutput
+from shmring.engine.protocol import EncodeRequest, FinishReason, Medium, ModelDescription, Text, tensor_of
+from shmring.frontend.admission import Admitted
+from shmring.frontend.errors import ApiError
+from shmring.frontend.intake import MediaIntake
+from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatRequest,
+    Choice,
+    ChunkChoice,
+    Delta,
+    ResponseMessage,
+    Usage,
+    engine_request,
+)
+from shmring.frontend.openai.embeddings import (
+    EmbeddingRequest,
+    check_dimensions,
+    count_inputs,
+    encode_response,
+    take_inputs,
+)
+from shmring.frontend.served_model import ServedModel
+from shmring.frontend.settings import FrontendSettings
+from shmring.frontend.sse import DONE, event
+
+__all__ = ["Answer", "Facts", "Inference", "events_of"]
+
+_PART_CHARACTERS = 256 << 10
+_MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
+
+
+@dataclasses.dataclass(slots=True)
+class Facts:
+    """What the headers of an answer say of it.
+
+    Attributes:
+        synthetic: whether it is made up.
+        slab_nbytes: bytes of tensors that crossed through the slab.
+        shortfalls: what of the request's media was damaged or missing, for its caller.
+        copies: tensors that this process copied for sending while the request was with the engine. Exact if it was
+            alone, and otherwise an upper bound: the ring's client counts for all requests together.
+    """
+
+    synthetic: bool
+    slab_nbytes: int
+    shortfalls: str
+    copies: int = 0
+
+
+class Answer:
+    """An answer that has begun. Close it, or read it to its end.
+
+    Attributes:
+        facts: about it.
+    """
+
+    def __init__(self, first: GenerateOutput, others: AsyncGenerator[GenerateOutput, None], facts: Facts) -> None:
+        self._first = first
+        self._others = others
+        self.facts = facts
+
+    async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
+        """Iterates over all pieces, the first one included; once."""
+        yield self._first
+        async for output in self._others:
+            yield output
+
+    async def aclose(self) -> None:
+        """Aborts the request, unless it has ended."""
+        await self._others.aclose()
+
+
+class Inference:
+    """Answers requests.
+
+    Each method leaves its request without messages and inputs. It raises :class:`ApiError` if the caller did something wrong or
+    if there is no space, and :class:`shmring.ShmringError` or ``TimeoutError`` if the engine does.
+
+    Args:
+        engine: who computes.
+        model: what it is called, and what it takes.
+        intake: for media; its owner closes it.
+        settings: limits.
+    """
+
+    def __init__(self, engine: EngineClient, model: ServedModel, intake: MediaIntake, settings: FrontendSettings) -> None:
+        self._engine = engine
+        self._model = model
+        self._intake = intake
+        self._settings = settings
+        self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
+
+    async def complete(self, request: ChatRequest, admitted: Admitted, request_id: str) -> tuple[ChatCompletion, Facts]:
+        """Answers a conversation whole."""
+        before = self._engine.copies
+        async with asyncio.timeout_at(admitted.deadline):
+            answer = await self.begin(request, admitted, request_id)
+            async with contextlib.aclosing(answer):
+                pieces = [piece async for piece in answer]
+        answer.facts.copies = self._engine.copies - before
+        choice = Choice(ResponseMessage("".join(piece.text for piece in pieces)), _finish_reason(pieces[-1]))
+        return ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(pieces[-1])), answer.facts
+
+    async def begin(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Answer:
+        """Asks the engine, and returns when the first piece of the answer to a conversation has come."""
+        async with asyncio.timeout_at(admitted.deadline):
+            description = await self._model.check(request.model, "generate")
+            generate_request, sources = engine_request(request)
+            async with self._media(sources, description, admitted, "messages") as (media, facts):
+                generate_request.media = media  # not a copy: it is emptied when the block is left
+                outputs = self._engine.generate(generate_request, request_id=request_id, timeout=_seconds_left(admitted))
+                try:
+                    first = await anext(outputs, None)
+                except BaseException:
+                    await outputs.aclose()
+                    raise
+            if first is None:
+                raise _unfinished()
+            return Answer(first, outputs, facts)
+
+    async def embed(self, request: EmbeddingRequest, admitted: Admitted, request_id: str) -> tuple[list[bytes], Facts]:
+        """Embeds the inputs of a request.
+
+        Returns:
+            An :class:`~shmring.frontend.openai.embeddings.EmbeddingResponse` as JSON, in pieces; and what its headers say.
+        """
+        async with asyncio.timeout_at(admitted.deadline):
+            description = await self._model.check(request.model, "encode")
+            check_dimensions(request, description.embedding_size)
+            param = "messages" if request.messages else "input"
+            inputs = take_inputs(request, self._settings.max_inputs)
+            counts = count_inputs(inputs)
+            if not description.input.text and any(isinstance(item, Text) for item in inputs):
+                message = "this model does not embed text; send media, as messages or as data: URLs"
+                raise ApiError(400, message, code="unsupported_input", param=param)
+            sources = [item for item in inputs if isinstance(item, MediaSource)]
+            texts = [item if isinstance(item, Text) else None for item in inputs]
+            inputs.clear()
+            async with self._media(sources, description, admitted, param) as (media, facts):
+                in_order = iter(media)
+                filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
+                before = self._engine.copies
+                try:
+                    embeddings, prompt_tokens = await self._encode(
+                        EncodeRequest(filled, priority=request.priority or 0), admitted, request_id
+                    )
+                finally:
+                    filled.clear()
+                facts.copies = self._engine.copies - before
+        return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
+
+    @contextlib.asynccontextmanager
+    async def _media(
+        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
+    ) -> AsyncIterator[tuple[list[Medium], Facts]]:
+        """Yields the media of a request, in a list that is emptied at the end, and what the headers of its answer say."""
+        async with self._intake.take(sources, description.input, admitted, param) as media:
+            slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
+            yield media, Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
+
+    async def _encode(self, request: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
+        parts, prompt_tokens = [], 0
+        for number, some in enumerate(_in_parts(request)):
+            name = f"{request_id}-{number}" if number else request_id
+            answering = self._engine.encode(some, request_id=name, timeout=_seconds_left(admitted))
+            async with contextlib.aclosing(answering) as outputs:
+                collected = [output async for output in outputs]
+            parts += [output.embeddings for output in collected]
+            prompt_tokens += collected[-1].prompt_tokens
+        return torch.cat(parts), prompt_tokens
+
+
+async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:
+    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, and its usage if wanted.
+
+    Args:
+        answer: stays its owner's, who closes it.
+        request: says what else the stream includes.
+    """
+    include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+    no_usage = None if include_usage else UNSET
+    template = ChatCompletionChunk(_new_id(), int(time.time()), request.model, [], no_usage)
+
+    def chunk(delta: Delta, reason: FinishReason | None = None) -> bytes:
+        return event(msgspec.structs.replace(template, choices=[ChunkChoice(delta, reason)]))
+
+    yield chunk(Delta("assistant", ""))
+    async for piece in answer:
+        last = piece
+        if last.text:
+            yield chunk(Delta(content=last.text))
+    yield chunk(Delta(), _finish_reason(last))
+    if include_usage:
+        yield event(msgspec.structs.replace(template, usage=_usage(last)))
+    yield DONE
+
+
+def _shortfalls_of(media: Sequence[Medium]) -> str:
+    """Returns what a request's caller is told of media that are not all there, by their order; nothing if all are."""
+    texts = [f"{number} of {len(media)}: {medium.shortfall}" for number, medium in enumerate(media, 1) if medium.shortfall]
+    more = [f"and of {len(texts) - _MAX_TOLD} more"] if len(texts) > _MAX_TOLD else []
+    return " | ".join([*texts[:_MAX_TOLD], *more])
+
+
+def _finish_reason(last: GenerateOutput) -> FinishReason:
+    """Why an answer ended. Raises shmring.RemoteError if its last piece does not say so: the executor has a bug."""
+    if last.finish_reason is None:
+        raise _unfinished()
+    return last.finish_reason
+
+
+def _unfinished() -> shmring.RemoteError:
+    return shmring.RemoteError("NoReply", "the engine ended the answer without saying why")
+
+
+def _usage(last: GenerateOutput) -> Usage:
+    return Usage(last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens)
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"
+
+
+def _seconds_left(admitted: Admitted) -> float:
+    return admitted.deadline - asyncio.get_running_loop().time()
+
+
+def _in_parts(request: EncodeRequest) -> Iterator[EncodeRequest]:
+    """Yields a request in parts whose texts take a millisecond of the loops that they pass: two thousand may have 12 MB."""
+    inputs: list[Text | Medium] = []
+    characters = 0
+    if all(isinstance(item, Text) for item in request.inputs):
+        for item in request.inputs:
+            assert isinstance(item, Text)
+            characters += len(item.text)
+            if inputs and characters > _PART_CHARACTERS:
+                yield EncodeRequest(inputs, request.priority)
+                inputs, characters = [], len(item.text)
+            inputs.append(item)
+    yield EncodeRequest(inputs, request.priority) if inputs else request
