@@ -67,7 +67,7 @@ class GenerateOutput(msgspec.Struct):
 
 
 class MediaMemory:
-    """The slab of an engine, for the media of one request: all of them lie there, and the request goes to that engine.
+    """The slab of an engine, for media: all of a request's lie in one, and the request goes to that engine.
 
     What has to be waited for fails at once, with :class:`shmring.EngineDeadError`, if that engine is not attached: a frontend
     answers 503, or takes another engine, rather than keep its caller waiting for one that may never come.

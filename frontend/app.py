@@ -6,7 +6,7 @@ Answers that are not streamed have headers about their cost. ``X-Shmring-Slab-By
 crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while the request was with
 the engine. It includes copies for other requests: it is exact for a request that was alone, and an upper bound otherwise.
 ``X-Shmring-Synthetic: true`` is on all made-up answers (for load tests). ``X-Shmring-Ignored-Fields`` names the fields of the
-request that this server does not know.
+request that this server does not know. ``X-Shmring-Media-Shortfall`` names the media of which a part is missing.
 
 What ``/health`` and ``/ready`` say: :mod:`shmring.frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
 ``/docs``.
@@ -239,7 +239,7 @@ def _costs(facts: Facts) -> dict[str, str]:
 
 
 def _told(facts: Facts) -> dict[str, str]:
-    """Headers that warn a caller: made-up answers, ignored fields."""
+    """Headers that warn a caller: made-up answers, media with missing parts."""
     synthetic = {"x-shmring-synthetic": "true"} if facts.synthetic else {}
     return synthetic | ({"x-shmring-media-shortfall": facts.shortfalls} if facts.shortfalls else {})
 

@@ -149,7 +149,8 @@ class MediaIntake:
 
         Nothing is held while something is waited for, neither slots nor what was found, or requests could wait for each other.
         So what was found may have gone when the rest is there. Then this begins again, and at last it decodes everything
-        itself.
+        itself. A medium that another request begins and ends to prepare while this one looks for it is decoded twice, and kept
+        once.
 
         Args:
             reuse: what there is at the engine.
@@ -172,7 +173,8 @@ class MediaIntake:
                 with reuse.lead(new):
                     await self._prepare(reuse, new, spec, held, found_nbytes)
                     # With others beside them, they may be looked for once more.
-                    self._passed_over += await reuse.keep(held, keeps_all=len(new) < len(files))
+                    passed_over = await reuse.keep(held, keeps_all=len(new) < len(files))
+                self._passed_over += passed_over
             if not others:
                 await reuse.find([key for key in files if key not in held.media], held)
                 if len(held.media) == len(files):

@@ -35,7 +35,7 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """A server. Made by :meth:`start`; used with ``with``, which stops it. Nothing of it lives afterwards.
+    """A server. Made by :meth:`start`; used with ``with``, which stops it with all of its processes.
 
     Attributes:
         process: of its supervisor.
@@ -141,13 +141,13 @@ class ServerProcess:
     def _starting(self) -> Iterator[None]:
         try:
             yield
-        except (ProcessError, ProcessLookupError) as error:
+        except ProcessError as error:
             self.stop()
-            why = "ended at once" if isinstance(error, ProcessLookupError) else str(error)
             words = "; its own message is above" if self._errors is None else f":\n{self.last_words}" * bool(self.last_words)
-            raise ServerError(f"the server {why}{words}") from None
+            raise ServerError(f"the server {error}{words}") from None
 
     def _serves(self, word: Serving) -> None:
         self.url, self.engines, self.frontends = word.url, word.engines, word.frontends
         for pid in (*word.engines, *word.frontends):
-            self._parts.append(Process(pid))
+            with contextlib.suppress(ProcessLookupError):  # a frontend that has died already is replaced
+                self._parts.append(Process(pid))

@@ -25,7 +25,7 @@ _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaCounts:
-    """How many media of each modality a request may have. All of a request's media share one slot.
+    """How many media of each modality a request may have.
 
     Attributes:
         image: 64 pictures of two megapixels take 384 MB of the slab.

@@ -114,7 +114,7 @@ class ServeOptions:
             single engine ends the server. 0: never, for whoever stops processes to debug them.
         lifeline_fd: a pipe, socket or terminal; the server stops when its other end is closed. None: there is none.
         ready_fd: Write a line of JSON to this descriptor, and close it, when the server is ready: its url, and the pids of its
-            engines and frontends.
+            engines and frontends. It is a pipe's or a file's that the server has inherited.
         notice: a line for whoever starts it; empty: none.
     """
 
@@ -124,13 +124,24 @@ class ServeOptions:
     start_timeout_s: float = 600.0
     heartbeat_timeout_s: Annotated[float, Flag(least=0, parse=_parse_heartbeat_timeout)] = 30.0
     lifeline_fd: Annotated[int | None, NO_OPTION] = None
-    ready_fd: int | None = None
+    ready_fd: Annotated[int | None, Flag(least=3, parse=_parse_ready_fd)] = None
     notice: Annotated[str, NO_OPTION] = ""
 
     @property
     def heartbeat_s(self) -> float:
         """How often each process shows that it lives; 0: never."""
         return min(_LONGEST_HEARTBEAT_S, self.heartbeat_timeout_s / _HEARTBEATS)
+
+
+def _parse_ready_fd(fd: int | None) -> int | None:
+    if fd is not None:
+        try:
+            mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        except OSError:
+            raise ValueError(f"{fd} is no open descriptor: start the server with one, such as {fd}>ready.json") from None
+        if mode == os.O_RDONLY:
+            raise ValueError(f"descriptor {fd} can only be read")
+    return fd
 
 
 def _parse_heartbeat_timeout(timeout_s: float) -> float:
@@ -356,6 +367,8 @@ class _Supervisor:
         )
         try:
             say_ready(fd, Serving(self._url, engines, frontends))
+        except BrokenPipeError:
+            _say(f"ready, but no program reads descriptor {fd} (--ready-fd) any more")
         except OSError as error:
             raise ServeError(f"can't say on descriptor {fd} (--ready-fd) that the server is ready: {error.strerror}") from None
 

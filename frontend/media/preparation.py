@@ -82,7 +82,7 @@ class DecodedMedium:
         shape: of its pixels or samples.
         dtype: of the same.
         reply: what else its decoder found out.
-        content: pixels or samples, in C order, and what the medium promised and did not keep.
+        content: pixels or samples, in C order.
     """
 
     kind: MediaKind

@@ -56,12 +56,14 @@ async def keys_of(files: Sequence[MediaFile], spec: InputSpec, settings: Fronten
         files: of the media.
         spec: what the executor takes.
         settings: limits, and how media are prepared where that is not the executor's choice.
-        pool: threads on which large files are hashed.
+        pool: threads on which the files are hashed if they are large together.
     """
+
+    at_once = sum(len(file.data) for file in files) <= _HASHED_AT_ONCE_NBYTES
 
     async def key_of(file: MediaFile) -> bytes:
         preparation = _preparation_of(file.kind, spec, settings.media_limits, settings.media_io_kwargs)
-        if len(file.data) <= _HASHED_AT_ONCE_NBYTES:
+        if at_once:
             return _hash_of(preparation, file.data)
         return await asyncio.get_running_loop().run_in_executor(pool, _hash_of, preparation, file.data)
 

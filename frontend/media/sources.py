@@ -192,8 +192,8 @@ async def all_of(results: Iterable[Awaitable[_Result]], media: Sequence[MediaSou
         ApiError: for a :class:`MediaError`.
     """
     outcomes = await asyncio.gather(*results, return_exceptions=True)
-    failed = zip(outcomes, media, strict=True)
-    errors = [(outcome, medium) for outcome, medium in failed if isinstance(outcome, BaseException)]
+    # No variable has the pairs: zip keeps the last one, and so the error or the view in it.
+    errors = [(error, medium) for error, medium in zip(outcomes, media, strict=True) if isinstance(error, BaseException)]
     if errors:
         outcomes.clear()
         del errors[1:]

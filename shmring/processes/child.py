@@ -17,14 +17,17 @@ def say_ready(fd: int, word: object) -> None:
     """Writes what this process says of itself, as a line of JSON, and closes the descriptor.
 
     Args:
-        fd: what :meth:`shmring.processes.process.Process.start` has added to the command line.
-        word: a struct; as JSON it has at most 4 KiB, so that it arrives whole.
+        fd: of a pipe to the process that started this one, such as :meth:`shmring.processes.process.Process.start` makes. It is
+            closed in any case.
+        word: a struct.
 
     Raises:
         OSError: nothing can be written there.
     """
-    os.write(fd, msgspec.json.encode(word) + b"\n")
-    os.close(fd)
+    with open(fd, "wb", buffering=0) as pipe:
+        line = memoryview(msgspec.json.encode(word) + b"\n")
+        while line:
+            line = line[pipe.write(line) :]
 
 
 def end_with_parent(parent_pid: int | None = None) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 __all__ = ["Process", "ProcessError"]
 
-_WORD_NBYTES = 4096  # a pipe takes so much in one piece, or nothing
+_PIECE_NBYTES = 4096  # that are read at once
 
 _Word = TypeVar("_Word")
 
@@ -60,18 +60,19 @@ class Process:
             pass_fds: descriptors that it inherits.
             options: of :class:`subprocess.Popen`.
         """
-        if not ready_flag:
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as always:
+            word_fd = -1
+            if ready_flag:
+                word_fd, theirs = os.pipe()
+                on_failure.callback(os.close, word_fd)
+                always.callback(os.close, theirs)
+                command, pass_fds = [*command, f"{ready_flag}{theirs}"], (*pass_fds, theirs)
             popen = subprocess.Popen(command, pass_fds=pass_fds, **options)
-            return cls(popen.pid, popen)
-        word_fd, theirs = os.pipe()
-        try:
-            popen = subprocess.Popen([*command, f"{ready_flag}{theirs}"], pass_fds=(*pass_fds, theirs), **options)
-        except BaseException:
-            os.close(word_fd)
-            raise
-        finally:
-            os.close(theirs)
-        return cls(popen.pid, popen, word_fd)
+            on_failure.callback(popen.wait)
+            on_failure.callback(popen.kill)
+            process = cls(popen.pid, popen, word_fd)
+            on_failure.pop_all()
+            return process
 
     @property
     def lives(self) -> bool:
@@ -90,11 +91,8 @@ class Process:
             ProcessError: it has ended, or was not ready in time.
         """
         if not _is_readable(self._word_fd, limit_s):
-            raise ProcessError(f"was not ready within {limit_s:g} s")
-        word = os.read(self._word_fd, _WORD_NBYTES)
-        if not word:
-            raise ProcessError("did not start")
-        return msgspec.json.decode(word, type=kind)
+            raise ProcessError(_late(limit_s))
+        return self._read_word(kind)
 
     async def until_ready(self, kind: type[_Word], limit_s: float) -> _Word:
         """Does the same, without blocking the loop.
@@ -105,12 +103,25 @@ class Process:
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._word_fd, readable.set)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    await readable.wait()
+            async with asyncio.timeout(limit_s):
+                await readable.wait()
+        except TimeoutError:
+            raise ProcessError(_late(limit_s)) from None
         finally:
             loop.remove_reader(self._word_fd)
-        return self.wait_until_ready(kind, 0 if readable.is_set() else limit_s)
+        return self._read_word(kind)
+
+    def _read_word(self, kind: type[_Word]) -> _Word:
+        os.set_blocking(self._word_fd, True)  # uvloop has changed that
+        word = b""
+        while not word.endswith(b"\n") and (piece := os.read(self._word_fd, _PIECE_NBYTES)):
+            word += piece
+        if not word:
+            raise ProcessError("did not start")
+        try:
+            return msgspec.json.decode(word, type=kind)
+        except msgspec.DecodeError as error:
+            raise ProcessError(f"said {word[:80]!r} where it says that it is ready: {error}") from None
 
     def line(self) -> str:
         """Returns the next line that a child writes to its pipe, without its end; empty when there will be none."""
@@ -183,7 +194,7 @@ class Process:
         return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
 
     def close(self) -> None:
-        """Stops watching it, and closes a child's pipes. Twice is once."""
+        """Stops watching it, and closes a child's pipes; nothing may wait for its end then. Twice is once."""
         self._stop_watching()
         for fd in (self._pidfd, self._word_fd):
             if fd >= 0:
@@ -217,6 +228,10 @@ class Process:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._pidfd)
         self._loop = None
+
+
+def _late(limit_s: float | None) -> str:
+    return f"was not ready within {limit_s:g} s"
 
 
 def _is_readable(fd: int, limit_s: float | None) -> bool:

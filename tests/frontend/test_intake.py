@@ -35,7 +35,7 @@ from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.preparation import DecodedMedium, Preparation, ProbedMedium
-from shmring.frontend.media.reuse import keys_of
+from shmring.frontend.media.reuse import Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaSource
 from shmring.frontend.settings import FrontendSettings, MediaCounts
 
@@ -262,8 +262,30 @@ async def test_an_error_while_a_medium_is_copied_is_not_kept(
                 pass
         await asyncio.sleep(0)  # the loop lets go of tasks
         assert [error() for error in errors] == [None] * len(PIXELS)
+        with pytest.raises(Broken):
+            async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admitted, "messages"):
+                pass
+        await asyncio.sleep(0)
+        assert errors[-1]() is None, "the only one's"
     finally:
         gc.enable()
+
+
+async def test_media_that_are_passed_over_at_the_same_time_are_all_counted(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def keep(*_: object, **__: object) -> int:
+        await asyncio.sleep(0.01)
+        return 1
+
+    async def ask(number: int) -> None:
+        async with intake.take([source_of(encoded(PIXELS[number]))], SPEC, admitted, "messages"):
+            pass
+
+    intake = open_intake(await open_engine())
+    monkeypatch.setattr(Reuse, "keep", keep)
+    await asyncio.gather(*map(ask, range(len(PIXELS))))
+    assert intake.statistics().passed_over == len(PIXELS)
 
 
 async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_waiting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,22 @@ def test_the_supervisor_s_own(options_of: Any) -> None:
     assert (options.heartbeat_timeout_s, options.heartbeat_s) == (0, 0)
     assert options.lifeline_fd is None
     assert options_of("--stop-with-stdin").lifeline_fd == 0
-    assert (options.ready_fd, options_of("--ready-fd=7").ready_fd) == (None, 7)
+    assert options.ready_fd is None
+
+
+def test_the_descriptor_for_the_ready_line_is_looked_at_before_anything_starts(options_of: Any) -> None:
+    def complaint(fd: int) -> str:
+        return " ".join(CliRunner().invoke(main, ["serve", f"--ready-fd={fd}"], env={"COLUMNS": "300"}).output.split())
+
+    reading, writing = os.pipe()
+    try:
+        assert options_of(f"--ready-fd={writing}").ready_fd == writing
+        assert "can only be read" in complaint(reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert "is no open descriptor" in complaint(writing)
+    assert "--ready-fd" in complaint(1), "stdout goes on"
 
 
 def test_where_it_listens_and_how(options_of: Any, certificate: tuple[Path, Path], tmp_path: Path) -> None:

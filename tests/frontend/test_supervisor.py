@@ -379,7 +379,27 @@ async def test_a_descriptor_that_can_not_be_written_to_is_one_clear_message(supe
         ServeError, match=rf"can't say on descriptor {reading} \(--ready-fd\) that the server is ready: Bad file"
     ):
         await asyncio.wait_for(running, 30)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(reading)
+
+
+async def test_a_program_that_does_not_read_that_it_is_ready_ends_no_server(
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
     os.close(reading)
+    _, running = supervise(ready_fd=writing)
+    said = ""
+
+    def told() -> bool:
+        nonlocal said
+        said += "".join(capsys.readouterr())
+        return f"no program reads descriptor {writing} (--ready-fd)" in said
+
+    await eventually(told, 30)
+    assert not running.done()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(writing)
 
 
 async def test_it_stops_when_the_program_that_started_it_ends(supervise: Any, eventually: Any) -> None:

@@ -71,10 +71,52 @@ async def test_a_child_that_is_not_ready_in_time_is_an_error() -> None:
             await child.until_ready(Word, 0.01)
 
 
-def test_a_program_that_is_not_there_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.both_loops
+async def test_a_child_that_says_something_else_is_an_error() -> None:
+    for said, why in (("ready\n", "malformed"), ('{"pid": 1}\n', "missing required field"), ('{"pid"', "truncated")):
+        program = f"import os, sys; os.write(int(sys.argv[1].split('=')[1]), {said.encode()!r})"
+        with says(program) as child, pytest.raises(ProcessError, match=why):
+            await child.until_ready(Word, LIMIT_S)
+
+
+def test_what_a_child_says_of_itself_may_be_long() -> None:
+    program = SAYS.replace("'here I am'", "'here I am' * 100_000")
+    with says(program + SLEEPING) as child:
+        assert child.wait_until_ready(Word, LIMIT_S).text == "here I am" * 100_000
+
+
+async def test_the_wait_for_a_child_that_is_late_does_not_block_the_loop() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.01)
+
+    counting = asyncio.create_task(count())
+    with says(SLEEPING) as child, pytest.raises(ProcessError, match="was not ready"):
+        await child.until_ready(Word, 0.1)
+    counted = turns
+    await asyncio.sleep(0)
+    counting.cancel()
+    assert counted > 1
+
+
+def test_a_program_that_can_not_be_started_or_watched_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(24, "Too many open files")
+
+    pids: list[int] = []
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
         Process.start(["/no/such/program"], ready_flag="--ready-fd=")
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(OSError, match="Too many"):
+        says(SAYS + SLEEPING)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pids[0], 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -35,6 +35,7 @@ logger = logging.getLogger("vllm.shmring")
 
 _DROP_S = 0.25  # how long a drop waits for a message that takes it along
 _REPORTS_EVERY = 20  # of these pauses: every five seconds
+_IDLE_PAUSES = 4  # that are one where no tensor was sent for so long: an idle server takes no more CPU than vLLM's own
 
 _Sent = TypeVar("_Sent")
 
@@ -209,7 +210,7 @@ class AsyncFrontend(_Frontend):
         """Connects; then takes care of what no request takes care of: drops that nothing takes along, and gauges."""
         await asyncio.gather(*(link.connect() for link in self._links.values()))
         self._say_what_is_on(list(self._links.values()))
-        pauses = 0
+        pauses, sent, sent_at = 0, 0, 0
         while True:
             for engine, link in self._links.items():
                 if link.book is None:
@@ -220,8 +221,10 @@ class AsyncFrontend(_Frontend):
                     return
             if pauses % _REPORTS_EVERY == 0:
                 await self._update_gauges()
+            if sent != (sent := self._traffic.tensors.total()):
+                sent_at = pauses
             pauses += 1
-            await asyncio.sleep(_DROP_S)
+            await asyncio.sleep(_DROP_S * (_IDLE_PAUSES if pauses - sent_at > _REPORTS_EVERY else 1))
 
     async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
         assert link.book is not None
