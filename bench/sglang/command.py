@@ -59,21 +59,6 @@ Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 Left = Mapping[tuple[str, str], int]
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """Medians of a case and way, as they are stored; CPU is for each tensor."""
-
-    case: str
-    way: str
-    p50_ms: float
-    tokenizer_ms: float
-    ranks_ms: float
-
-    @classmethod
-    def of(cls, case: Case, way: str, runs: Sequence[Measurement]) -> Stored:
-        """Sums the repetitions up."""
-        return cls(case.title, way, *(_median(runs, number) for number in (_p50_ms, _tokenizer_ms, _ranks_ms)))
-
-
 def _p50_ms(run: Measurement) -> float:
     return run.p50_ms
 
@@ -122,7 +107,7 @@ def report(measured: Measured, left: Left, coverage: Coverage, environment: Mapp
         tables=tables,
         notes=notes,
         targets=_targets(measured, left),
-        results=[Stored.of(case, way, runs) for (case, way), runs in measured.items()],
+        results=None,
         coverage=coverage,
     )
 
