@@ -442,7 +442,11 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals, exit_code: int, 
             stopped.append(True)
 
     monkeypatch.setattr(run, "run", running)
-    done = CliRunner().invoke(serve_command, ["--url", "http://127.0.0.1:1"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    try:
+        done = CliRunner().invoke(serve_command, ["--url", "http://127.0.0.1:1"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (done.exit_code, stopped) == (exit_code, [True])
 
 
