@@ -22,6 +22,7 @@ from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, median_ratio
 from bench.sglang.ends import Measurement, Order
 from bench.targets import judge
+from shmring.processes.process import Process
 
 __all__ = ["Measured", "announced", "report", "sglang_command"]
 
@@ -163,32 +164,20 @@ def announced() -> list[Verdict]:
 # -- the run -------------------------------------------------------------------------------------------------------------
 
 
-class _Ends:
-    """Both ends of a way, in processes of an environment that has SGLang."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def answer(self) -> str:
-        """Returns the next line that they say; an empty one, if they have ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def order(self, order: Order) -> str:
-        """Has them do something, and returns what they say then."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
-        self._process.stdin.flush()
-        return self.answer()
+def _order(ends: Process, order: Order) -> str:
+    """Has both ends of a way do something, and returns what they say then; nothing, if they have ended."""
+    ends.write(msgspec.json.encode(order).decode() + "\n")
+    return ends.line()
 
 
 @contextlib.contextmanager
-def _ends(way: str, ranks: int, environment: Path) -> Iterator[_Ends]:
+def _ends(way: str, ranks: int, environment: Path) -> Iterator[Process]:
+    """Both ends of a way, in processes of an environment that has SGLang."""
     with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory, (Path(directory) / "log").open("w+") as log:
         inherited = {name: value for name, value in os.environ.items() if "SHMRING_SGLANG" not in name}
         settled = {**inherited, **_QUIET_ENVIRONMENT, **WAYS[way], "XDG_RUNTIME_DIR": directory, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            [environment / "bin" / "python", "-m", "bench.sglang.ends", str(ranks)],
+        with Process.start(
+            [str(environment / "bin" / "python"), "-m", "bench.sglang.ends", str(ranks)],
             env=settled,
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -196,17 +185,15 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[_Ends]:
             stderr=log,
             text=True,
             start_new_session=True,
-        )
-        try:
-            ends = _Ends(process)
-            if not ends.answer():
-                log.seek(0)
-                raise RuntimeError(f"SGLang's ends did not start: {log.read()[-600:]}")
-            yield ends
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        ) as ends:
+            try:
+                if not ends.line():
+                    log.seek(0)
+                    raise RuntimeError(f"SGLang's ends did not start: {log.read()[-600:]}")
+                yield ends
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(ends.pid, signal.SIGKILL)  # its ranks too
 
 
 def _measure(
@@ -217,8 +204,8 @@ def _measure(
         with contextlib.ExitStack() as stack:
             ends = {way: stack.enter_context(_ends(way, ranks, environment)) for way in WAYS}
 
-            def measure(case: Case, way: str, ends: Mapping[str, _Ends] = ends) -> Measurement:
-                answer = ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]))
+            def measure(case: Case, way: str, ends: Mapping[str, Process] = ends) -> Measurement:
+                answer = _order(ends[way], Order(case.nbytes, _COUNTS[case.nbytes]))
                 return msgspec.json.decode(answer, type=Measurement)
 
             runs.measure(of_ranks, measure, progress)
@@ -228,7 +215,7 @@ def _kill(way: str, end: str, environment: Path) -> int:
     """Kills an end, and returns how much is left in ``/dev/shm``."""
     with _ends(way, KILLS[end], environment) as ends:
         before = _segments()
-        ends.order(msgspec.structs.replace(_KILLED, kill=end))
+        _order(ends, msgspec.structs.replace(_KILLED, kill=end))
         left: dict[str, int] = {}
         while (now := {name: nbytes for name, nbytes in _segments().items() if name not in before}) != left:
             left = now  # the ends that live go on with what they have been sent

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from importlib.metadata import version
@@ -58,16 +59,11 @@ async def keys_of(files: Sequence[MediaFile], spec: InputSpec, settings: Fronten
         settings: limits, and how media are prepared where that is not the executor's choice.
         pool: threads on which the files are hashed if they are large together.
     """
-
-    at_once = sum(len(file.data) for file in files) <= _HASHED_AT_ONCE_NBYTES
-
-    async def key_of(file: MediaFile) -> bytes:
-        preparation = _preparation_of(file.kind, spec, settings.media_limits, settings.media_io_kwargs)
-        if at_once:
-            return _hash_of(preparation, file.data)
-        return await asyncio.get_running_loop().run_in_executor(pool, _hash_of, preparation, file.data)
-
-    return list(await asyncio.gather(*map(key_of, files)))
+    media = [(_preparation_of(file.kind, spec, settings.media_limits, settings.media_io_kwargs), file.data) for file in files]
+    if sum(len(file.data) for file in files) <= _HASHED_AT_ONCE_NBYTES:
+        return list(itertools.starmap(_hash_of, media))
+    loop = asyncio.get_running_loop()
+    return await asyncio.gather(*(loop.run_in_executor(pool, _hash_of, preparation, data) for preparation, data in media))
 
 
 @functools.lru_cache(maxsize=16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import gc
 import io
 import wave
@@ -565,18 +566,21 @@ async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
 
 
+async def take_in_order(intake: MediaIntake, admission: Admission, encoded: Any, pictures: Any, *order: int) -> None:
+    """A request for some of the pictures gets them, in its order."""
+    sources = [source_of(encoded(pictures[index])) for index in order]
+    async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
+        for medium, index in zip(media, order, strict=True):
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), pictures[index])
+        del medium
+
+
 async def test_two_requests_that_share_pictures_in_opposite_order_do_not_wait_for_each_other(
     open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str]
 ) -> None:
     intake = open_intake(await open_engine())
 
-    async def take(*order: int) -> None:
-        sources = [source_of(encoded(PIXELS[index])) for index in order]
-        async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
-            for medium, index in zip(media, order, strict=True):
-                np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[index])
-            del medium
-
+    take = functools.partial(take_in_order, intake, admission, encoded, PIXELS)
     await asyncio.wait_for(asyncio.gather(take(0, 1), take(1, 2), take(2, 0), take(2, 1, 0)), 30)
     assert len(decoded) == 3
 
@@ -610,13 +614,7 @@ async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_othe
     intake = open_intake(engine)
     pictures = [LARGE[:160, :200] + light for light in np.arange(12, dtype=np.uint8)]  # 96 KB each: 1.2 times the slab
 
-    async def take(*order: int) -> None:
-        sources = [source_of(encoded(pictures[index])) for index in order]
-        async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
-            for medium, index in zip(media, order, strict=True):
-                np.testing.assert_array_equal(tensor_of(medium).numpy(), pictures[index])
-            del medium
-
+    take = functools.partial(take_in_order, intake, admission, encoded, pictures)
     orders = [[(5 * number + step) % 12 for step in range(1 + number % 3)] for number in range(60)]
     await asyncio.wait_for(asyncio.gather(*(take(*order) for order in orders)), 60)
     assert engine.ring.statistics().kept_evictions > 0

@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.shmring")
 
 _DROP_S = 0.25  # how long a drop waits for a message that takes it along
 _REPORTS_EVERY = 20  # of these pauses: every five seconds
-_IDLE_PAUSES = 4  # that are one where no tensor was sent for so long: an idle server takes no more CPU than vLLM's own
+_IDLE_TIMES = 4  # as long is a pause when no tensor was sent for five seconds: an idle server wakes less often
 
 _Sent = TypeVar("_Sent")
 
@@ -221,10 +221,11 @@ class AsyncFrontend(_Frontend):
                     return
             if pauses % _REPORTS_EVERY == 0:
                 await self._update_gauges()
-            if sent != (sent := self._traffic.tensors.total()):
-                sent_at = pauses
+            if (total := self._traffic.tensors.total()) != sent:
+                sent, sent_at = total, pauses
             pauses += 1
-            await asyncio.sleep(_DROP_S * (_IDLE_PAUSES if pauses - sent_at > _REPORTS_EVERY else 1))
+            is_idle = pauses - sent_at > _REPORTS_EVERY
+            await asyncio.sleep(_DROP_S * _IDLE_TIMES if is_idle else _DROP_S)
 
     async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
         assert link.book is not None
