@@ -86,20 +86,18 @@ class _Selector(selectors.EpollSelector):
     """Lets its owner act before and after a sleep.
 
     Args:
-        sleep: called with a function and a number of seconds; it calls the function, which sleeps for so long at most, and
-            returns its result.
+        sleep: called with a function and a number of seconds, or ``None`` for any number; it calls the function, which sleeps
+            for so long at most, and returns its result.
     """
 
-    def __init__(self, sleep: Callable[[Callable[[float], Any], float], Any]) -> None:
+    def __init__(self, sleep: Callable[[Callable[[float | None], Any], float | None], Any]) -> None:
         super().__init__()
         self._sleep = sleep
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return super().select(0)
-        came: list[tuple[selectors.SelectorKey, int]] = self._sleep(
-            super().select, LOOK_UP_S if timeout is None else min(timeout, LOOK_UP_S)
-        )
+        came: list[tuple[selectors.SelectorKey, int]] = self._sleep(super().select, timeout)
         return came
 
 
@@ -380,8 +378,10 @@ class CallersLoop(LoopRunner):
             if self._leader == _STANDING:
                 self._loop.stop()
 
-    def _sleep(self, select: Callable[[float], Any], seconds: float) -> Any:
+    def _sleep(self, select: Callable[[float | None], Any], seconds: float | None) -> Any:
         """For the selector: lets other threads in while the loop sleeps."""
+        if self._leader != _STANDING:  # nobody interrupts the thread that stands by
+            seconds = LOOK_UP_S if seconds is None else min(seconds, LOOK_UP_S)
         if self._queue:
             self._carry_out()
             if self._loop.is_changed:

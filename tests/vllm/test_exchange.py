@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -211,6 +212,22 @@ async def test_what_has_died_is_dropped_without_another_request(
     assert (await exchange.report())["kept_tensors"] == 1
     del sent
     gc.collect()
+    await eventually(lambda: exchange.receiver.report()["slots_in_use"] == 0)
+
+
+async def test_a_server_that_rests_goes_on_with_the_next_request(
+    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.integrations.vllm.frontend._DROP_S", 0.001)
+    monkeypatch.setattr("shmring.integrations.vllm.frontend._REST_S", 3600.0)
+    exchange = await connected()
+    sent = picture()
+    await exchange.exchange(sent)
+    await eventually(lambda: bool(exchange.frontend._came._waiters))
+    del sent
+    gc.collect()
+    assert (await exchange.report())["kept_tensors"] == 1
+    await exchange.exchange(torch.ones(3))  # for which there is nothing to do
     await eventually(lambda: exchange.receiver.report()["slots_in_use"] == 0)
 
 
@@ -462,10 +479,13 @@ async def test_when_the_engine_core_has_gone_everything_goes_inline(
     await eventually(lambda: link.book is not None and len(link.book) == 0)
 
 
+@pytest.mark.parametrize("directory", ["", "x" * 100])
 async def test_without_a_ring_everything_goes_inline_and_the_log_says_so(
-    rings: None, eventually: Eventually, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rings: None, eventually: Eventually, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, directory: str
 ) -> None:
+    """There is none, or its path is longer than a socket's can be."""
     monkeypatch.setattr("shmring.integrations.vllm.link._CONNECT_S", 0.01)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.path.join(os.environ["XDG_RUNTIME_DIR"], directory))
 
     async def tell_drops(*_: Any) -> bool:
         raise AssertionError("there is nothing to drop")

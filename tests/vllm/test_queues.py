@@ -211,6 +211,18 @@ def test_more_views_than_messages_may_be_outstanding(start: Callable[..., Engine
     receiver.close()
 
 
+def test_an_answer_that_takes_long_is_not_looked_for(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(1)
+    looked: list[str] = []
+    monkeypatch.setattr(engine.answers[0]._looking, "next", lambda _: looked.append("") or None)
+    engine.steps.enqueue(("execute_model", (large(),)))
+    engine.steps.enqueue(("say_pid", ()))  # vLLM sends more before it waits
+    assert engine.answers[0].dequeue() == [2.0 * LARGE_NBYTES]
+    assert not looked
+    assert engine.answers[0].dequeue() == engine.processes[0].pid
+    assert looked
+
+
 def test_what_is_larger_than_all_memory_goes_in_pieces(start: Callable[..., Engine]) -> None:
     sent = torch.arange(5 * MB, dtype=torch.int64)
     (came, _) = start(2).call("give_back", sent)
@@ -422,6 +434,15 @@ def test_what_does_not_fit_is_vllms_own(engine_ring: EngineRing, caplog: pytest.
     assert Theirs.made == [((4, 2, None), {"connect_ip": "10.0.0.1"})]
     assert "which are in several machines" in caplog.text
     assert queues.create_from_handle(SimpleNamespace(), 1) == (SimpleNamespace(), 1)
+
+
+def test_where_a_sockets_path_is_too_long_the_queue_is_vllms_own(
+    engine_ring: EngineRing, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
+    assert isinstance(Queues(Theirs, SETTINGS, engine_ring)(2, 2), Theirs)
+    assert "vLLM's own queue is used: " in caplog.text
+    assert "set a shorter socket_dir" in caplog.text
 
 
 def test_where_there_is_no_memory_the_queue_is_vllms_own(

@@ -34,5 +34,5 @@ def test_beside_torch_shm_it_stays_off_and_says_so(runtime_directory: Path) -> N
     with serve(runtime_directory, side=416, environment={"SHMRING_VLLM": "1"}, options=options) as server:
         assert server.ask(picture(416, 0))
         assert server.tensors() == {}
-        assert server.log.count("shmring stays off: --mm-tensor-ipc torch_shm is on") == 1
+        assert server.log.count("shmring stays off between API servers and engine cores: --mm-tensor-ipc torch_shm is on") == 1
         assert "has a slab" not in server.log

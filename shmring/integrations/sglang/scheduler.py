@@ -156,7 +156,7 @@ class Sharer:
     def _join(self, name: str, rank: int) -> None:
         try:
             self._worker = threads.join(name, rank=rank - 1, label=f"rank {rank}", connect_timeout_s=_JOIN_S)
-        except (ShmringError, OSError) as error:
+        except (ShmringError, OSError, ValueError) as error:
             logger.warning("shmring: rank %d gets tensors in SGLang's messages: %s", rank, error)
             self._error = error
         else:

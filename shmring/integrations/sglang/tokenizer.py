@@ -136,7 +136,7 @@ class Sender:
     async def _keep_house(self) -> None:
         try:
             client = await shmring.connect(self._names, self._config, reconnect=False, description="SGLang")
-        except (ShmringError, OSError) as error:
+        except (ShmringError, OSError, ValueError) as error:
             logger.warning("shmring: tensors go inline, since there is no ring %s: %s", " or ".join(self._names), error)
             return
         self._client = client

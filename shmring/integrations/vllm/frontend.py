@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.shmring")
 
 _DROP_S = 0.25  # how long a drop waits for a message that takes it along
 _REPORTS_EVERY = 20  # of these pauses: every five seconds
-_IDLE_TIMES = 4  # as long is a pause when no tensor was sent for five seconds: an idle server wakes less often
+_REST_S = 10.0  # the longest pause, when no request came for five seconds: an idle server hardly wakes
 
 _Sent = TypeVar("_Sent")
 
@@ -188,6 +188,7 @@ class AsyncFrontend(_Frontend):
         }
         self._tell_drops = tell_drops
         self._keeping_house: asyncio.Task[None] | None = None
+        self._came = asyncio.Event()  # a request, since the last look
 
     def start(self) -> None:
         """Begins to connect, in the running loop. A second call does nothing."""
@@ -197,6 +198,7 @@ class AsyncFrontend(_Frontend):
     def divert(self, request: Any, engine: bytes, send: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         """Sends a request; the same as :meth:`SyncFrontend.divert`, but for the result, which is to be awaited."""
         self.start()
+        self._came.set()
         prepared = self._prepare(request, self._links.get(engine))
         if prepared is None:
             return send()
@@ -210,7 +212,7 @@ class AsyncFrontend(_Frontend):
         """Connects; then takes care of what no request takes care of: drops that nothing takes along, and gauges."""
         await asyncio.gather(*(link.connect() for link in self._links.values()))
         self._say_what_is_on(list(self._links.values()))
-        pauses, sent, sent_at = 0, 0, 0
+        pauses, last_came = 0, 0
         while True:
             for engine, link in self._links.items():
                 if link.book is None:
@@ -219,13 +221,18 @@ class AsyncFrontend(_Frontend):
                     link.book.clear()
                 elif not await self._send_drops(engine, link):
                     return
-            if pauses % _REPORTS_EVERY == 0:
+            if self._came.is_set():
+                self._came.clear()
+                last_came = pauses
+            is_idle = pauses - last_came > _REPORTS_EVERY
+            if is_idle or pauses % _REPORTS_EVERY == 0:
                 await self._update_gauges()
-            if (total := self._traffic.tensors.total()) != sent:
-                sent, sent_at = total, pauses
             pauses += 1
-            is_idle = pauses - sent_at > _REPORTS_EVERY
-            await asyncio.sleep(_DROP_S * _IDLE_TIMES if is_idle else _DROP_S)
+            if is_idle:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._came.wait(), _REST_S)
+            else:
+                await asyncio.sleep(_DROP_S)
 
     async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
         assert link.book is not None

@@ -77,7 +77,7 @@ class AsyncLink:
             self._client = await shmring.connect(self.name, self._config, description="vLLM")
             report = await self.report()
             self.on_gpu = OnGpu(self.name, report)
-        except (ShmringError, OSError, TimeoutError) as error:
+        except (ShmringError, OSError, ValueError) as error:
             logger.warning("shmring: tensors go inline, since the ring %s is not reached: %s", self.name, error)
             await self.close()
             self._client = None
@@ -169,7 +169,7 @@ class ThreadLink:
                 client.close()
                 raise
             self._client = client
-        except (ShmringError, OSError, TimeoutError) as error:
+        except (ShmringError, OSError, ValueError) as error:
             logger.warning("shmring: tensors go inline, since the ring %s is not reached: %s", name, error)
 
     @property

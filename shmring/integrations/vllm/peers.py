@@ -20,9 +20,15 @@ class PeerError(RuntimeError):
 
 
 class Peers:
-    """Processes by what they are called, such as ``worker 1``."""
+    """Processes by what they are called, such as ``worker 1``.
+
+    Attributes:
+        take_long: whether they were sent a large tensor and have not answered since, so that an answer takes longer than it
+            pays to look for it.
+    """
 
     def __init__(self) -> None:
+        self.take_long = False
         self._pids: dict[str, int] = {}
         self._stopped_since_s: dict[str, float] = {}
         self._looked_s = 0.0

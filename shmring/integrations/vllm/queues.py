@@ -115,6 +115,7 @@ class Writer:
         self._lies_in_slot = lies_in_slot
         self._close = close or ring.close
         self._lock = threading.Lock()  # pieces of two objects are not mixed
+        self._more_views = 0  # messages that readers may keep views of, before outstanding ones are counted again
 
     def export_handle(self) -> Handle:
         """For vLLM: what the readers are made from."""
@@ -148,6 +149,8 @@ class Writer:
         deadline_s = None if timeout is None else time.monotonic() + timeout
         parcel = pack(obj)
         with self._lock:
+            if parcel.large and self._peers is not None:
+                self._peers.take_long = True
             try:
                 self._send(parcel, self._may_view(obj), deadline_s)
             except ClosedError:
@@ -171,14 +174,15 @@ class Writer:
 
     def _has_room_for_views(self, parcel: Parcel) -> bool:
         """Whether, with views of these kept for long, enough is left for messages of which none are kept."""
-        statistics = self._ring.statistics()
         needed_nbytes = sum(
             part.nbytes for part in parcel.large if not (isinstance(part, torch.Tensor) and self._lies_in_slot(part))
         )
-        return (
-            statistics.broadcasts_outstanding < _MOST_VIEWED
-            and statistics.broadcast_free_nbytes - needed_nbytes >= statistics.broadcast_nbytes // 4
-        )
+        self._more_views -= 1
+        if not needed_nbytes and self._more_views >= 0:
+            return True  # as when it was counted: counting looks at every worker
+        statistics = self._ring.statistics()
+        self._more_views = _MOST_VIEWED - statistics.broadcasts_outstanding - 1
+        return self._more_views >= 0 and statistics.broadcast_free_nbytes - needed_nbytes >= statistics.broadcast_nbytes // 4
 
     def _send_pieces(self, parcel: Parcel, deadline_s: float | None) -> None:
         """Sends something in pieces: through memory as long as there is some, else in messages that need none."""
@@ -280,7 +284,7 @@ class Reader:
 
         try:
             self._worker = threads.join(self.handle.ring, self._rank, connect_timeout_s=_READY_S, label="vLLM")
-        except (ShmringError, OSError) as error:
+        except (ShmringError, OSError, ValueError) as error:
             raise PeerError(f"shmring: process {self.handle.pid} is not reached through {self.handle.ring}: {error}") from error
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
@@ -318,7 +322,11 @@ class Reader:
             if deadline_s is not None:
                 wait_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
             try:
-                return self._looking.next(worker) or worker.receive(wait_s)
+                if self._peers is None:
+                    return self._looking.next(worker) or worker.receive(wait_s)
+                message = (None if self._peers.take_long else self._looking.next(worker)) or worker.receive(wait_s)
+                self._peers.take_long = False
+                return message
             except TimeoutError:
                 now_s = time.monotonic()
                 if deadline_s is not None and now_s >= deadline_s:

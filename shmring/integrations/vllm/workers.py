@@ -58,7 +58,7 @@ class Queues:
             ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
             try:
                 return self._answers(ranks) if self._worker_pid == os.getpid() else self._steps(ranks)
-            except (ShmringError, OSError) as error:
+            except (ShmringError, OSError, ValueError) as error:
                 logger.warning(
                     "shmring stays off between process %d and its readers, and vLLM's own queue is used: %s", os.getpid(), error
                 )

@@ -112,7 +112,10 @@ def _attach(client: Any, settings: Settings, *, is_async: bool) -> None:
 
     own = client.encoder.oob_tensor_consumer  # of torch_shm
     if own is not None and not settings.device_slab_nbytes:
-        logger.warning("shmring stays off: --mm-tensor-ipc torch_shm is on, which takes the same place; leave one of them out")
+        logger.warning(
+            "shmring stays off between API servers and engine cores: --mm-tensor-ipc torch_shm is on, which takes the same "
+            "place; leave one of them out"
+        )
         return
     engines = list(client.core_engines)
     frontend = _async_frontend(client, settings, engines, own) if is_async else SyncFrontend(settings, engines, own)
