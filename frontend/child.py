@@ -28,16 +28,16 @@ _READ_NBYTES = 4096  # from a child at a time
 
 
 class Child:
-    """A process that we started, and our end of the socket between us (see :mod:`shmring.engine.supervision`).
+    """A process that the supervisor has started, and the supervisor's end of the socket between them.
 
     Attributes:
         title: what to call it.
         process: the process.
         started_at: when, by the loop's clock.
-        ready: it has said that it serves.
+        ready: set when it has said that it serves.
         silent_heartbeats: how many heartbeats in a row it has missed.
-        informed_of: the states of the frontends that we sent to it last.
-        killed_because: why we killed it; empty: we did not.
+        informed_of: the states of the frontends that it was last sent.
+        killed_because: why the supervisor has killed it; empty: it has not.
     """
 
     def __init__(self, title: str, process: Process, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +69,7 @@ class Child:
             command: its arguments; the descriptor of its end of the socket is added to the last one.
             orders: the first message to it.
             pass_fds: descriptors that it inherits.
-            environment: what its environment has besides ours. Keys are not in it: nobody there needs them.
+            environment: variables that it gets besides those of this process. It never gets the keys, which it does not need.
         """
         ours, theirs = socket.socketpair()
         inherited = {name: value for name, value in without_working_directory(os.environ).items() if name != KEYS_VARIABLE}
@@ -93,7 +93,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its pid, which stays its own until it has been waited for."""
+        """Its pid. No other process gets this number before :meth:`close`."""
         return self.process.pid
 
     @property
@@ -117,12 +117,12 @@ class Child:
                 future.cancel()
 
     def count_heartbeat(self) -> None:
-        """Looks whether it has shown a sign of life since the last call. Before it is ready it need not."""
+        """Counts a missed heartbeat, unless it has shown a sign of life since the last call, or is not ready yet."""
         self.silent_heartbeats = 0 if self._heard or not self.ready.is_set() else self.silent_heartbeats + 1
         self._heard = False
 
     def inform_of(self, states: list[FrontendState]) -> None:
-        """Sends it the states of the frontends, unless they have not changed, or it has not read the last message yet."""
+        """Sends it the states of the frontends if they have changed, and if it has read the message before."""
         if (
             self.lives
             and self.ready.is_set()
@@ -134,7 +134,7 @@ class Child:
             self.informed_of = states
 
     def close(self) -> None:
-        """Closes the socket; a living process then believes that we have ended. The process is watched no more."""
+        """Closes the socket, and stops watching the process. One that still lives takes this for the end of the supervisor."""
         if self._listening is not None:
             self._listening.cancel()
         self._writer.close()
@@ -154,7 +154,7 @@ class Child:
 
 
 async def end_children(children: Iterable[Child], timeout_s: float, hurry: asyncio.Event) -> None:
-    """Tells children to end. Kills those that still live some time later, or when there is a hurry."""
+    """Tells children to end. Kills those that still live after ``timeout_s``, or as soon as ``hurry`` is set."""
     living = [child for child in children if child.lives]
     if not living:
         return

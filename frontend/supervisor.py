@@ -1,30 +1,30 @@
 """``shmring serve``: one engine process, or several, and several frontend processes behind one port.
 
-The supervisor binds the port and hands the listening socket to every frontend, so the kernel gives each new connection
-to one of them, and a frontend that dies takes no port with it. It does nothing else with requests.
+The supervisor binds the port and gives the listening socket to every frontend. The kernel then gives each new connection to one
+of them, and the port stays open when a frontend dies. The supervisor has nothing else to do with requests.
 
 What happens when a process dies:
 
-- a frontend: it is started again, after a pause that doubles each time and starts anew once one has lived for a while;
-- a frontend before it ever served, or a process that is not ready in time: everything ends with an error;
+- a frontend: it is started again, after a pause. The pause doubles each time; it is short again when a frontend has lived for a
+  while;
+- a frontend that never served, or a process that is not ready in time: the server ends with an error;
 - a frontend whose event loop shows no sign of life (it was stopped, or hangs): it is killed after ``heartbeat_timeout_s``, so
-  that its callers get an error, and replaced. The other frontends show this in ``/health``, from a third of that time on;
-- the engine, or its event loop: everything ends with an error. The slab and all requests are lost with it, and the program that
-  started the server decides whether to start another one. (During a long step the loop lives: the step runs on a thread.);
-- one of several engines, or its event loop: it is started again, as a frontend is. The others go on, and frontends send them
-  what would have been its requests. One that ends before it ever served ends everything with an error;
-- the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds
-  (:mod:`shmring.engine.supervision`), and end themselves. What it leaves on the disk, the next one removes;
-- a program that started the supervisor with ``--stop-with-stdin`` and holds the other end of its standard input: the supervisor
-  sees the end of that in the same way, and stops.
+  that its callers get an error, and replaced. After a third of that time, the other frontends show it in ``/health``;
+- the only engine, or its event loop: the server ends with an error. The slab and all requests are lost, and the program that
+  started the server decides whether to start another one. (A long step does not stop the event loop: it runs on a thread.);
+- one of several engines, or its event loop: it is started again, as a frontend is. Meanwhile the frontends send its requests to
+  the others. If it never served, the server ends with an error;
+- the supervisor, even by SIGKILL: engine and frontends notice that the other end of their socket is closed
+  (:mod:`shmring.engine.supervision`), and end. The next supervisor removes the files that this one has left;
+- a program that started the supervisor with ``--stop-with-stdin``, and holds the other end of its standard input: the
+  supervisor notices this in the same way, and stops the server.
 
-Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
-settings as JSON through that socket: command lines and environments can be read by others.
+Children import nothing from the working directory (``python -P``). They get their settings as JSON through their socket,
+because other users can read command lines, and sometimes environments.
 
-A stop (SIGTERM, SIGINT, SIGHUP) closes the port, lets frontends finish what is in flight for as long as they are allowed to,
-then ends the engine. Each of both has some seconds more than it needs: a process that still runs then hangs, and is killed. A
-second signal kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which
-ends them in that order.
+A stop (SIGTERM, SIGINT, SIGHUP) closes the port. Frontends may finish the requests in flight, for ``shutdown_timeout_s`` at
+most; then the engine ends. Both have some seconds more than they need: a process that still runs then is killed. A second
+signal kills at once. Children have process groups of their own, so that Ctrl-C in a terminal reaches the supervisor alone.
 """
 
 from __future__ import annotations
@@ -65,32 +65,32 @@ __all__ = ["ServeError", "ServeOptions", "Serving", "serve"]
 
 logger = logging.getLogger("shmring.frontend.supervisor")
 
-_SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
-# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
-# engine: 0.2 s, and 1 s where others compute twice as much as there are cores. Three times that is for busier machines.
+_SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: they want one end, and no hurry
+# Beside --shutdown-timeout. In this time a frontend answers the requests that it aborts (0.5 s at most, see frontend/server.py)
+# and disconnects: 0.2 s, or 1 s if other processes want twice as many cores as there are. Busier machines get three times that.
 _FRONTENDS_GRACE_S = 3.0
-# An engine's end takes as long, and then the kernel frees its slab: 0.17 s for each GiB, on a core that has nothing else to do.
-# Killing it would not make that faster. What the frontends took is not taken from this.
+# An engine ends in the same time, and then the kernel frees its slab: 0.17 s for each GiB, on a core that has nothing else to
+# do. SIGKILL would not make that faster. This time begins when the frontends have ended.
 _ENGINES_GRACE_S = 3.0
 _FREEING_S_PER_GIB = 0.5
 _FRONTEND_START_TIMEOUT_S = (
-    60.0  # of one that replaces another: the engine is there; importing torch on a busy machine takes 10
+    60.0  # of a frontend that replaces another; the engine runs already. On a busy machine, importing torch takes 10
 )
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 10.0  # a process that lived this long did not die of its start
 _PROGRESS_S = 5.0  # between two lines that say what a start waits for
-_SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # a busy machine may well leave a process waiting for its turn for tenths of a second
-_LONGEST_HEARTBEAT_S = 1.0  # the more often, the sooner a stop shows; each takes a process some 20 us
-_HEARTBEATS = 10  # in the time after which a process without any is given up: one that is late is not yet silent
-_WORRYING_SHARE = 1 / 3  # of that time, from which on others are told
+_SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # on a busy machine, a process may wait for a core for tenths of a second
+_LONGEST_HEARTBEAT_S = 1.0  # each takes a process some 20 us; the more there are, the sooner one that hangs is noticed
+_HEARTBEATS = 10  # that a process has to miss before it is killed: one alone may be late
+_WORRYING_SHARE = 1 / 3  # of the timeout: then the other frontends are told
 _LIFELINE_NBYTES = 4096  # read and dropped at a time
 _METRICS_PREFIX = "shmring-metrics-"
 _METRICS_DIRECTORY = re.compile(rf"{_METRICS_PREFIX}(\d+)-.+")
 
 
 class ServeError(Exception):
-    """The server can't start, or can't go on; the text is for the user who started it."""
+    """The server can't start, or can't go on. The text is for the user who has started it."""
 
 
 class Serving(msgspec.Struct, frozen=True):
@@ -174,11 +174,11 @@ def _slabs_nbytes(options: ServeOptions) -> int:
 
 
 def _check_memory(slabs_nbytes: int) -> None:
-    """Says what ``shmring doctor`` says of the memory for the slabs, if that is not enough.
+    """Says what ``shmring doctor`` says about the memory for the slabs, if there is not enough.
 
     Raises:
-        ServeError: the container may not have as much, so the kernel would kill a process. (The machine's memory is looked at
-            by the engine, which knows where the slab is to lie.)
+        ServeError: it is more than the container may have, so the kernel would kill a process. (The engine checks the memory of
+            the machine, because it knows where the slab will be.)
     """
     for check in memory_checks(slabs_nbytes):
         text = f"{check.name}: {check.finding}; {check.advice}"
@@ -196,7 +196,7 @@ def _listen(frontend: ProcessSettings) -> socket.socket:
 
 
 def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
-    """Importing torch and loading a model take from seconds to minutes; until then this is all that there is to see."""
+    """Says what begins: until torch is imported and a model is loaded, there is nothing else to see."""
     if options.notice:
         _say(options.notice)
     engine = options.engines[0]
@@ -207,21 +207,22 @@ def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
 
 
 def _say(line: str) -> None:
-    """Tells whoever started the server how it goes; stdout has only the line that says that it is ready."""
+    """Tells the user how it goes, on stderr. The only line on stdout is that the server is ready."""
     click.echo(f"shmring: {line}", err=True)
 
 
 def _disk() -> str:
-    """Where temporary directories go: anywhere but among the shared memory that slabs need."""
+    """Where temporary directories go: never to ``/dev/shm``, whose memory the slabs need."""
     usual = tempfile.gettempdir()
     return "/var/tmp" if Path(usual).is_relative_to("/dev/shm") else usual
 
 
 @contextlib.contextmanager
 def _metrics_directory() -> Iterator[str]:
-    """A directory for the frontends' counters; removes those that supervisors left which were killed.
+    """A directory for the frontends' counters. Removes those of supervisors that were killed.
 
-    Ours is locked for as long as this process lives: supervisors that share the disk need not see each other's pids.
+    It is locked for as long as this process lives: supervisors in several containers may share the disk, and do not see each
+    other's pids.
     """
     place = Path(_disk())
     _sweep_metrics(place)
@@ -237,18 +238,18 @@ def _metrics_directory() -> Iterator[str]:
 def _sweep_metrics(place: Path) -> None:
     for path in place.glob(f"{_METRICS_PREFIX}*"):
         named = _METRICS_DIRECTORY.fullmatch(path.name)
-        if named is None or Path("/proc", named[1]).exists():  # between its making and its locking, only the pid protects it
+        if named is None or Path("/proc", named[1]).exists():  # a new one is not locked yet
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            continue  # somebody else's, or gone meanwhile
+            continue  # it is another user's, or was just removed
         try:
             if os.fstat(fd).st_uid == os.getuid():
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            continue  # its supervisor lives where its pid can't be seen
+            continue  # its supervisor lives in another container
         finally:
             os.close(fd)
 
@@ -280,7 +281,7 @@ class _Supervisor:
         """
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
-        gc.freeze()  # what was imported is no garbage
+        gc.freeze()  # what was imported stays
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)
         tasks: list[asyncio.Task[None]] = []
@@ -303,12 +304,12 @@ class _Supervisor:
             raise ServeError("told twice to stop: whatever was still running was killed")
 
     def _watch_lifeline(self, fd: int) -> None:
-        """Stops the server when the other end of a descriptor is closed. What is written to it means nothing."""
+        """Stops the server when the other end of a descriptor is closed. What somebody writes to it is ignored."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
             data = b""
-            with contextlib.suppress(OSError):  # a terminal that hung up, a socket that was reset: an end, too
+            with contextlib.suppress(OSError):  # a terminal has hung up, or a socket was reset
                 data = os.read(fd, _LIFELINE_NBYTES)
             if not data:
                 loop.remove_reader(fd)
@@ -332,7 +333,7 @@ class _Supervisor:
         await self._stop.wait()
 
     async def _end_all(self, tasks: list[asyncio.Task[None]]) -> None:
-        self._listening.close()  # frontends close theirs: from then on connections are refused, not left waiting
+        self._listening.close()  # frontends close theirs, too: then connections are refused, and do not wait
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -342,12 +343,12 @@ class _Supervisor:
         await end_children(self._engines.values(), _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB, self._hurry)
 
     async def _watch_start(self) -> None:
-        """Prints the progress of the start, and that the server is ready; fails if the start takes too long."""
+        """Says how the start goes, and that the server is ready. Fails if the start takes too long."""
         timeout_s = self._options.start_timeout_s
         progress = asyncio.create_task(self._say_progress())
         try:
             async with asyncio.timeout(timeout_s):
-                # Frontends that are ready have found an engine; of several, each is to be there.
+                # A frontend is ready when it has found one engine. All of them have to be there.
                 for ready in (*self._ready, *(self._engines_ready if len(self._engines) > 1 else ())):
                     await ready.wait()
         except TimeoutError:
@@ -389,7 +390,7 @@ class _Supervisor:
         return f"{engines} ready, but frontend {' and frontend '.join(late)} is not yet"
 
     async def _keep_engine(self, rank: int, child: Child) -> None:
-        """Watches an engine, and starts one of several again and again, unless it fails before it was ever ready.
+        """Watches an engine. If there are several, one that ends is started again, unless it was never ready.
 
         Raises:
             ServeError: it is the only one, and has ended; or it was never ready.
@@ -406,11 +407,11 @@ class _Supervisor:
             child = await self._start_engine(rank)
 
     def _describe_end(self, child: Child, when: str) -> str:
-        """Says how a process ended and, as far as that can be known, why.
+        """Says how a process ended and, as far as one can know, why.
 
         Args:
             child: the process.
-            when: of its life, if it was early: then it may have said something itself.
+            when: " before it was ready", for example; empty: later. (Early ones often say themselves why they end.)
         """
         code = child.process.returncode
         how = f"{child.describe_end()}{when}"
@@ -423,7 +424,7 @@ class _Supervisor:
         return f"{how}; its own message is above" if when and code is not None and code > 0 else how
 
     async def _await_end_of(self, rank: int, child: Child) -> None:
-        """Returns when an engine has ended; kills one that takes too long to be ready again. At the start, that is for all."""
+        """Returns when an engine has ended. Kills one that was started again and is not ready in time."""
         timeout_s = self._options.start_timeout_s if self._engines_ready[rank].is_set() else None
         try:
             async with asyncio.timeout(timeout_s):
@@ -448,7 +449,7 @@ class _Supervisor:
         return "-m", "shmring.engine", "--supervisor-fd="
 
     async def _watch_heartbeats(self) -> None:
-        """Kills processes without signs of life. It counts heartbeats, not time: while we are stopped, none is missed."""
+        """Kills processes without signs of life. It counts heartbeats, not time: while this one is stopped, none is missed."""
         heartbeat_s = self._options.heartbeat_s
         if not heartbeat_s:
             await self._stop.wait()
@@ -478,7 +479,7 @@ class _Supervisor:
         return FrontendState(index, child.pid, "unresponsive" if silent_s > worrying else "serving", restarts)
 
     async def _keep_frontend(self, index: int) -> None:
-        """Starts a frontend, again and again; gives up if it fails before it was ever ready."""
+        """Keeps a frontend running. Fails if the first one was never ready."""
         pause = _Pause()
         while True:
             child = await self._start_frontend(index)
@@ -488,7 +489,7 @@ class _Supervisor:
             if not self._ready[index].is_set():
                 raise ServeError(self._describe_end(child, " before it was ready"))
             self._inform_frontends()
-            # Its gauges of the moment would otherwise be added to those of the living for ever.
+            # Or its gauges would stay in the sums for ever.
             await asyncio.to_thread(_forget_gauges, child.pid, self._metrics_dir)
             await pause.before_another(child)
             self._restarts[index] += 1
@@ -505,7 +506,7 @@ class _Supervisor:
             environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
         )
         self._frontends[index] = child
-        # The first one may have to wait for the engine as long as everybody has for the start.
+        # The first one waits for the engine: then the time of the whole start counts.
         timeout_s = _FRONTEND_START_TIMEOUT_S if self._ready[index].is_set() else None
         try:
             async with asyncio.timeout(timeout_s):
@@ -521,7 +522,7 @@ class _Supervisor:
 
 
 class _Pause:
-    """The time before a process that has ended is started again: twice the last one, unless the process lived for long."""
+    """The pause before a process is started again: twice as long as the last one, unless the process has lived for long."""
 
     def __init__(self) -> None:
         self._seconds = _FIRST_PAUSE_S
@@ -540,14 +541,14 @@ def _pids(children: Mapping[int, Child]) -> str:
 
 
 def _listens(path: Path) -> bool:
-    """Says whether a process listens on a Unix socket: the file alone may be what a killed one left."""
+    """Says whether a process listens on a Unix socket. (The file alone may be left from one that was killed.)"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(os.fspath(path)) == 0
 
 
 def _forget_gauges(pid: int, metrics_dir: str) -> None:
-    """Takes the gauges of a frontend that has ended out of the sums."""
+    """Removes the gauges of a frontend that has ended from the sums."""
     from prometheus_client.multiprocess import mark_process_dead  # takes a fifth of what `shmring serve --help` does
 
     mark_process_dead(pid, metrics_dir)  # type: ignore[no-untyped-call]  # it ships no annotation for this

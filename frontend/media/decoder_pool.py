@@ -1,18 +1,18 @@
-"""The processes that decode media, and who may use one when. :mod:`shmring.frontend.media.decoder_process` runs in them.
+"""Processes that decode media, and the order in which media get one. They run :mod:`shmring.frontend.media.decoder_process`.
 
-Theory of operation. A medium is a job for a decoder, twice: once to find out its size, once to decode it. A decoder takes one
-job at a time and is used again. A job has a budget of processor time: the kernel counts what the decoder uses, this looks at
-that some times a second, and a decoder whose budget is spent is killed. So is one whose caller has gone. Both work whatever a
-decoder is doing. The next job gets a new one, which is a fork of a process that has everything imported.
+Theory of operation. A decoder works twice for each medium: it finds out the medium's size, and later it decodes it. It does
+one job at a time, and is used again. A job has a budget of processor time. The kernel counts what a decoder uses, and the pool
+looks at that count some times a second. It kills a decoder that has used up its budget, or whose caller has gone. This works
+whatever the decoder is doing. The next job gets a new decoder, a fork of a process that has imported everything already.
 
-A decoder that dies by itself, or whose parent was killed, is not the fault of who waits for it: the job is done once more, by a
-new decoder. A medium that kills its decoder kills two of them, and no more. What it had used with the first one counts.
+If a decoder dies by itself, or somebody else kills it, its job is done once more, by a new decoder. So a medium that kills
+decoders kills two, and no more. The time that it used in the first one counts.
 
-Who waits for whom. There are so many *places*, one for each process. One of them is kept for small pictures and recordings, so
-that they don't wait for films. They have a small budget there; what needs more was not small, and starts again in line with
-the large ones. A place is free again when its process is idle or dead, not as soon as it is killed.
+The order. There are as many *places* as there may be processes. One place is only for small pictures and recordings, so that
+they do not wait for films. A job that was taken for a small one has a small budget. If that is not enough, it starts again, in
+line with the large ones. A place is free when its process is idle or dead, and not as soon as the process is killed.
 
-Invariant: places that are taken, and those that are free, are as many as there are; a waiter that is cancelled takes none.
+Invariant: the taken and the free places together are all places. A waiter that is cancelled takes no place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatis
 
 _SMALL_NBYTES = 256 << 10  # a photograph of a megapixel, or half a minute of speech
 _SMALL_S = 0.5  # of a core; such a picture takes 0.05
-_POLL_S = 0.05  # how often the time is looked at that a decoder has used
+_POLL_S = 0.05  # between two looks at the time that a decoder has used
 _OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
 
 _LOG = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
 
 
 class BudgetSpentError(Exception):
-    """A medium took all the processor time that it was given."""
+    """A job has used up its budget of processor time."""
 
 
 class DecoderDiedError(Exception):
@@ -75,9 +75,9 @@ class DecoderStatistics:
     """How busy the decoders are.
 
     Attributes:
-        total: media decoded at a time.
-        free: of these, how many nobody uses.
-        waiting: media that wait for one.
+        total: how many media can be decoded at a time.
+        free: how many more could be decoded now.
+        waiting: media that wait for a decoder.
         waiting_s: how long the first of them has waited.
     """
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 class DecoderPool:
-    """So many decoders; each is started when it is first needed.
+    """A number of decoders. Each is started when it is first needed.
 
     Args:
         count: of decoders.
@@ -117,17 +117,17 @@ class DecoderPool:
         self._closed = False
 
     async def run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float) -> Outcome:
-        """Has a job done.
+        """Gives a job to a decoder, and waits for the outcome.
 
         Args:
-            job: what is to be done.
+            job: what to do.
             data: the medium's file.
-            result_nbytes: of memory that the decoder is given to write to.
+            result_nbytes: size of the memory that the decoder writes its result to.
             budget_s: of processor time.
 
         Raises:
             BudgetSpentError: it took more.
-            DecoderDiedError: two decoders died of it, or could not be started.
+            DecoderDiedError: two decoders died while they did it, or could not be started.
         """
         try:
             return await self._run_in_line(job, data, result_nbytes, budget_s)
@@ -151,7 +151,7 @@ class DecoderPool:
     async def _run_in_line(
         self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, *, by_a_new_one: bool = False
     ) -> Outcome:
-        """Has a job done among the small ones, if it may be one, and else among the large ones."""
+        """Does a job as a small one if it looks like one; if that is not enough, or it does not, as a large one."""
         spent_s = 0.0
         if job.kind != "video" and len(data) <= _SMALL_NBYTES:  # the work of a clip has little to do with its size
             spent_s = min(_SMALL_S, budget_s)
@@ -181,7 +181,7 @@ class DecoderPool:
         decoder: _Decoder | None = None
         try:
             if by_a_new_one and self._idle:
-                self._idle.pop().close()  # it may be about to die as well, and there are not to be more than there are places
+                self._idle.pop().close()  # it may be about to die, too; and there are never more decoders than places
             decoder = None if by_a_new_one else self._idle_decoder()
             if decoder is None:
                 decoder = await _Decoder.start()
@@ -220,10 +220,11 @@ class _Waiter:
 
 
 class _Places:
-    """Who may use a decoder: the last free place is for small media, and one place is everybody's.
+    """The order in which media get a decoder. The last free place is for small media. (If there is one place, it is for all.)
 
-    Callers have their turns, each with its media in order of arrival: next is the one that has the fewest places, and of those
-    the one whose last turn was first. So whoever has a hundred pictures decoded keeps nobody else waiting for more than one.
+    Callers take turns. The next turn goes to the caller that has the fewest places. If several have as few, it goes to the one
+    whose last turn was the longest ago. The media of one caller are decoded in the order of their arrival. So a caller that
+    sends a hundred pictures lets others wait for one picture at most.
     """
 
     def __init__(self, count: int) -> None:
@@ -236,7 +237,7 @@ class _Places:
         self._last_turn: dict[bytes, int] = {}  # of callers that wait or have places
 
     async def take(self, is_small: bool) -> Callable[[], None]:
-        """Waits for a place; returns what gives it back, and lets the next waiters have it."""
+        """Waits for a place. Returns a function that gives the place back, for the next waiter."""
         loop = asyncio.get_running_loop()
         waiter = _Waiter(caller.get(), is_small, loop.time(), loop.create_future())
         give_back = functools.partial(self._give_back, waiter)
@@ -266,7 +267,7 @@ class _Places:
                 self._last_turn.pop(who, None)
 
     def statistics(self) -> DecoderStatistics:
-        """Returns how many are free, and who waits."""
+        """Returns how many places are free, and how many media wait."""
         waiting_s = asyncio.get_running_loop().time() - self._waiting[0].since_s if self._waiting else 0.0
         return DecoderStatistics(self._count, self._count - self._taken.total(), len(self._waiting), waiting_s)
 
@@ -297,7 +298,7 @@ class _Nursery:
         self._control: socket.socket | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Has a decoder started that talks on this socket. It says when it is ready.
+        """Asks for a new decoder, which uses this socket. It sends a message when it is ready.
 
         Raises:
             ConnectionError: this process has just ended.
@@ -308,7 +309,7 @@ class _Nursery:
         socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
     def _lives(self) -> bool:
-        """Whether the other end of its socket is open. A process that is killed closes that before it can be waited for."""
+        """Whether the other end of its socket is open. The kernel closes that before it reports the death of the process."""
         if self._control is None:
             return False
         poll = select.poll()
@@ -319,7 +320,7 @@ class _Nursery:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it has closed its socket, and is ending
+            self._process.kill()  # its socket is closed, so it is ending anyway
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = Process.start(
@@ -328,7 +329,7 @@ class _Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # a process with threads can't fork
+                # One thread: it forks, and a child has only the thread that has forked it.
                 env=without_working_directory(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
 
@@ -340,7 +341,7 @@ def _nursery() -> _Nursery:
 
 
 class _Decoder:
-    """A decoder process, as its user sees it. Its owner closes or kills it."""
+    """A decoder process, seen by the pool, which closes or kills it."""
 
     def __init__(self, connection: socket.socket, process: Process) -> None:
         self._connection = connection
@@ -352,7 +353,7 @@ class _Decoder:
         """Starts a process, and waits until it is ready.
 
         Raises:
-            DecoderDiedError: it ended before that, or what starts it did.
+            DecoderDiedError: it ended before it was ready, or the process that forks decoders ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -368,7 +369,7 @@ class _Decoder:
             ours.close()
             raise DecoderDiedError("a decoder, or the process that starts them, ended at once") from None
         except BaseException:
-            ours.close()  # the process sees that and ends
+            ours.close()  # the process notices this, and ends
             raise
 
     def lives(self) -> bool:
@@ -376,11 +377,11 @@ class _Decoder:
         return self._process.lives
 
     async def run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, threads: Executor) -> Outcome:
-        """Does a job. If it raises, the decoder is good for nothing more and must be killed.
+        """Does a job. If this raises, the decoder can't be used again: kill it.
 
         Raises:
-            BudgetSpentError: it took longer.
-            DecoderDiedError: it ended.
+            BudgetSpentError: it took more processor time.
+            DecoderDiedError: the decoder ended.
         """
         began_s = self._cpu_s()
         spent_s = 0.0
@@ -410,7 +411,7 @@ class _Decoder:
         return Outcome(reply, self._cpu_s() - began_s, result)
 
     def close(self) -> None:
-        """Lets the process end. It must be idle."""
+        """Ends a process that is idle."""
         self._connection.close()
         self._process.close()
 
@@ -427,7 +428,7 @@ class _Decoder:
     def _cpu_s(self) -> float:
         try:
             return time.clock_gettime(self._clock)
-        except OSError:  # it is dead; its socket says so next
+        except OSError:  # it is dead, as its socket will show
             return 0.0
 
 
@@ -467,9 +468,9 @@ async def _write(data: bytes, file: io.FileIO, threads: Executor) -> None:
 
 
 async def read_into(memory: memoryview, file: io.FileIO, threads: Executor) -> None:
-    """Copies what a decoder wrote, from its beginning.
+    """Copies the first bytes of what a decoder wrote.
 
-    If it is cancelled, a thread may still write for some milliseconds, and holds the memory until then.
+    If this is cancelled, a thread may still write to the memory for some milliseconds, and keeps it until then.
 
     Args:
         memory: bytes, not more than the file has.
@@ -483,7 +484,7 @@ async def read_into(memory: memoryview, file: io.FileIO, threads: Executor) -> N
 
 
 def _duplicate(file: io.FileIO) -> io.FileIO:
-    """Returns a descriptor for a thread: a cancelled caller closes the original, whose number may then be another file's."""
+    """Returns a descriptor for a thread. (A cancelled caller closes the original, and another file may get its number.)"""
     return io.FileIO(os.dup(file.fileno()), "r+")
 
 

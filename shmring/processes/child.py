@@ -1,4 +1,4 @@
-"""What a process does for whoever started it: it says that it is ready, and ends with its parent."""
+"""What a process does for the program that started it: it says that it is ready, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def say_ready(fd: int, word: object) -> None:
-    """Writes what this process says of itself, as a line of JSON, and closes the descriptor.
+    """Writes the ready line, in JSON, and closes the descriptor.
 
     Args:
         fd: of a pipe to the process that started this one, such as :meth:`shmring.processes.process.Process.start` makes. It is
             closed in any case.
-        word: a struct.
+        word: what it says, a struct.
 
     Raises:
         OSError: nothing can be written there.
@@ -34,7 +34,7 @@ def end_with_parent(parent_pid: int | None = None) -> None:
     """Has the kernel kill this process when the thread that forked it ends.
 
     Args:
-        parent_pid: as the parent knew it before it forked. If it has ended by now, so does this process. None: nobody knows.
+        parent_pid: the parent's, from before the fork. If the parent has ended since, this process ends, too. None: not known.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:

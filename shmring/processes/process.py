@@ -1,8 +1,8 @@
-"""A process, as whoever started it or watches it sees it: that it is ready, its signals and its end.
+"""A process, seen by the program that starts or watches it: when it is ready, its signals and its end.
 
-The kernel says by a pidfd when a process has ended. Signals go through it as well: a pid may be another's by the time that it
-is used. A program that is started here says on a pipe that it is ready, in one line of JSON
-(:func:`shmring.processes.child.say_ready`). Its end closes the pipe, so one that dies at its start keeps nobody waiting.
+A pidfd shows when the process has ended. Signals are sent through it, too, because another process may have got the pid
+meanwhile. A program that is started here writes one line of JSON to a pipe when it is ready
+(:func:`shmring.processes.child.say_ready`). If it dies before that, the kernel closes the pipe, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 __all__ = ["Process", "ProcessError"]
 
-_PIECE_NBYTES = 4096  # that are read at once
+_PIECE_NBYTES = 4096  # of a ready line, read at once
 
 _Word = TypeVar("_Word")
 
@@ -30,12 +30,12 @@ class ProcessError(Exception):
 
 
 class Process:
-    """A child of this process (:meth:`start`), or any other. Use it with ``with``: then a child has ended afterwards.
+    """A child of this process (:meth:`start`), or any other process. At the end of a ``with`` block it is killed.
 
     Args:
         pid: of a process that lives.
         popen: of a child.
-        word_fd: where a child says that it is ready.
+        word_fd: the pipe of a child's ready line.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -55,8 +55,8 @@ class Process:
 
         Args:
             command: the program and its arguments.
-            ready_flag: what stands before the number of the descriptor on which it is to say that it is ready, such as
-                ``--ready-fd=``. Both become the last argument. Empty: it says nothing there.
+            ready_flag: the option by which it is told the descriptor for its ready line, such as ``--ready-fd=``. With the
+                number, this is its last argument. Empty: there is no ready line.
             pass_fds: descriptors that it inherits.
             options: of :class:`subprocess.Popen`.
         """
@@ -76,16 +76,16 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended, as far as it is watched."""
+        """Whether it has not ended. False after :meth:`close`."""
         return self._pidfd >= 0 and not _is_readable(self._pidfd, 0)
 
     @property
     def returncode(self) -> int | None:
-        """How a child ended: its exit code, or the number of a signal, negative. None: it lives, or is no child."""
+        """Of a child that has ended: its exit code, or minus the number of the signal that killed it. Else ``None``."""
         return None if self._popen is None else self._popen.poll()
 
     def wait_until_ready(self, kind: type[_Word], limit_s: float | None = None) -> _Word:
-        """Blocks until it is ready; returns what it says of itself.
+        """Blocks until it is ready; returns its ready line.
 
         Raises:
             ProcessError: it has ended, or was not ready in time.
@@ -124,7 +124,7 @@ class Process:
             raise ProcessError(f"said {word[:80]!r} where it says that it is ready: {error}") from None
 
     def line(self) -> str:
-        """Returns the next line that a child writes to its pipe, without its end; empty when there will be none."""
+        """Returns the next line that a child writes to its pipe, without the newline; empty at the end."""
         assert self._popen is not None
         assert self._popen.stdout is not None, "a child with a pipe"
         line: str = self._popen.stdout.readline()
@@ -154,7 +154,7 @@ class Process:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Has the running loop call back, once, when it has ended."""
+        """Calls back once, in the running loop, when it has ended."""
         self._on_end.append(call)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -188,13 +188,13 @@ class Process:
             return self.wait()
 
     def describe_end(self) -> str:
-        """Says how a child has ended, in words that follow its name."""
+        """Says how a child has ended; its name stands before this."""
         code = self.returncode
         assert code is not None, "it has ended, and is a child"
         return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
 
     def close(self) -> None:
-        """Stops watching it, and closes a child's pipes; nothing may wait for its end then. Twice is once."""
+        """Stops watching it, and closes a child's pipes. Nothing may be waiting for its end. Twice is once."""
         self._stop_watching()
         for fd in (self._pidfd, self._word_fd):
             if fd >= 0:
@@ -235,7 +235,7 @@ def _late(limit_s: float | None) -> str:
 
 
 def _is_readable(fd: int, limit_s: float | None) -> bool:
-    """Waits until there is something to read on a descriptor, or its end; of a pidfd, until the process has ended."""
+    """Waits until a descriptor can be read, or is at its end; a pidfd, until the process has ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(None if limit_s is None else max(0.0, limit_s) * 1e3))
