@@ -113,6 +113,7 @@ class Pretended:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
     monkeypatch.setattr(interleaving, "PeerGroup", Pretended)
     monkeypatch.setattr(interleaving, "_LIMITS_S", 0.001)
+    monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 1 << 20)  # times four, for each round: touched before
     monkeypatch.setattr(interleaving, "torch_resident_nbytes", lambda: 200 << 20)
     monkeypatch.setattr(Pretended, "started", [])
     return Pretended
