@@ -7,6 +7,7 @@ their layers. Type stubs that are written by hand are read, too; the core's is m
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -105,12 +106,17 @@ def part_of(module: str) -> str:
     return ".".join(module.split(".")[: 2 if module.startswith("shmring.") else 1])
 
 
-def imports(path: Path, *, types_too: bool = True) -> Iterator[str]:
+@functools.cache
+def imports(path: Path, *, types_too: bool = True) -> frozenset[str]:
     """The modules that a source imports or cimports; also those inside of functions.
 
     Args:
         types_too: also what is imported under ``if TYPE_CHECKING``.
     """
+    return frozenset(_imports(path, types_too=types_too))
+
+
+def _imports(path: Path, *, types_too: bool) -> Iterator[str]:
     if path.suffix == ".pyx":
         source = path.read_text()
         yield from compiled_imports(
@@ -129,7 +135,10 @@ def imports(path: Path, *, types_too: bool = True) -> Iterator[str]:
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types_too:
             waiting += node.orelse
         else:
-            waiting += ast.iter_child_nodes(node)
+            waiting += (child for child in ast.iter_child_nodes(node) if isinstance(child, STATEMENTS))
+
+
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # and what they are in: an import is no part of an expression
 
 
 def compiled_imports(source: str) -> Iterator[str]:
@@ -177,7 +186,7 @@ def test_nothing_imports_upward(path: Path) -> None:
     part = part_of(module_name(path))
     allowed = {part, *ALLOWED[part]}
     given = GIVEN_BY_SUBCLASSES.get(module_name(path), set()).difference(imports(path, types_too=False))
-    for name in set(imports(path)) - given:
+    for name in imports(path) - given:
         if name.split(".")[0] in OURS:
             assert part_of(name) in allowed or name in allowed, f"{source_name(path)} imports {name}"
 
@@ -219,12 +228,14 @@ def test_only_some_of_the_compiled_core_call_the_system() -> None:
     assert not [path for path in CORE_PARTS if path != declaring and re.search(r"extern from \"<|#include <", path.read_text())]
 
 
+@functools.cache
 def code_of(path: Path) -> str:
     """A part of the core without its docstrings, comments and texts."""
     text = re.sub(r'"""[\s\S]*?"""', "", path.read_text())
     return re.sub(r'"(\\.|[^"\\\n])*"|\'(\\.|[^\'\\\n])*\'|#.*', "", text)
 
 
+@functools.cache
 def defined_in(path: Path) -> set[str]:
     """The names that a part of the core defines for all: classes, functions, variables, constants and types of C."""
     code = code_of(path)
