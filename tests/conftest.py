@@ -30,6 +30,7 @@ import uvloop
 import shmring
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from shmring.processes.process import Process
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -261,6 +262,14 @@ def keeps_slabs() -> Iterator[None]:
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts processes that need torch and shmring in milliseconds; one for all tests of this worker."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture

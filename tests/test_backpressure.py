@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import shmring
+from tests.nursery import Nursery
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -256,7 +256,7 @@ async def test_everything_works_where_only_leases_are_writable(serve: Any, conne
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: Any, socket_dir: Path, run_python: Any) -> None:
+async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: Any, socket_dir: Path, nursery: Nursery) -> None:
     script = f"""
         import asyncio, resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -275,9 +275,8 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
         asyncio.run(main())
     """
     await serve()
-    process = run_python("-c", textwrap.dedent(script), stderr=subprocess.DEVNULL)
-    assert await asyncio.to_thread(process.rest, 60) == "leased\n"
-    assert process.returncode == -11
+    ended = await asyncio.to_thread(nursery.run_text, textwrap.dedent(script))
+    assert (ended.returncode, ended.stdout) == (-11, "leased\n")
 
 
 async def test_who_has_as_many_requests_as_may_be_hears_that_one_has_ended(serve: Any, connect: Any) -> None:

@@ -7,8 +7,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.nursery import Nursery
 from tests.test_threads import Thread, eventually, interrupted, is_whole
 
 pytestmark = pytest.mark.timeout(60)
@@ -568,7 +567,9 @@ def test_what_can_not_be_opened_says_why_and_leaves_nothing(serve: Any, served_b
 @pytest.mark.usefixtures("no_new_segments")
 @BOTH_KINDS
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "threading.Thread(target=ring.claim, daemon=True).start()"])
-def test_a_program_that_ends_without_closing_ends_quietly(socket_dir: Path, served_by: str, ending: str) -> None:
+def test_a_program_that_ends_without_closing_ends_quietly(
+    nursery: Nursery, socket_dir: Path, served_by: str, ending: str
+) -> None:
     program = f"""
 import threading, torch
 from shmring import threads
@@ -584,7 +585,7 @@ message = joined[0].receive(10)
 view = message.payload
 {ending}
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    ended = nursery.run_text(program)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
-from shmring.processes.process import Process
 from shmring.threads.loop_calls import LoopCall
 from shmring.threads.loop_thread import LoopThread
 from tests.integration.test_forged import Forger
+from tests.nursery import Forked, Nursery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,10 +125,23 @@ def answering(ring: threads.Ring) -> Thread:
 
 
 @pytest.fixture
-def process(socket_dir: Path, run_python: Callable[..., Process]) -> Callable[[str], Process]:
-    """``process(program)``: a process with ``options`` for either end."""
-    prelude = f"import time, torch, shmring\nfrom shmring import threads\noptions = {{'socket_dir': {str(socket_dir)!r}}}\n"
-    return lambda program: run_python("-c", prelude + program, cwd=ROOT, stderr=subprocess.STDOUT)
+def prelude(socket_dir: Path) -> str:
+    """Of programs: ``options`` for either end."""
+    return f"import time, torch, shmring\nfrom shmring import threads\noptions = {{'socket_dir': {str(socket_dir)!r}}}\n"
+
+
+@pytest.fixture
+def start(nursery: Nursery, prelude: str, tmp_path: Path) -> Iterator[Callable[[str], Forked]]:
+    """``start(program)``: a process with ``options`` for either end; killed in the end."""
+    started: list[Forked] = []
+
+    def start(program: str) -> Forked:
+        started.append(nursery.start_text(tmp_path / f"output-{len(started)}", prelude + program))
+        return started[-1]
+
+    yield start
+    for forked in started:
+        forked.process.kill()
 
 
 # -- requests -----------------------------------------------------------------------------------------------------------
@@ -458,13 +470,13 @@ with threads.connect("test", **options) as client:
 """
 
 
-def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, process: Any) -> None:
-    frontend = process(FRONTEND)
-    client_id, request_id = map(int, frontend.line().split())
+def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, start: Any) -> None:
+    frontend = start(FRONTEND)
+    client_id, request_id = map(int, frontend.says())
     eventually(lambda: ring.untaken == 1)
     waiting = Thread(ring.take, client_id, request_id + 1)
     eventually(lambda: ring._arrivals._takers)
-    frontend.kill()
+    frontend.process.kill()
     with pytest.raises(shmring.AbortedError, match="not connected"):
         waiting.ended()
     with pytest.raises(shmring.AbortedError):
@@ -472,12 +484,12 @@ def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, proc
     eventually(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
 
 
-def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, process: Any) -> None:
-    frontend = process(FRONTEND)
-    claim = ring.take(*map(int, frontend.line().split()), 5)
+def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, start: Any) -> None:
+    frontend = start(FRONTEND)
+    claim = ring.take(*map(int, frontend.says()), 5)
     aborted = threading.Event()
     claim.on_abort(aborted.set)
-    frontend.kill()
+    frontend.process.kill()
     assert aborted.wait(10)
     assert claim.aborted
     assert claim.payload[0].sum() == 5000
@@ -939,7 +951,7 @@ def test_no_call_is_left_in_the_queue_of_a_loop_that_has_ended() -> None:
         thread.call(int)
 
 
-def test_an_engine_that_dies_fails_what_waits_and_the_next_one_is_used(process: Any, connect: Any) -> None:
+def test_an_engine_that_dies_fails_what_waits_and_the_next_one_is_used(start: Any, connect: Any) -> None:
     program = """
 with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
     print("ready", flush=True)
@@ -950,16 +962,16 @@ with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
             else:
                 time.sleep(60)
 """
-    engine = process(program)
-    assert engine.line() == "ready"
+    engine = start(program)
+    assert engine.says() == ["ready"]
     client = connect(reconnect=True)
     assert client.request("answer", timeout=10) == "answered"
     waiting = Thread(client.request, "wait")
     eventually(lambda: client.statistics().in_flight == 1)
-    engine.kill()
+    engine.process.kill()
     with pytest.raises(shmring.EngineDeadError):
         waiting.ended()
-    assert process(program).line() == "ready"
+    assert start(program).says() == ["ready"]
     client.wait_connected(30)
     assert client.request("answer", timeout=10) == "answered"
     assert client.statistics().reconnections == 1
@@ -1017,7 +1029,7 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
 @pytest.mark.usefixtures("no_new_segments")
 @pytest.mark.parametrize("how", ["falls off the end", "sys.exit", "raises", "a finaliser closes"])
 @pytest.mark.parametrize("served_by", ["thread", "both"])
-def test_a_program_that_ends_without_closing_ends_quietly(how: str, served_by: str, process: Any) -> None:
+def test_a_program_that_ends_without_closing_ends_quietly(how: str, served_by: str, nursery: Nursery, prelude: str) -> None:
     ending = {
         "falls off the end": "",
         "sys.exit": "import sys; sys.exit(0)",
@@ -1049,9 +1061,8 @@ threading.Thread(target=ring.claim, daemon=True).start()
 print("leaving", flush=True)
 {ending}
 """
-    leaving = process(program)
-    assert leaving.line() == "leaving"
-    assert (leaving.rest(30), leaving.returncode) == ("", 0)
+    ended = nursery.run_text(prelude + program)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
 
 
 def test_kept_content_is_found_by_any_thread(serve: Any, connect: Any) -> None:

@@ -24,6 +24,7 @@ from shmring.core import compiled
 from shmring.core.compiled import Mapping, Region, RegionBytes, Regions, TensorMaker, borrowed, copied
 from tests.model.inside import uses_table
 from tests.model.stepped import IS_STEPPED, LastView, at_each_step
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 NBYTES = 1 << 16
@@ -208,7 +209,8 @@ try:
 except OSError as error:
     print(error.errno == 24)
 """
-    assert run(script) == "True\n"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
 
 
 # -- what keeps a view --------------------------------------------------------------------------------------------------
@@ -631,13 +633,7 @@ def test_a_death_in_a_forked_child_is_none_in_its_parent(
     assert regions.collect() == [(1, 2), (1, 1)]
 
 
-def run(script: str) -> str:
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (process.returncode, process.stderr) == (0, "")
-    return process.stdout
-
-
-def test_views_may_live_until_the_interpreter_has_ended() -> None:
+def test_views_may_live_until_the_interpreter_has_ended(nursery: Nursery) -> None:
     """Kept by a module, a cycle, a thread that never ends, what runs at the exit, and torch itself."""
     script = """
 import atexit, gc, os, threading, torch, numpy as np
@@ -663,7 +659,8 @@ atexit.register(views_of(4).clear)
 torch.kept = torch.nn.Parameter(views_of(5)[0], requires_grad=False)
 print(len(regions))
 """
-    assert run(script) == "5\n"
+    ended = nursery.run_text(script)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
 
 
 def test_what_drains_when_its_owner_ends_is_unmapped_with_its_last_view() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import shmring
+from tests.nursery import Nursery
 
 PROGRAM = Path(__file__).parent / "programs" / "leave.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,15 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
         ("exited", "asyncio"),
     ],
 )
-def test_an_interpreter_that_ends_with_living_views_does_not_crash(how: str, loop: str, socket_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), how, loop, str(socket_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+def test_an_interpreter_that_ends_with_living_views_does_not_crash(
+    how: str, loop: str, nursery: Nursery, socket_dir: Path
+) -> None:
+    done = nursery.run_text(PROGRAM.read_text(), how, loop, str(socket_dir))
     assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
     assert "Fatal" not in done.stderr
     assert "Exception ignored" not in done.stderr
