@@ -21,7 +21,7 @@ import enum
 import functools
 import warnings
 from bisect import insort
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -614,41 +614,41 @@ class Session:
 
     # -- breaking the rules --------------------------------------------------------------------------------------------------
 
-    def forgery(self, kind: Forgery, other_lease: SlotRef | None) -> bytes | None:
-        """Returns a record that must be refused, or None if this session can't make it.
+    def forgeries(self, other_lease: SlotRef | None) -> dict[Forgery, Callable[[], bytes]]:
+        """Returns what makes the records that must be refused: of each kind that this session can make.
 
         Args:
-            kind: which.
             other_lease: a place in what was lent to somebody else.
         """
+        request = self._next_request
+        others = (other_lease.lease_id if other_lease is not None else _NO_LEASE,)
+        forgeries: dict[Forgery, Callable[[], bytes]] = {
+            Forgery.OLD_EPOCH: lambda: self._forged(request, epoch=self.epoch - 1),
+            Forgery.OLD_REQUEST: lambda: self._forged(request - 1),
+            Forgery.RETURN_OF_ANOTHER: lambda: encode_message(LeaseReturn(others)),
+            Forgery.REPLY_OF_ANOTHER: lambda: encode_message(ReplyRelease((_NO_REPLY,))),
+        }
+        if request == 1:
+            del forgeries[Forgery.OLD_REQUEST]
+        for kind, slots in self._forged_slots(other_lease):
+            forgeries[kind] = functools.partial(self._forged, request, slots)
+        return {kind: forgeries[kind] for kind in Forgery if kind in forgeries}
+
+    def _forged_slots(self, other_lease: SlotRef | None) -> Iterator[tuple[Forgery, tuple[SlotRef, ...]]]:
+        """Yields slots of which an engine must refuse at least one."""
         fresh = (self.client_id << GENERATION_BITS) + (1 << (GENERATION_BITS - 1))
-        own = behind = None
-        for lease in self.book.leases.values():
-            start = next((start for start, _ in lease.slots.runs()), lease.slots.start)  # where nothing else is wrong
-            own = SlotRef(lease.lease_id, start * BLOCK_NBYTES, content_nbytes(1), fresh)
-            behind = _changed(own, offset=lease.slots.end * BLOCK_NBYTES)
-        slots: tuple[SlotRef | None, ...]
-        match kind:
-            case Forgery.OLD_EPOCH:
-                return self._forged(self._next_request, epoch=self.epoch - 1)
-            case Forgery.OLD_REQUEST:
-                return self._forged(self._next_request - 1) if self._next_request > 1 else None
-            case Forgery.RETURN_OF_ANOTHER:
-                return encode_message(LeaseReturn((other_lease.lease_id if other_lease is not None else _NO_LEASE,)))
-            case Forgery.REPLY_OF_ANOTHER:
-                return encode_message(ReplyRelease((_NO_REPLY,)))
-            case Forgery.OLD_GENERATION:
-                slots = (own and self.last_sent and _changed(own, generation=self.last_sent.generation),)
-            case Forgery.LEASE_OF_ANOTHER:
-                slots = (other_lease and _changed(other_lease, generation=fresh),)
-            case Forgery.BEHIND_THE_LEASE:
-                slots = (behind,)
-            case Forgery.OVERLAP:
-                slots = (own, own and _changed(own, generation=fresh + 1))
-            case Forgery.GENERATION_OF_ANOTHER:
-                slots = (own and _changed(own, generation=fresh + (1 << GENERATION_BITS)),)
-        sound = tuple(slot for slot in slots if slot is not None)
-        return self._forged(self._next_request, sound) if len(sound) == len(slots) else None
+        if other_lease is not None:
+            yield Forgery.LEASE_OF_ANOTHER, (_changed(other_lease, generation=fresh),)
+        if not self.book.leases:
+            return
+        lease = list(self.book.leases.values())[-1]
+        start = next((start for start, _ in lease.slots.runs()), lease.slots.start)  # where nothing else is wrong
+        own = SlotRef(lease.lease_id, start * BLOCK_NBYTES, content_nbytes(1), fresh)
+        yield Forgery.BEHIND_THE_LEASE, (_changed(own, offset=lease.slots.end * BLOCK_NBYTES),)
+        yield Forgery.OVERLAP, (own, _changed(own, generation=fresh + 1))
+        yield Forgery.GENERATION_OF_ANOTHER, (_changed(own, generation=fresh + (1 << GENERATION_BITS)),)
+        if self.last_sent is not None:
+            yield Forgery.OLD_GENERATION, (_changed(own, generation=self.last_sent.generation),)
 
     @property
     def _next_request(self) -> int:

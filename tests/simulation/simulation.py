@@ -138,8 +138,7 @@ class Simulation:
             yield from worker.enabled(position)
 
     def _forgeries(self, session: Session) -> list[Forgery]:
-        other = self._lease_of_another(session)
-        return [kind for kind in Forgery if session.forgery(kind, other) is not None]
+        return [*session.forgeries(self._lease_of_another(session))]
 
     def _admits(self) -> bool:
         return self.engine is not None and len(self.engine.clients) < self.scenario.processes + _MAX_CLIENTS_BEYOND
@@ -273,9 +272,8 @@ class Simulation:
 
     def _forge(self, action: Action) -> None:
         session = self._session(action.at)
-        record = session.forgery(Forgery(action.item), self._lease_of_another(session))
-        assert record is not None
-        session.wire.forge(record)
+        forge = session.forgeries(self._lease_of_another(session))[Forgery(action.item)]
+        session.wire.forge(forge())
         self._hang_up(action.at)  # whatever it does next is nobody's business
 
     def _lease_of_another(self, session: Session) -> SlotRef | None:
