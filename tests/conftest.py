@@ -75,6 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
+    # torch has forty loggers that do not propagate. To each of these pytest adds its handlers, six times in every test.
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session")
