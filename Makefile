@@ -59,7 +59,7 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest $(PARALLEL) tests/core --cov --cov-report=term-missing:skip-covered
 	$(BIN)/python -m tests.chaos --minutes 1 --seed $(SEED)
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough --hypothesis-seed=$(SEED) -m 'slow or hypothesis'
 	$(BIN)/python -m tests.leftovers
