@@ -83,7 +83,7 @@ def make(sources: Path, *arguments: str, path: str | None = None, cflags: str | 
 def fresh_environment(directory: Path) -> Path:
     """Makes a virtual environment that sees the packages installed here, but not this checkout, and returns its directory."""
     environment = directory / "environment"
-    venv.create(environment, with_pip=True)
+    venv.create(environment, with_pip=False)  # pip is one of those packages
     [packages] = environment.glob("lib/python*/site-packages")
     # A directory that a .pth file names has no say by .pth files of its own, such as that of an editable installation.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
