@@ -24,7 +24,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 import uvloop
 
 import shmring
@@ -74,6 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "adjustable_clock: the fixture pass_time puts the loop's clock forward")
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _prepare_torch()  # which takes two seconds to import: not where tests are only handed out
+
+
+def _prepare_torch() -> None:
+    import torch
+
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
     # torch has forty loggers that do not propagate. To each of these pytest adds its handlers, six times in every test.
     for logger in logging.Logger.manager.loggerDict.values():

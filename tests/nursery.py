@@ -16,7 +16,7 @@ from shmring.processes.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 20.0  # for a process to say or do what it will
-_END_LIMIT_S = 60.0  # for a program that is run to its end
+_END_LIMIT_S = 300.0  # for a program that is run to its end
 
 
 class Nursery:
