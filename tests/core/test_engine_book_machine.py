@@ -34,6 +34,9 @@ from shmring.errors import CapacityError, RemoteProtocolError
 from tests.model.pairs import PairedEngineBook
 from tests.model.state import plain
 
+# As test_books_together: a crowded machine and the measuring of coverage each can double what this takes.
+pytestmark = pytest.mark.timeout(400)
+
 MAX_CLIENTS = 4
 MAX_DEPARTURES = 4  # in one example; else most steps would be about clients that come and go
 QUOTA = 6
