@@ -80,8 +80,15 @@ bench-quick: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
 
+gpu-hour: export PYTHONPATH = $(CURDIR)
+gpu-hour: GPU_PYTHON = $(if $(filter none,$(ENVIRONMENT)),$(PYTHON),$(BIN)/python)
 gpu-hour: $(if $(filter none,$(ENVIRONMENT)),,$(INSTALLED))
-	$(if $(filter none,$(ENVIRONMENT)),$(PYTHON),$(BIN)/python) bench/gpu/hour.py --json $(or $(JSON),gpu-hour.json)
+	timeout -k 5 150 $(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	status=0; \
+	timeout -k 5 170 $(GPU_PYTHON) -X faulthandler -m pytest -q -m gpu tests/gpu tests/bench/test_gpu.py || status=1; \
+	timeout -k 5 150 $(GPU_PYTHON) -m bench gpu --size 64KiB --size 1MiB --size 8MiB --size 64MiB --repetitions 5 --from slot-pinned \
+	    --from pin-memory --from pin-memory-to --from clone --json $(or $(JSON),gpu-hour.json) || status=1; \
+	exit $$status
 
 # vLLM needs other versions of some packages, so it has an environment of its own.
 VLLM := .venv-vllm

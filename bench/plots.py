@@ -15,17 +15,18 @@ import msgspec
 
 from bench.command_line import check_plotter
 from bench.messages import Case
-from bench.peers import PEERS
 from bench.records import Result, Results, peer_title
 from bench.results import Findings, format_nbytes
 
 __all__ = ["draw", "draw_lines", "draw_overview", "draw_stored", "lay_sizes_across", "panels", "save"]
 
-_PALETTE = (
-    "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
-    "#6a4c93", "#0a9396", "#a68a64", "#495057",
-)  # fmt: skip
-_MARKERS = "sD^vPX*<>phd8H"
+#: A colour and a marker of each of the others.
+_OTHERS = {
+    "iceoryx2": "#1f77b4 s", "iceoryx2-loaned": "#2ca02c D", "zenoh": "#9467bd ^", "spinning-ring": "#8c564b v",
+    "spinning-arena": "#17becf P", "inline-msgpack": "#7f7f7f X", "pyzmq": "#bcbd22 *", "faster-fifo": "#003f5c <",
+    "shared-memory": "#e377c2 >", "torch-queue": "#5f0f40 p", "torch-queue-by-name": "#6a4c93 h",
+    "multiprocessing-queue": "#0a9396 d", "ray": "#a68a64 8",
+}  # fmt: skip
 _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
 _DPI = 110
 #: What the README shows, at which sizes, and what each peer is called there.
@@ -129,9 +130,7 @@ def _style(peer: str) -> dict[str, Any]:
     """How a peer's line looks in every plot."""
     if peer in _OURS:
         return {"label": peer, "color": _OURS[peer], "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 5}
-    others = [name for name in PEERS if name not in _OURS]
-    place = others.index(peer) if peer in others else len(others)
-    colour, marker = _PALETTE[place % len(_PALETTE)], _MARKERS[place % len(_MARKERS)]
+    colour, marker = _OTHERS.get(peer, "#495057 H").split()
     return {"label": peer, "color": colour, "linewidth": 1.2, "marker": marker, "markersize": 5, "zorder": 3}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from bench.machine import Machine
 from bench.messages import Case, Measurement
 from bench.meter import Cost
-from bench.peers import BASELINE, PEERS
+from bench.peers import BASELINE, FORMER, PEERS
 from bench.results import Coverage, Gap, Spread, Status, Table, format_rate, format_times
 
 __all__ = ["Limit", "Result", "Results", "Side", "peer_title", "transport_tables"]
@@ -191,8 +191,8 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def peer_title(name: str) -> str:
-    """Returns a peer as tables spell it; its name, if the results are of a peer that is no more."""
-    return PEERS[name].title if name in PEERS else name
+    """Returns a peer as tables spell it; its name, if nothing is known of it."""
+    return PEERS[name].title if name in PEERS else FORMER.get(name, name)
 
 
 def transport_tables(results: Results) -> Iterator[Table]:

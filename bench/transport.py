@@ -35,7 +35,6 @@ __all__ = [
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = SIZES[:-1]
 
-_QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
 _QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
 _QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
 #: Small enough for the fixed cost of a message to show, and no case of another round: ratios are taken within one.
@@ -73,29 +72,26 @@ def sweeps(
 
 def quick_rounds(peers: Sequence[str]) -> list[Round]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
-    fast = tuple(name for name in peers if name not in _QUICK_WITHOUT)
     *small, large_nbytes, largest_nbytes = QUICK_SIZES
     return [  # in an order in which no process is started twice
-        *(Round((Case(nbytes), Case(nbytes, window=1)), fast, limits=True) for nbytes in small),
-        Round((Case(large_nbytes),), fast, limits=True),
+        *(Round((Case(nbytes), Case(nbytes, window=1)), tuple(peers), limits=True) for nbytes in small),
+        Round((Case(large_nbytes),), tuple(peers), limits=True),
         # Where most peers take seconds for two windows; those stay that a target is about.
-        Round((Case(largest_nbytes),), tuple(name for name in fast if name in _QUICK_LARGE_PEERS), limits=True),
+        Round((Case(largest_nbytes),), tuple(name for name in peers if name in _QUICK_LARGE_PEERS), limits=True),
         # Where latency is compared with that of smaller ones, not with that of others.
-        Round((Case(large_nbytes, window=1),), tuple(name for name in fast if name in _QUICK_LATENCY_PEERS)),
+        Round((Case(large_nbytes, window=1),), tuple(name for name in peers if name in _QUICK_LATENCY_PEERS)),
         Round((msgspec.structs.replace(_QUICK_SCALING, producers=_QUICK_SCALING_PRODUCERS), _QUICK_SCALING), (BASELINE,)),
     ]
 
 
 def quick_without(peers: Sequence[str]) -> dict[Key, str]:
     """Returns what a quick run leaves out of those peers, by case and peer, and why."""
-    left_out = {}
-    for part in quick_rounds(peers)[:-1]:  # the last one is about the baseline alone
-        for case, name in itertools.product(part.cases, peers):
-            if name in _QUICK_WITHOUT:
-                left_out[case.title, name] = "left out: it starts a cluster for every case"
-            elif name not in part.peers:
-                left_out[case.title, name] = "left out: no target is about it in this case"
-    return left_out
+    return {
+        (case.title, name): "left out: no target is about it in this case"
+        for part in quick_rounds(peers)[:-1]  # the last one is about the baseline alone
+        for case, name in itertools.product(part.cases, peers)
+        if name not in part.peers
+    }
 
 
 def again(plan: Plan, results: Results, missed: Sequence[Target]) -> Plan:

@@ -8,31 +8,28 @@ from bench.peers.pyzmq_sockets import PyzmqMultipart, PyzmqRequest
 from bench.peers.queues import (
     FasterFifoQueue,
     MultiprocessingQueue,
-    MultiprocessingRequest,
     TorchQueueByDescriptor,
     TorchQueueByName,
-    TorchRequest,
-)  # fmt: skip
-from bench.peers.ray_store import RayStore
+)
 from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlace, ShmringRequest
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
 from bench.peers.unix_stream import InlineMsgpack, InlineRequest, SharedMemorySegments
-from bench.peers.zenoh_shm import ZenohShm
 
-__all__ = ["BASELINE", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
+__all__ = ["BASELINE", "FORMER", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
 
 _STREAMS: tuple[Peer, ...] = (
-    ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), ZenohShm(), SpinningRing(),
-    SpinningArena(), InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueueByDescriptor(),
-    TorchQueueByName(), MultiprocessingQueue(), RayStore(),
+    ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), SpinningRing(), SpinningArena(),
+    InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueueByDescriptor(),
+    TorchQueueByName(), MultiprocessingQueue(),
 )  # fmt: skip
-_REQUESTS: tuple[RequestPeer, ...] = (
-    ShmringRequest(), InlineRequest(), PyzmqRequest(), TorchRequest(), MultiprocessingRequest()
-)  # fmt: skip
+_REQUESTS: tuple[RequestPeer, ...] = (ShmringRequest(), InlineRequest(), PyzmqRequest())
 
 #: By name, in the order in which they are measured and shown: those of streams, and those of requests.
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _STREAMS}
 REQUEST_PEERS: dict[str, RequestPeer] = {peer.name: peer for peer in _REQUESTS}
+
+#: The titles of peers that stored results have, and that are measured no more.
+FORMER = {"zenoh": "zenoh, shared memory", "ray": "Ray object store"}
 
 #: What the others are compared with, in both.
 BASELINE = _STREAMS[0].name

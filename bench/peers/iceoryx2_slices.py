@@ -40,14 +40,14 @@ import psutil
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Source
-from bench.peers.in_flight import Intake, Reception, Send, WindowedPeer
+from bench.peers.in_flight import Intake, Send, WindowedPeer
 from bench.peers.peer import shared_memory_shortage
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["Iceoryx2", "Iceoryx2Loaned", "Services", "open_publisher", "open_services"]
 
 _ALIGNMENT = 64  # bytes: a cache line; copies into memory that is not aligned so are slower
-_BATCH_NBYTES = 4 << 20
+_BATCH_NBYTES, _MAX_BATCH = 4 << 20, 64  # bytes, and messages, that are taken at a time
 _MAX_DIMENSIONS = 8  # of a tensor; no model's input has more
 _DTYPES = tuple(DTYPES.values())
 _SPARE_SAMPLES = 2  # that a publisher preallocates beside the window: one on loan, and one that is being read
@@ -143,30 +143,43 @@ class Iceoryx2Loaned(Iceoryx2):
         return source.stamp(_tensor(loan.payload_ptr, cell.torch_dtype, cell.shape)), loan
 
 
-class _Reception(Reception):
-    """Takes samples when the listener's descriptor says that there are some."""
+class _Reception:
+    """Takes samples in the loop when the listener's descriptor says that there are some: few enough at a time for other work.
+
+    Attributes:
+        finished: done when the last message has been taken.
+    """
 
     def __init__(self, cell: Cell, intake: Intake, subscriber: Any, listener: Any) -> None:
-        super().__init__(cell, intake, _BATCH_NBYTES)
+        self._loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self._intake = intake
+        self._batch = max(1, min(_MAX_BATCH, _BATCH_NBYTES // cell.nbytes))  # a consumer may copy them
         self._subscriber = subscriber
         self._listener = listener
-
-    def next_sample(self) -> Any:
-        return self._subscriber.receive()
 
     def wake(self) -> None:
         """The descriptor is readable."""
         self._listener.try_wait()  # before samples are taken: what comes in between wakes us again
-        self.take_batch()
+        self._take_batch()
 
-    def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
-        fields = _UserHeader.from_address(sample.user_header_ptr)
-        header = Header(fields.sequence, fields.phase, fields.sent_ns, fields.producer)
-        shape = tuple(fields.shape[: fields.dimensions])
-        return header, _tensor(sample.payload_ptr, _DTYPES[fields.dtype], shape)
-
-    def release(self, sample: Any, header: Header) -> None:
-        sample.delete()
+    def _take_batch(self) -> None:
+        try:
+            for _ in range(self._batch):
+                if self.finished.done() or (sample := self._subscriber.receive()) is None:
+                    return
+                fields = _UserHeader.from_address(sample.user_header_ptr)
+                header = Header(fields.sequence, fields.phase, fields.sent_ns, fields.producer)
+                shape = tuple(fields.shape[: fields.dimensions])
+                last = self._intake.take(header, _tensor(sample.payload_ptr, _DTYPES[fields.dtype], shape))
+                sample.delete()
+                self._intake.acknowledge(header)
+                if last:
+                    self.finished.set_result(None)
+        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
+            self.finished.set_exception(error)
+        else:
+            self._loop.call_soon(self._take_batch)  # what is left wakes nobody
 
 
 def open_services(

@@ -21,10 +21,9 @@ import torch
 from bench.messages import Answer, Cell, Header, Sink, Source
 from bench.peers.peer import Peer
 
-__all__ = ["Intake", "Pending", "Reception", "Send", "Shared", "Window", "WindowedPeer"]
+__all__ = ["Intake", "Pending", "Send", "Shared", "Window", "WindowedPeer"]
 
 _ACKS_NBYTES = 4096  # at a time; a byte each
-_MAX_BATCH = 64  # messages that a loop takes before its other work has its turn
 
 #: Stamps and sends the next message; returns what to await before more can be sent, if there is such a thing.
 Send = Callable[[], Awaitable[object] | None]
@@ -147,52 +146,6 @@ class WindowedPeer(Peer):
 
     async def consume(self, cell: Cell, shared: Shared, sink: Sink, listening: Callable[[], None]) -> None:
         await self.receive(cell, shared.own, Intake(sink, shared), listening)
-
-
-class Reception(abc.ABC):
-    """Takes samples in the loop as soon as something wakes it, so many at a time that its other work has its turn.
-
-    Args:
-        batch_nbytes: to be taken at a time, but for the first: a consumer may copy them.
-
-    Attributes:
-        finished: done when the last message has been taken.
-    """
-
-    def __init__(self, cell: Cell, intake: Intake, batch_nbytes: int) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.finished: asyncio.Future[None] = self.loop.create_future()
-        self._intake = intake
-        self._batch = max(1, min(_MAX_BATCH, batch_nbytes // cell.nbytes))
-
-    @abc.abstractmethod
-    def next_sample(self) -> Any:
-        """Returns what has come, or None."""
-
-    @abc.abstractmethod
-    def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
-        """Returns the message of a sample."""
-
-    def release(self, sample: Any, header: Header) -> None:  # noqa: B027 - most have nothing to do
-        """A sample's message has been taken."""
-
-    def take_batch(self) -> None:
-        """Takes what has come. Called in the loop."""
-        try:
-            for _ in range(self._batch):
-                if self.finished.done() or (sample := self.next_sample()) is None:
-                    return
-                header, tensor = self.read(sample)
-                last = self._intake.take(header, tensor)
-                del tensor
-                self.release(sample, header)
-                self._intake.acknowledge(header)
-                if last:
-                    self.finished.set_result(None)
-        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            self.finished.set_exception(error)
-        else:
-            self.loop.call_soon(self.take_batch)  # what is left wakes nobody
 
 
 class Pending:

@@ -1,9 +1,7 @@
-"""Queues between processes: faster-fifo's, ``torch.multiprocessing``'s and ``multiprocessing``'s, for streams and requests.
+"""Queues between processes: faster-fifo's, ``torch.multiprocessing``'s and ``multiprocessing``'s, for streams.
 
-None of them can be awaited. Producers and clients ``put`` from their event loops; whoever receives has a thread that blocks in
-``get``, so that its loop stays free. Messages of a stream are checked on that thread, which spares these peers the hop to the
-loop. The engine answers requests on that thread, too; replies, which are small, are numpy arrays by a queue for each client,
-whose thread hands each to its loop.
+None of them can be awaited. Producers ``put`` from their event loops; the consumer has a thread that blocks in ``get``, so that
+its loop stays free. Messages are checked on that thread, which spares these peers the hop to the loop.
 
 ``faster-fifo`` is a ring of bytes in shared memory with a mutex and condition variables, made before the processes are, as
 Sample Factory does. Instead of the default pickle, ``dumps`` joins a packed header and the tensor's bytes and ``loads`` is a
@@ -33,20 +31,16 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import get_temp_dir
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.multiprocessing
 
-from bench.messages import DTYPES, Answer, Ask, Cell, Header, Source
-from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
-from bench.peers.peer import RequestPeer, allow_read_only_tensors, memory_shortage
-from bench.request.questions import Desk
+from bench.messages import DTYPES, Cell, Header, Source
+from bench.peers.in_flight import Intake, Send, WindowedPeer
+from bench.peers.peer import allow_read_only_tensors, memory_shortage
 
-__all__ = [
-    "FasterFifoQueue", "MultiprocessingQueue", "MultiprocessingRequest", "TorchQueueByDescriptor", "TorchQueueByName",
-    "TorchRequest",
-]  # fmt: skip
+__all__ = ["FasterFifoQueue", "MultiprocessingQueue", "TorchQueueByDescriptor", "TorchQueueByName"]
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
@@ -62,41 +56,12 @@ _DTYPES = tuple(DTYPES)
 _Message = tuple[Header, torch.Tensor]
 
 
-class _Plain:
-    """``multiprocessing``'s queues."""
+class _QueueStream(WindowedPeer):
+    """What streams by queues have in common; what differs is how each puts and gets."""
 
     def prepare(self) -> None:
         """What each process does before it uses a queue."""
         allow_read_only_tensors()
-
-    def create_queue(self, context: SpawnContext) -> Any:
-        """Makes a queue, in the parent; its class exists only in a context."""
-        return context.Queue()
-
-
-class _Torch(_Plain):
-    """``torch.multiprocessing``'s."""
-
-    strategy: ClassVar[str] = "file_descriptor"
-
-    def prepare(self) -> None:
-        _torch_multiprocessing.set_sharing_strategy(self.strategy)
-
-    def create_queue(self, context: SpawnContext) -> Any:
-        get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
-        return _torch_multiprocessing.get_context("spawn").Queue()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor in a segment of its own, whose handle a queue sends."""
-        again: Any = torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
-        return again.share_memory_()  # type: ignore[no-any-return] # it is not annotated
-
-
-# -- streams -------------------------------------------------------------------------------------------------------------
-
-
-class _QueueStream(_Plain, WindowedPeer):
-    """What streams by queues have in common; what differs is how each puts and gets."""
 
     @abc.abstractmethod
     def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
@@ -111,7 +76,7 @@ class _QueueStream(_Plain, WindowedPeer):
         queue.put(None)
 
     def create_own(self, context: SpawnContext, producers: int) -> Any:
-        return self.create_queue(context)
+        return context.Queue()  # its class exists only in a context
 
     def close_own(self, own: Any) -> None:
         own.close()
@@ -153,7 +118,7 @@ class FasterFifoQueue(_QueueStream):
     def window(self, cell: Cell) -> int:
         return max(1, min(cell.window, _RING_NBYTES // (cell.producers * _in_ring_nbytes(cell))))
 
-    def create_queue(self, context: SpawnContext) -> Any:
+    def create_own(self, context: SpawnContext, producers: int) -> Any:
         return importlib.import_module("faster_fifo").Queue(_RING_NBYTES, loads=_loads, dumps=_dumps)
 
     def close_own(self, own: Any) -> None:
@@ -204,12 +169,21 @@ class MultiprocessingQueue(_QueueStream):
         return [(Header(*fields), torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape))]
 
 
-class TorchQueueByDescriptor(_Torch, _QueueStream):
+class TorchQueueByDescriptor(_QueueStream):
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
+    strategy: ClassVar[str] = "file_descriptor"
+
+    def prepare(self) -> None:
+        _torch_multiprocessing.set_sharing_strategy(self.strategy)
+
+    def create_own(self, context: SpawnContext, producers: int) -> Any:
+        get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
+        return _torch_multiprocessing.get_context("spawn").Queue()
 
     def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
-        queue.put((header, self.pack(source.tensor)), timeout=_TIMEOUT_S)
+        again: Any = torch.from_numpy(source.tensor.view(torch.uint8).numpy()).view(source.tensor.dtype)
+        queue.put((header, again.share_memory_()), timeout=_TIMEOUT_S)
 
     def get(self, queue: Any, cell: Cell) -> list[_Message]:
         message = queue.get(timeout=_TIMEOUT_S)
@@ -220,69 +194,3 @@ class TorchQueueByName(TorchQueueByDescriptor):
     name = "torch-queue-by-name"
     title = "torch.multiprocessing.Queue, file_system"
     strategy = "file_system"
-
-
-# -- requests ------------------------------------------------------------------------------------------------------------
-
-
-class _SharedByRequests(NamedTuple):
-    requests: Any
-    replies: list[Any]
-
-
-class MultiprocessingRequest(_Plain, RequestPeer):
-    """None in a queue ends the thread that reads it."""
-
-    name = "multiprocessing-queue"
-    title = "multiprocessing.Queue"
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what to put into the queue for a tensor."""
-        return tensor.numpy()
-
-    def create_shared(self, context: SpawnContext, ends: int) -> _SharedByRequests:
-        return _SharedByRequests(self.create_queue(context), [context.Queue() for _ in range(ends)])
-
-    async def serve(self, cell: Cell, shared: _SharedByRequests, desk: Desk, listening: Callable[[], None]) -> None:
-        self.prepare()
-        answering = asyncio.get_running_loop().run_in_executor(None, _answer_all, shared, desk)
-        listening()
-        try:
-            await asyncio.shield(answering)
-        finally:
-            if not answering.done():
-                shared.requests.put(None)
-                await answering
-
-    @contextlib.asynccontextmanager
-    async def connect(self, cell: Cell, shared: _SharedByRequests, client: int) -> AsyncIterator[Ask]:
-        self.prepare()
-        loop, replies = asyncio.get_running_loop(), shared.replies[client]
-        pending = Pending(lambda header, tensor: shared.requests.put((tuple(header), self.pack(tensor))))
-        receiving = loop.run_in_executor(None, _receive_all, replies, loop, pending)
-        try:
-            yield pending.ask
-        finally:
-            replies.put(None)
-            await asyncio.wait([receiving])
-
-
-def _answer_all(shared: _SharedByRequests, desk: Desk) -> None:
-    while (request := shared.requests.get()) is not None:
-        header, content = Header(*request[0]), request[1]
-        reply = desk.answer(header, torch.as_tensor(content))  # a view of a numpy array, or a tensor as it is
-        del request, content  # the tensor's memory goes with them
-        shared.replies[header.producer].put((tuple(header), reply.numpy()))
-
-
-def _receive_all(replies: Any, loop: asyncio.AbstractEventLoop, pending: Pending) -> None:
-    try:
-        while (reply := replies.get()) is not None:
-            loop.call_soon_threadsafe(pending.settle, Answer(Header(*reply[0]), torch.from_numpy(reply[1])))
-    except Exception as error:  # noqa: BLE001 # whoever waits for a reply hears of it
-        loop.call_soon_threadsafe(pending.fail, error)
-
-
-class TorchRequest(_Torch, MultiprocessingRequest):
-    name = "torch-queue"
-    title = "torch.multiprocessing.Queue"

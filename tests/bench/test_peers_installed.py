@@ -34,19 +34,15 @@ from tests.tables import for_each
 MODULES = {
     "iceoryx2": "iceoryx2_slices",
     "iceoryx2-loaned": "iceoryx2_slices",
-    "zenoh": "zenoh_shm",
     "faster-fifo": "queues",
-    "ray": "ray_store",
 }
 PACKAGES = {
     "iceoryx2_slices": "iceoryx2",
-    "zenoh_shm": "zenoh",
     "queues": "faster_fifo",
-    "ray_store": "ray",
     "pyzmq_sockets": "zmq",
 }
 PRODUCERS = 2
-REPORT_S = 60.0  # for a process to report, on a machine that does much else; Ray starts a cluster in it
+REPORT_S = 60.0  # for a process to report, on a machine that does much else
 END_S = 10.0  # for a process to end
 
 # Two producers come first: both have so been connected when they are told to end.
@@ -172,7 +168,7 @@ def test_checked_messages_arrive_and_nothing_is_left(open_ends: Callable[[str], 
     assert traces(ends) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "ray"])  # which would take seconds to start once more
+@pytest.mark.parametrize("name", MODULES)
 def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
     open_ends: Callable[[str], Ends], cell: Cell, name: str, spoil: Callable[..., None]
 ) -> None:
@@ -200,22 +196,21 @@ def traces_of(name: str) -> list[str]:
     found = [str(path) for path in SHM_DIRECTORY.glob(f"*{Path(name).name}*")]
     if os.path.exists(name):
         found.append(name)
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):  # titles say nothing: Ray's processes change them
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # closed by now, or its process has ended
             if os.readlink(descriptor).startswith(f"{name}/"):
                 found.append(str(descriptor))
     return found
 
 
-@for_each("name", [name for name in MODULES if name not in ("faster-fifo", "ray")])
+@for_each("name", [name for name in MODULES if name != "faster-fifo"])
 def test_what_takes_more_memory_than_there_is_is_said_beforehand(cell: Cell, name: str) -> None:
     assert "GiB are available" in (PEERS[name].limits(msgspec.structs.replace(cell, nbytes=1 << 40)) or "")
 
 
-def test_what_does_not_fit_into_a_queue_or_a_store_is_said_beforehand(cell: Cell) -> None:
+def test_what_does_not_fit_into_a_queue_is_said_beforehand(cell: Cell) -> None:
     large = msgspec.structs.replace(cell, nbytes=1 << 40)
     assert "does not fit into its ring" in (PEERS["faster-fifo"].limits(large) or "")
-    assert "GiB in a store of" in (PEERS["ray"].limits(large) or "")
 
 
 @pytest.mark.parametrize("name", MODULES)
