@@ -10,11 +10,12 @@ import click
 
 from bench import report
 from bench.allocation.command import allocator_command
-from bench.command_line import DIRECTORY, ROOT, SETTINGS, console
+from bench.command_line import DIRECTORY, SETTINGS, console
 from bench.cost import cost_command
 from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
+from bench.machine import ROOT
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command

@@ -13,8 +13,6 @@ from pathlib import Path
 from bench.machine import ROOT, git
 from bench.modes import code_of
 
-__all__ = ["age", "age_in_words", "head"]
-
 
 def age(mode: str, commit: str | None, root: Path = ROOT) -> int | None:
     """Returns how many commits have changed what a mode measures since a commit.

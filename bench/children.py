@@ -19,16 +19,16 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 import uvloop
 
-__all__ = ["BenchError", "Child", "Children", "Failed", "Parent", "described", "play_cell"]
-
 _START_LIMIT_S = 180.0  # for a process to import torch, on a machine where several do, or that does much else
 _GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
 _SECOND_REPORT_S = 1.0  # for the other processes to say what they saw of a failure
+
+_Result = TypeVar("_Result")
 
 #: Plays a child's part of a cell: called with its parent and the cell, returns its report.
 Play = Callable[["Parent", Any], Coroutine[Any, Any, Any]]
@@ -231,15 +231,28 @@ class Parent:
 
 def _run(play: Play, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
-    # Both as servers do it. With more threads, torch's copies wait for a core that is busy with another process;
-    # without the freeze, a collection walks all that torch has imported, and hits some peer for 80 ms.
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    settle()
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
         control.send("ready")
         while (cell := control.recv()) is not None:
             control.send(play_cell(play, control, cell))
+
+
+def settle() -> None:
+    """Has this process be as servers are, when it has imported everything.
+
+    With more threads, torch's copies wait for a core that is busy with another process. Without the freeze, a collection walks
+    all that torch has imported, and hits somebody for 80 ms.
+    """
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+def on_uvloop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a coroutine on a loop of its own."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
 
 
 def play_cell(play: Play, control: Connection, cell: Any) -> Any:
@@ -255,8 +268,7 @@ def play_cell(play: Play, control: Connection, cell: Any) -> Any:
                 return await play(parent, cell)
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(play_in_time())
+        return on_uvloop(play_in_time())
     except TimeoutError:
         return Failed(f"it took longer than {cell.limit_s:g} s")
     except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent

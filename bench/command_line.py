@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,39 +20,9 @@ from rich.table import Table as RichTable
 
 from bench.children import BenchError
 from bench.machine import ROOT, Machine
-from bench.modes import Mode
+from bench.modes import MODES, Mode
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.config import parse_nbytes
-
-__all__ = [
-    "DIRECTORY",
-    "FILE",
-    "ROOT",
-    "SETTINGS",
-    "MissingPlotter",
-    "NotMeasured",
-    "check_plotter",
-    "chosen",
-    "conclude",
-    "console",
-    "deliver",
-    "environment_option",
-    "finish",
-    "gaps_table",
-    "json_option",
-    "machine_line",
-    "measuring",
-    "missing_vllm",
-    "peer_option",
-    "plot_option",
-    "repetitions_option",
-    "seconds_option",
-    "show",
-    "shown_progress",
-    "size_option",
-    "terminated",
-    "typed",
-]
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -137,17 +109,77 @@ def plot_option(text: str = "Also draw FILE.png and FILE.svg.") -> Callable[[_Fu
     return click.option("--plot", "plot_stem", default=None, type=FILE, callback=checked, help=text)
 
 
-def environment_option(function: _Function) -> _Function:
-    """Where vLLM is; see :func:`missing_vllm`."""
-    text = "Which has vLLM; see `make test-vllm`."
-    return click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help=text)(function)
+def environment_option(program: str, title: str) -> Callable[[_Function], _Function]:
+    """Where a server that is not ours is installed, by the name of its program."""
+
+    def there(context: click.Context, option: click.Parameter, environment: Path) -> Path:
+        if (missing := missing_program(environment, program, title)) is not None:
+            raise click.UsageError(missing)
+        return environment
+
+    text = f"Which has {title}; see `make test-{program}`."
+    default = ROOT / f".venv-{program}"
+    return click.option("--environment", default=default, type=DIRECTORY, callback=there, help=text)
 
 
-def missing_vllm(environment: Path) -> str | None:
-    """Returns that an environment has no vLLM, and what to do about it; None if it has."""
-    if (environment / "bin" / "vllm").exists():
+def missing_program(environment: Path, program: str, title: str) -> str | None:
+    """Returns that an environment lacks a program, and what to do about it; None if it has it."""
+    if (environment / "bin" / program).exists():
         return None
-    return f"{environment} has no vLLM; `make test-vllm` makes an environment that has"
+    return f"{environment} has no {title}; `make test-{program}` makes an environment that has"
+
+
+def versions(environment: Path, *packages: str) -> str:
+    """Returns the versions of packages in another environment, as a note says them."""
+    program = f"import importlib.metadata as m; print(', '.join(n + ' ' + m.version(n) for n in {packages}))"
+    return subprocess.run(
+        [environment / "bin" / "python", "-c", program], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def benchmark(
+    mode: str,
+    *,
+    quick: str = "",
+    repetitions: str = "Of each case, interleaved.",
+    seconds: bool = True,
+    draw: Callable[[Findings, Path], object] | None = None,
+) -> Callable[[Callable[..., Findings]], click.Command]:
+    """Makes a command of a function that measures: what it returns is stored, printed, drawn and judged.
+
+    Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
+    options that all have, and with ``quick`` where there is such a run.
+
+    Args:
+        mode: a name in the table of modes, and of the command.
+        quick: help of ``--quick``; empty: there is no quick run.
+        repetitions: help of ``--repetitions``.
+        seconds: whether somebody may say how long a repetition is timed.
+        draw: draws a plot of what it returns.
+    """
+    timings = MODES[mode]
+
+    def decorate(measure: Callable[..., Findings]) -> click.Command:
+        @functools.wraps(measure)
+        def run(
+            repetitions: int | None,
+            json_path: Path | None,
+            seconds: float | None = None,
+            plot_stem: Path | None = None,
+            **options: Any,
+        ) -> None:
+            options["timing"] = timings.timing(options.get("quick", False), repetitions, seconds)
+            finish(measure(**options), json_path, plot_stem, draw)
+
+        own, run.__click_params__ = getattr(run, "__click_params__", []), []  # type: ignore[attr-defined] # click's
+        run = json_option(run if draw is None else plot_option()(run))
+        run = seconds_option(timings)(run) if seconds else run
+        run = repetitions_option(repetitions, timings)(run)
+        run.__click_params__ += own  # type: ignore[attr-defined] # the last stands first
+        run = click.option("--quick", is_flag=True, help=quick)(run) if quick else run
+        return click.command(mode, context_settings=SETTINGS)(run)
+
+    return decorate
 
 
 def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
@@ -187,7 +219,8 @@ def measuring(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def deliver(findings: Findings, json_path: Path | None) -> None:
-    """Writes a run, with the command that was typed, to where that asked for it; and prints it."""
+    """Writes a run, with the machine and the command that was typed, to where that asked for it; and prints it."""
+    findings = msgspec.structs.replace(findings, machine=findings.machine or Machine.here())
     if json_path is not None:
         write_json(msgspec.structs.replace(findings, command=typed()), json_path)
     show(findings)

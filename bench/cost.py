@@ -13,31 +13,25 @@ with nothing in flight. Cases are interleaved, and each has a fresh ring in each
 from __future__ import annotations
 
 import asyncio
-import gc
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import click
 import msgspec
 import torch
-import uvloop
 
 import shmring
 from bench import targets
-from bench.children import BenchError
-from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
+from bench.children import BenchError, on_uvloop, settle
+from bench.command_line import benchmark, measuring
 from bench.gpu import made_up
-from bench.machine import Machine
-from bench.modes import MODES
+from bench.modes import Timing
 from bench.peers.shmring_ring import RING
-from bench.results import Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
+from bench.repetitions import Repetitions
+from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
 
-__all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
-
-_MODE = MODES["cost"]
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
 _SUBJECT = "both ends"
@@ -148,16 +142,9 @@ def measure(
         timed_s, warm_up_s: of each repetition.
         progress: called with a line before each of them.
     """
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-
-    def once(case: Case, _: str) -> tuple[float, int]:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(both_ends(case, warm_up_s, timed_s))
-
+    settle()
     runs = Repetitions[Case, tuple[float, int]](dict.fromkeys(cases, (_SUBJECT,)), repetitions, lambda case: case.title)
-    runs.measure(cases, once, progress)
+    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, warm_up_s, timed_s)), progress)
     costs = {}
     for case, measured in runs.measured.items():
         each_us, messages = zip(*measured[_SUBJECT], strict=True)
@@ -166,7 +153,6 @@ def measure(
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
     return Findings(
         mode="cost",
-        machine=Machine.here(),
         tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s, of a minimal program: nothing is stamped."],
         targets=_verdicts(costs),
@@ -187,23 +173,14 @@ def _verdicts(costs: dict[Case, Cost]) -> list[Verdict]:
     return verdicts
 
 
-@click.command("cost", context_settings=SETTINGS)
-@click.option("--quick", is_flag=True, help="3 repetitions of 0.2 s.")
+@benchmark("cost", quick="3 repetitions of 0.2 s.")
 @click.option("--gpu-fake", is_flag=True, help="Instead, of claim.to and of device slots, on a GPU that is made up.")
-@repetitions_option("Of each case, interleaved.", _MODE)
-@seconds_option(_MODE)
-@json_option
-def cost_command(quick: bool, gpu_fake: bool, repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
+def cost_command(timing: Timing, quick: bool, gpu_fake: bool) -> Findings:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB.
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    timing = _MODE.timing(quick, repetitions, seconds)
-    if gpu_fake:
-        with shown_progress(timing.repetitions * len(made_up.CASES)) as progress:
-            findings = made_up.measure(timing.repetitions, _FAKE_REQUESTS[quick], progress)
-        finish(findings, json_path)
-        return
-    with shown_progress(timing.repetitions * len(CASES)) as progress:
-        findings = measure(CASES, *timing, progress)
-    finish(findings, json_path)
+    with measuring(timing.repetitions * len(made_up.CASES if gpu_fake else CASES)) as progress:
+        if gpu_fake:
+            return made_up.measure(timing.repetitions, _FAKE_REQUESTS[quick], progress)
+        return measure(CASES, *timing, progress)

@@ -35,8 +35,6 @@ from bench.processes import PeerGroup
 from bench.records import Limit, Result, Results
 from bench.results import Coverage, Key, Planned, Spread, Status, write_json
 
-__all__ = ["Plan", "Round", "Run", "carry_out", "run"]
-
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
 _LIMITS_S = 0.1  # for each of the three, in each repetition
 _MEMORY_SHARE = 0.5  # of the machine's memory that processes may take before any message is sent

@@ -25,8 +25,6 @@ import numpy as np
 
 from shmring.memory.copying import last_level_cache_nbytes
 
-__all__ = ["ROOT", "CopyLimits", "Machine", "git", "torch_resident_nbytes"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 _GIT_TIMEOUT_S = 60.0

@@ -27,8 +27,6 @@ from bench.meter import Cost, Meter
 from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError, Stamps
 
-__all__ = ["DTYPES", "Answer", "Ask", "Case", "Cell", "Header", "Measurement", "Moments", "Phase", "Sink", "Source"]
-
 #: The dtypes of tensors that can be sent, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 

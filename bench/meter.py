@@ -21,8 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Cost", "Lag", "LoopLag", "Meter", "process_cpu_s", "resident_nbytes"]
-
 _TICK_S = 0.005  # often enough to meet every stall that a person or a heartbeat would notice; 0.1 % of a core
 
 

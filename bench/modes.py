@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MODES", "Mode", "Timing", "code_of", "command_of"]
-
 
 class Timing(NamedTuple):
     """How often a case is measured, and how long each time: what is timed, and before that what is not."""
@@ -64,11 +62,12 @@ MODES: dict[str, Mode] = {
     "request": Mode(_ENDS, Timing(7, 1.0, 0.25), Timing(5, 0.2, 0.1)),
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
     "serve": Mode(_ALL),
-    "sglang": Mode(_shmring_without("gpu")),
+    "sglang": Mode(_shmring_without("gpu"), Timing(7)),
     "soak": Mode(_ENDS, command="python -m tests.soak"),
     # A quick run has 10 cases in about 5 minutes: 14 peers, 3 repetitions, and what connecting and closing take besides.
     "transport": Mode(_ENDS, Timing(5, 0.5, 0.15), Timing(3, 0.15, 0.05)),
-    "vllm": Mode(_shmring_without("gpu", "worker")),
+    "vllm": Mode(_shmring_without("gpu", "worker"), Timing(12), Timing(12)),
+    "vllm-workers": Mode(_shmring_without("gpu", "worker"), Timing(7), command="python -m bench vllm --workers"),
 }
 
 

@@ -18,8 +18,6 @@ from bench.messages import Case
 from bench.records import Result, Results, peer_title
 from bench.results import Findings, format_nbytes
 
-__all__ = ["draw", "draw_lines", "draw_overview", "draw_stored", "lay_sizes_across", "panels", "save"]
-
 #: A colour and a marker of each of the others.
 _OTHERS = {
     "iceoryx2": "#1f77b4 s", "iceoryx2-loaned": "#2ca02c D", "zenoh": "#9467bd ^", "spinning-ring": "#8c564b v",

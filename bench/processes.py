@@ -24,8 +24,6 @@ from bench.meter import Cost, Meter
 from bench.peers import Peer, RequestPeer
 from bench.request.questions import Client, Desk
 
-__all__ = ["Part", "PeerGroup", "answer", "ask", "consume", "produce"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -17,8 +17,6 @@ from bench.meter import Cost
 from bench.peers import BASELINE, FORMER, PEERS
 from bench.results import Coverage, Gap, Spread, Status, Table, format_rate, format_times
 
-__all__ = ["Limit", "Result", "Results", "Side", "peer_title", "transport_tables"]
-
 _COLUMNS = [
     "transport", "messages/s", "slowest, fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
     "resident MB", "descriptors", "lag ms", "shmring is",

@@ -11,6 +11,7 @@ stale, and what they were.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -25,14 +26,12 @@ from bench.gpu import command as gpu
 from bench.isolation import command as isolation
 from bench.messages import Case
 from bench.modes import command_of
-from bench.peers import PEERS
+from bench.peers import FORMER, PEERS
 from bench.records import Result, Results, peer_title, transport_tables
 from bench.results import Coverage, Findings, Table, Verdict, checkout, format_nbytes, format_rate, format_times
 from bench.serving import report as serving
 from bench.sglang import command as sglang
 from bench.vllm import command as vllm
-
-__all__ = ["ReportError", "build", "status"]
 
 _BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
 
@@ -75,23 +74,6 @@ of unknown age: this repository does not have its commit, or not all that was me
 _GPU = "gpu"
 #: What knows the targets of a mode; some know a plot, too.
 _MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "sglang": sglang, "serve": serving, "isolation": isolation}
-#: What is said of modes of which no result is stored.
-_NOT_MEASURED = {
-    _GPU: """\
-## GPU
-
-Not yet measured: no result of `python -m bench gpu` is stored. It measures bandwidth from a slot to the GPU beside memory of
-`pin_memory()`, pageable memory and what vLLM does; how long the engine's loop is held up; and hand-overs between processes
-through a host slot, the device slab and torch's CUDA IPC.
-""",
-    "isolation": """\
-## Isolation
-
-Not yet measured: no result of `python -m bench isolation` is stored. It measures how long the small requests of one caller
-take while another caller of the same server is heavy (large bodies, long texts, many small parts, media), beside how long they
-take while two processes that are no part of the server compute: the machine is as busy in both.
-""",
-}
 
 
 class ReportError(click.ClickException):
@@ -133,8 +115,6 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -
         sections += _transport(name, result, plotted) if isinstance(result, Results) else _other(name, result, plotted)
     if isinstance(overview := stored.get("transport"), Results):
         plots.draw_overview(overview, docs_directory / "speed", kinds=("svg",))
-    modes = {result.mode for result in stored.values()}
-    sections += [text for mode, text in _NOT_MEASURED.items() if mode not in modes]
     sections += ["## Measuring again\n", _again(stored)]
     path = docs_directory / "benchmarks.md"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,9 +274,13 @@ def _said_once(judged: Sequence[_Judged]) -> Iterator[_Judged]:
 
 
 def _again(stored: _Stored) -> str:
-    """How each was measured."""
-    commands = {name: result.command or command_of(result.mode) for name, result in sorted(stored.items())}
-    lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
+    """How each was measured, without peers that are measured no more; nothing, if it was of nothing else."""
+    lines = []
+    for name, result in sorted(stored.items()):
+        typed = result.command or command_of(result.mode)
+        command = re.sub(rf" --peer ({'|'.join(FORMER)})\b", "", typed)
+        if "--peer" in command or "--peer" not in typed:
+            lines.append(f"{command} --json bench/results/{name}.json")
     return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])
 
 

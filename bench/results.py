@@ -1,12 +1,11 @@
-"""What every benchmark measures by, stores and prints: repetitions in turn, what there is of a plan, tables, verdicts.
+"""What every benchmark stores and prints: what there is of a plan, tables, verdicts.
 
 A run is written to JSON with the machine and the command that it comes from. ``bench report`` makes the document of these
 files; it needs to know no more of a mode than this.
 
 A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times.
 What has fewer repetitions than planned is a gap, with its reason. A run that is ended early so says by itself what it
-lacks, and nobody has to count the rows of a table. Repetitions are interleaved, so that whatever else the machine does hits
-all subjects alike.
+lacks, and nobody has to count the rows of a table.
 """
 
 from __future__ import annotations
@@ -15,41 +14,17 @@ import collections
 import enum
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 from rich.table import Table as RichTable
 
-from bench.children import described
 from bench.machine import Machine
-
-__all__ = [
-    "Coverage",
-    "Findings",
-    "Gap",
-    "Key",
-    "Planned",
-    "Repetitions",
-    "Spread",
-    "Status",
-    "Table",
-    "Verdict",
-    "checkout",
-    "deviation",
-    "format_nbytes",
-    "format_rate",
-    "format_times",
-    "median_ratio",
-    "write_json",
-]
 
 # -- what was planned, and what there is -------------------------------------------------------------------------------
 
-
-_Case = TypeVar("_Case", bound=Hashable)
-_Run = TypeVar("_Run")
 
 #: A case and a subject.
 Key = tuple[str, str]
@@ -144,81 +119,6 @@ class Coverage(msgspec.Struct, frozen=True):
         cases = {planned.case for planned in self.planned}
         for (shown, outcome), lacking in rows.items():
             yield "all" if 1 < len(cases) == len(lacking) else "; ".join(lacking), shown, outcome
-
-
-class Repetitions(Generic[_Case, _Run]):
-    """Measures subjects in cases, in turn and again and again, and keeps what there is.
-
-    What has failed is not tried again: ratios are taken within a repetition, so that none may lack in the middle.
-
-    Args:
-        subjects: of each case.
-        count: of the repetitions of each.
-        title: a case in words.
-
-    Attributes:
-        measured: the repetitions of each subject, by case.
-    """
-
-    def __init__(self, subjects: Mapping[_Case, Sequence[str]], count: int, title: Callable[[_Case], str]) -> None:
-        self.measured: dict[_Case, dict[str, list[_Run]]] = {}
-        self._subjects, self._count, self._title = subjects, count, title
-        self._failed: dict[Key, tuple[Status, str]] = {}
-
-    @property
-    def steps(self) -> int:
-        """How many lines of progress there will be."""
-        return self._count * sum(map(len, self._subjects.values()))
-
-    def parts(self, most: int) -> list[slice]:
-        """So many parts of the repetitions, of even length if there are enough, or fewer where there are few repetitions."""
-        length = -(-self._count // most)
-        length += length % 2 if self._count > most else 0
-        return [slice(start, start + length) for start in range(0, self._count, length)]
-
-    def has_failed(self, cases: Iterable[_Case], subject: str) -> bool:
-        """Whether nothing more is measured of a subject in cases."""
-        return all((self._title(case), subject) in self._failed for case in cases)
-
-    def measure(
-        self,
-        cases: Sequence[_Case],
-        measure: Callable[[_Case, str], _Run],
-        progress: Callable[[str], None],
-        titles: Mapping[str, str] | None = None,
-        part: slice = slice(None),
-    ) -> None:
-        """Measures all subjects of cases, in alternating order, with a line before each.
-
-        Args:
-            cases: which.
-            measure: one subject in one case, once.
-            progress: gets the line.
-            titles: of subjects; without one, its name is its title.
-            part: of the repetitions; all of them, if there is nothing to do between them.
-        """
-        for repetition, case in itertools.product(range(self._count)[part], cases):
-            for subject in self._subjects[case][:: -1 if repetition % 2 else 1]:
-                words = (titles or {}).get(subject, subject)
-                progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self._count}")
-                if (self._title(case), subject) not in self._failed:
-                    try:
-                        run = measure(case, subject)
-                    except Exception as error:  # noqa: BLE001 # it has its place among the results
-                        self.fail([case], [subject], described(error))
-                    else:
-                        self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
-
-    def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str) -> None:
-        """Says why subjects have no result in cases; if there are several reasons, the first one counts."""
-        for case, subject in itertools.product(cases, list(subjects)):
-            self._failed.setdefault((self._title(case), subject), (Status.FAILED, reason))
-
-    def coverage(self) -> Coverage:
-        """What was planned, and what of it is missing."""
-        planned = [Planned(self._title(case), list(subjects), self._count) for case, subjects in self._subjects.items()]
-        counts = {(self._title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
-        return Coverage.of(planned, counts, self._failed)
 
 
 def checkout(commit: str | None) -> str:
@@ -371,12 +271,6 @@ def write_json(findings: msgspec.Struct, path: Path) -> None:
     """Writes all that a run has found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
-
-
-def median_ratio(ours: Iterable[float | None], theirs: Iterable[float | None]) -> float | None:
-    """Returns the median of the ratios within each repetition that has both numbers; None if there is none."""
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=False) if mine is not None and other]
-    return statistics.median(ratios) if ratios else None
 
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------

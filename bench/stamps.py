@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ITEM_NBYTES", "MAX_SENDERS", "CheckError", "Stamps"]
-
 ITEM_NBYTES = 4  # of a stamp; sizes are multiples of it, and so of every dtype's
 MAX_SENDERS = 1 << 7
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
-from bench.results import Spread, Verdict, format_nbytes, median_ratio
-
-__all__ = ["TARGETS", "Target", "evaluate", "judge"]
+from bench.repetitions import median_ratio
+from bench.results import Spread, Verdict, format_nbytes
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -52,22 +52,22 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something to reach: what is compared, and where, for people; the threshold; and what results say of it."""
+    """Something to reach: what is compared, and where, for people; the threshold; and what the results of a mode say of it."""
 
     what: str
     at: str
     limit: float
     unit: str
-    numbers: Callable[[Results], Numbers]
+    numbers: Callable[[Any], Iterable[tuple[str, float | None]]]
     at_least: bool = True
     known: Known | None = None
 
-    def judge(self, results: Results) -> Verdict:
+    def judge(self, results: Any) -> Verdict:
         """Returns whether results meet it."""
         numbers = self.numbers(results)
         return judge(self.what, self.at, self.limit, self.unit, numbers, at_least=self.at_least, known=self.known)
 
-    def misses(self, results: Results) -> list[tuple[str, float]]:
+    def misses(self, results: Any) -> list[tuple[str, float]]:
         """Returns the places where it is missed, with their numbers."""
         numbers = ((name, number) for name, number in self.numbers(results) if number is not None)
         return [(name, number) for name, number in numbers if not _reaches(number, self.limit, self.at_least)]

@@ -26,11 +26,6 @@ from bench.results import Findings, Key, Verdict
 from bench.stamps import ITEM_NBYTES
 from bench.targets import Target
 
-__all__ = [
-    "QUICK_SIZES", "SIZES", "again", "quick_command", "quick_plan", "quick_rounds", "quick_without", "sweeps",
-    "transport_command", "transport_plan",
-]  # fmt: skip
-
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = SIZES[:-1]

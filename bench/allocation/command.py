@@ -13,14 +13,12 @@ from typing import Any
 import click
 import msgspec
 
-from bench.allocation.measures import CURSOR, LIMIT, OURS, POLICIES, copies, costs, evicting, first_failures
+from bench.allocation.measures import LIMIT, OURS, POLICIES, costs, evicting, first_failures
 from bench.allocation.traces import LIFETIMES, SIZES
-from bench.command_line import ROOT, SETTINGS, conclude, deliver, json_option, shown_progress
-from bench.machine import Machine
+from bench.command_line import SETTINGS, conclude, deliver, json_option, shown_progress
+from bench.machine import ROOT
 from bench.results import Coverage, Findings, Planned, Table, Verdict
 from bench.targets import Known, judge
-
-__all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "beside_stored", "measure"]
 
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
@@ -32,7 +30,7 @@ _BOOK = Known(decision=8, limit=0.6)
 STORED = ROOT / "bench" / "results" / "allocator.json"
 
 _LOG_UNIFORM = "log-uniform"
-_TITLES = {name: policy.title for name, policy in POLICIES.items()} | {CURSOR: "a cursor that goes round the slab"}
+_TITLES = {name: policy.title for name, policy in POLICIES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +44,6 @@ class Plan:
         placements: by Mooncake's method.
         live: numbers of live slots at which time is measured.
         batches: of each timed subject.
-        copied_sizes: of copies, in bytes.
-        in_flight: slots live at a time while copying.
-        copy_slab_nbytes: of the memory copied into; several times the last-level cache.
-        repetitions, copy_s: of each copying cell.
     """
 
     seeds: int = 300
@@ -58,27 +52,11 @@ class Plan:
     placements: int = 200_000
     live: Sequence[int] = (10, 1_000, MANY_LIVE)
     batches: int = 15
-    copied_sizes: Sequence[int] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-    in_flight: Sequence[int] = (1, 4, 16)
-    copy_slab_nbytes: int = 1 << 30
-    repetitions: int = 5
-    copy_s: float = 0.1
 
     @classmethod
     def quick(cls) -> Plan:
-        """The same in half a minute of processor time, with larger spreads."""
-        return cls(
-            seeds=15,
-            slab_sizes=(1 << 30, 4 << 30, 16 << 30),
-            placements=10_000,
-            live=(10, MANY_LIVE),
-            batches=5,
-            copied_sizes=(64 << 10, 1 << 20, 8 << 20),
-            in_flight=(4,),
-            copy_slab_nbytes=256 << 20,
-            repetitions=3,
-            copy_s=0.03,
-        )
+        """The same in half a minute of processor time."""
+        return cls(seeds=15, slab_sizes=(1 << 30, 4 << 30, 16 << 30), placements=10_000, live=(10, MANY_LIVE), batches=5)
 
     def fills(self) -> Iterator[tuple[str, int, int, str]]:
         """Yields the sizes of a trace, the slab's, the number of traces, and who fills it; each once."""
@@ -92,19 +70,12 @@ class Plan:
             for name in (OURS, LIMIT) if slab_nbytes != self.slab_nbytes else ():
                 yield _LOG_UNIFORM, slab_nbytes, seeds, name
 
-    def copied(self) -> Iterator[tuple[int, int]]:
-        """Yields how many are in flight, and sizes of which so many take a quarter of the memory at most."""
-        for in_flight in self.in_flight:
-            for nbytes in self.copied_sizes:
-                if in_flight * nbytes <= self.copy_slab_nbytes // 4:
-                    yield in_flight, nbytes
-
 
 class Result(msgspec.Struct, frozen=True):
     """What was found of a subject.
 
     Attributes:
-        kind: ``filled``, ``evicting``, ``cost`` or ``bandwidth``: see :mod:`bench.allocation.measures`.
+        kind: ``filled``, ``evicting`` or ``cost``: see :mod:`bench.allocation.measures`.
         at: where, by what it depends on.
         numbers: what was found.
     """
@@ -143,9 +114,8 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Result
     compared = beside_stored(results, stored)
     findings = Findings(
         mode="allocator",
-        machine=Machine.here(),
         tables=[Table.crossed(title, "who places", cells) for title, cells in tables.items()],
-        notes=_notes(plan),
+        notes=_NOTES,
         results=results,
         targets=[*_targets(plan, results), *compared],
         coverage=Coverage.of(planned, measured),
@@ -204,13 +174,6 @@ def _shown(plan: Plan, progress: Callable[[str], None]) -> Iterator[_Shown]:
         for name, cost in zip(timed, all_costs, strict=True):
             cell = f"{cost['median_us']:.2f} ({cost['minimum_us']:.2f})"
             yield Result("cost", name, {"live": live}, cost), title, f"{live:,}", cell
-    for in_flight, nbytes in plan.copied():
-        progress(f"copies of {_size(nbytes)}, {in_flight} in flight")
-        title = f"copies, {in_flight} in flight, GB/s (memory touched in all), by where they go"
-        bandwidths = copies(nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s)
-        for name, bandwidth in bandwidths.items():
-            cell = f"{bandwidth['gb_per_s']:.1f} ({_size(int(bandwidth['touched_nbytes']))})"
-            yield Result("bandwidth", name, {"nbytes": nbytes, "in_flight": in_flight}, bandwidth), title, _size(nbytes), cell
 
 
 # -- as people read it -----------------------------------------------------------------------------------------------------
@@ -236,19 +199,16 @@ def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:
             yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False, known=known)
 
 
-def _notes(plan: Plan) -> list[str]:
-    return [
-        "Fill is what was asked for over the slab. In a trace the slots that are there at once grow from half of the slab to "
-        "more than it holds while its content comes and goes four or five times; a tenth of the slots is aborted at once.",
-        "The limit is a slab whose content is moved together all the time: what is missing there to 100 % is that the slot "
-        "that did not fit was large.",
-        "Leases: the ledger and the lease books of frontends that ask in turn; a failure there is a slot that has to be "
-        "waited for, and what a frontend holds without using it counts as empty.",
-        "Mooncake publishes 84.2 % mean, 71.3 % p1 and 54.4 % min (of a million) for its allocator by its method. How other "
-        "policies fared is in docs/decisions/0008-allocation-policy.md.",
-        f"Copies go into {_size(plan.copy_slab_nbytes)} of touched shared memory, from a buffer of the slot's size, "
-        "and what is in flight is a quarter of it at most. The time of placing is in them, which tells at 64 KiB.",
-    ]
+_NOTES = [
+    "Fill is what was asked for over the slab. In a trace the slots that are there at once grow from half of the slab to "
+    "more than it holds while its content comes and goes four or five times; a tenth of the slots is aborted at once.",
+    "The limit is a slab whose content is moved together all the time: what is missing there to 100 % is that the slot "
+    "that did not fit was large.",
+    "Leases: the ledger and the lease books of frontends that ask in turn; a failure there is a slot that has to be "
+    "waited for, and what a frontend holds without using it counts as empty.",
+    "Mooncake publishes 84.2 % mean, 71.3 % p1 and 54.4 % min (of a million) for its allocator by its method. How other "
+    "policies fared is in docs/decisions/0008-allocation-policy.md.",
+]
 
 
 def _size(nbytes: int) -> str:
@@ -259,11 +219,11 @@ def _size(nbytes: int) -> str:
 
 
 @click.command("allocator", context_settings=SETTINGS)
-@click.option("--quick", is_flag=True, help="Fewer traces and shorter copies: half a minute on an idle machine.")
+@click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
 @click.option("--seeds", default=None, type=click.IntRange(min=1), help="Traces of each kind.  [default: 300; quick: 15]")
 @json_option
 def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) -> None:
-    """How full the slab gets, what placing a slot costs, and what reusing warm memory is worth.
+    """How full the slab gets, and what placing a slot costs.
 
     Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json.
     """
@@ -271,7 +231,7 @@ def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) ->
     if seeds is not None:
         plan = dataclasses.replace(plan, seeds=seeds)
     evicted = sum(policy.evicts for policy in POLICIES.values())
-    with shown_progress(len(list(plan.fills())) + evicted + len(plan.live) + len(list(plan.copied()))) as progress:
+    with shown_progress(len(list(plan.fills())) + evicted + len(plan.live)) as progress:
         findings, compared = measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_Stored).results)
     deliver(findings, json_path)
     conclude(findings.failures, compared)

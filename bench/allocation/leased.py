@@ -18,8 +18,6 @@ from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimi
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
 from shmring.ring.limits import MAX_LEASES
 
-__all__ = ["Leased", "lone_book"]
-
 _ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in the course of a trace
 
 

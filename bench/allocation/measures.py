@@ -1,4 +1,4 @@
-"""What is measured of who places slots: how full a slab gets, what an operation costs, what reusing warm memory is worth.
+"""What is measured of who places slots: how full a slab gets, and what an operation costs.
 
 **Fill** (:func:`first_failures`, :func:`evicting`) is the bytes that were asked for over the slab's: what headers, rounding and
 gaps take is lost. At the first failure the slab is as full as the policy can make it with what has come and gone before; many
@@ -9,56 +9,28 @@ that fails earlier, at a smaller slot, may be fuller than one that fails later.
 **Time** (:func:`costs`) is that of one allocation or one free, with so many slots live; slots of log-uniform sizes come and go
 at random, and the free runs between them are as many as that leaves. Counted is the time of the thread on its core, so that
 what else the machine does is not in it; batches of the subjects are interleaved, and their median is reported.
-
-**Copies** (:func:`copies`): at light load the same memory could be given out again and again, which is then still in the
-processor's cache, or the whole slab be gone round, as a ring's cursor does, where every line must come from memory before it is
-overwritten. Slots of one size are in flight a few at a time, in order, each copied into as it is placed. The slab is a shared
-mapping, as the real one is, touched before; the source is one warm buffer, so that what differs is where a copy writes.
 """
 
 from __future__ import annotations
 
 import array
-import ctypes
 import dataclasses
-import itertools
-import mmap
 import random
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from bench.allocation.leased import Leased, lone_book
 from bench.allocation.traces import Lifetime, Sizes, trace
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
-from shmring.core.messages import SLOT_HEADER_NBYTES
-
-__all__ = [
-    "CURSOR",
-    "LIMIT",
-    "OURS",
-    "POLICIES",
-    "Policy",
-    "Subject",
-    "copies",
-    "costs",
-    "evicting",
-    "first_failures",
-    "shares",
-]
 
 _FIRST = 1  # the first leasable block; the header is before it
 _EVICTING_SLAB_NBYTES = 2 << 30
 _EVICTING_SIZES = (1 << 10, 64 << 20)
 _BATCH_S = 0.02  # of processor time; batches are as long as that at any speed, so that a slow subject takes no minutes
 _FEWEST_STEPS = 20
-_LOOK_EVERY = 8  # copies between two looks at the clock, where they are short
 
 
 class Policy(Protocol):
@@ -109,7 +81,7 @@ class Subject:
     timed: bool = False
 
 
-OURS, LIMIT, CURSOR = "shmring", "limit", "cursor"
+OURS, LIMIT = "shmring", "limit"
 
 POLICIES: Mapping[str, Subject] = {
     OURS: Subject("shmring", RunAllocator, timed=True),
@@ -261,61 +233,3 @@ def costs(subjects: Sequence[Subject], sizes: Sizes, live: int, batches: int) ->
         {"median_us": statistics.median(all_us), "minimum_us": min(all_us), "maximum_us": max(all_us)}
         for all_us in (subject.batches_us for subject in timed)
     ]
-
-
-# -- copies --------------------------------------------------------------------------------------------------------------
-
-
-def _given_out(policy: Policy, blocks: int, in_flight: int) -> Iterator[int]:
-    """The places that a policy gives out, a few live at a time."""
-    live: deque[int] = deque()
-    while True:
-        if len(live) == in_flight:
-            policy.free(live.popleft(), blocks)
-        start = policy.allocate(blocks)
-        assert start is not None, "at light load everything fits"
-        live.append(start)
-        yield start
-
-
-def copies(nbytes: int, in_flight: int, slab_nbytes: int, repetitions: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Measures copies into the places that shmring gives out, and into those of a cursor that goes round the slab.
-
-    Returns:
-        By who places: the median of GB/s, and the bytes that were touched in all: what the cache would have to hold.
-    """
-    length, blocks = slab_nbytes // BLOCK_NBYTES, slot_blocks(nbytes)
-    places = {
-        OURS: _given_out(RunAllocator(0, length), blocks, in_flight),
-        CURSOR: itertools.cycle(range(0, length - blocks + 1, blocks)),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in places}
-    touched: dict[str, set[int]] = {name: set() for name in places}
-    with mmap.mmap(-1, slab_nbytes) as slab:
-        memory = np.frombuffer(slab, np.uint8)
-        memory[:] = 1
-        source = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # aligned as a tensor is
-        source[:] = 1
-        for _ in range(repetitions):
-            for name, starts in places.items():
-                rates[name].append(_rate(memory, source, starts, touched[name], seconds))
-        del memory  # or the mapping could not be closed
-    return {
-        name: {"gb_per_s": statistics.median(rates[name]), "touched_nbytes": len(touched[name]) * nbytes} for name in places
-    }
-
-
-def _rate(
-    memory: NDArray[np.uint8], source: NDArray[np.uint8], starts: Iterator[int], touched: set[int], seconds: float
-) -> float:
-    """Copies to one place after another, for so long, and returns GB/s."""
-    slots = int(memory.ctypes.data) + SLOT_HEADER_NBYTES
-    content, nbytes = int(source.ctypes.data), source.nbytes
-    copied = 0
-    began = time.perf_counter()
-    while (elapsed := time.perf_counter() - began) < seconds or not copied:
-        for start in itertools.islice(starts, _LOOK_EVERY):
-            ctypes.memmove(slots + start * BLOCK_NBYTES, content, nbytes)
-            touched.add(start)
-        copied += _LOOK_EVERY * nbytes
-    return copied / elapsed / 1e9

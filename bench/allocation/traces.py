@@ -17,8 +17,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["LIFETIMES", "SIZES", "Arrival", "Lifetime", "Sizes", "trace"]
-
 KIB, MIB = 1 << 10, 1 << 20
 
 _ABORTED = 0.1  # of all slots: more than a server sees on a good day, fewer than on a bad one

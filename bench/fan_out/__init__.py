@@ -3,9 +3,8 @@
 The command (:mod:`.command`) starts a *host* (:mod:`.host`) for each environment that is needed: its own, and vLLM's for the
 MessageQueue. A host imports once, and forks an engine for each *cell*; the engine forks the workers. So all peers are
 measured by the same code (:mod:`.measuring`), in processes that have nothing but their own peer open. What is compared is in
-:mod:`.plan`, how each of them sends and receives in :mod:`.ways` and :mod:`.foreign`, and what is made of the numbers in
+:mod:`.plan`, how each of them sends and receives in :mod:`.ways`, and what is made of the numbers in
 :mod:`.report`.
 
-What a host runs is imported in vLLM's environment, too: it takes msgspec, numpy, torch and uvloop, and nothing else of the
-benchmark's.
+What a host runs is imported in vLLM's environment, too: it takes nothing that is not installed there.
 """

@@ -1,12 +1,10 @@
 """A process that imports what its subjects need, once, and forks an engine for each cell that it is sent.
 
-``python -m bench.fan_out.host own 5``, or ``foreign``: the number is that of its end of a pipe. Cells and results are JSON.
-It ends with the pipe; the processes of a cell are in its session, so that whoever started it can end them all.
+It is a :class:`bench.programs.Program`, whose orders are cells.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -16,13 +14,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
-import torch
 import uvloop
 
-from bench.fan_out.measuring import Stamps, Way, measure
+from bench.children import settle
+from bench.fan_out.measuring import Stamps, measure
 from bench.fan_out.plan import Cell, Run
-
-__all__ = ["Outcome"]
+from bench.fan_out.ways import WAYS
+from bench.programs import READY
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -39,9 +37,9 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def _play(ways: dict[str, type[Way]], cell: Cell, directory: str) -> Outcome:
+def _play(cell: Cell, directory: str) -> Outcome:
     """In the engine's process."""
-    way = ways[cell.subject](cell, directory, Stamps(cell.workers))
+    way = WAYS[cell.subject](cell, directory, Stamps(cell.workers))
     try:
         return Outcome(measure(way, uvloop.run))
     except Exception as error:  # noqa: BLE001 # it has its place among the results
@@ -51,7 +49,7 @@ def _play(ways: dict[str, type[Way]], cell: Cell, directory: str) -> Outcome:
         way.close()
 
 
-def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, control: Connection) -> None:
+def _fork(cell: Cell, directory: str, control: Connection) -> None:
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
@@ -60,7 +58,7 @@ def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, control: Conne
         return
     code = 1
     try:
-        control.send_bytes(msgspec.json.encode(_play(ways, cell, directory)))
+        control.send_bytes(msgspec.json.encode(_play(cell, directory)))
         code = 0
     except BaseException:  # noqa: BLE001 # the host says that it has failed, and this says why
         traceback.print_exc()
@@ -68,27 +66,24 @@ def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, control: Conne
         os._exit(code)
 
 
-def _main(kind: str, control: Connection) -> None:
-    torch.set_num_threads(1)
-    ways: dict[str, type[Way]] = importlib.import_module(f"bench.fan_out.{'ways' if kind == 'own' else 'foreign'}").WAYS
+def _main(control: Connection) -> None:
     for module in ("zmq", "iceoryx2", "vllm.distributed.device_communicators.shm_broadcast"):
         try:
             importlib.import_module(module)  # or each engine would, and each worker
         except ImportError:
             continue
-    gc.collect()
-    gc.freeze()
-    control.send_bytes(b"ready")
+    settle()
+    control.send_bytes(READY)
     while True:
         try:
             cell = msgspec.json.decode(control.recv_bytes(), type=Cell)
         except EOFError:
             return
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-            _fork(ways, cell, directory, control)
+            _fork(cell, directory, control)
         for path in _SHARED_MEMORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
             path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Connection(int(sys.argv[2])))
+    _main(Connection(int(sys.argv[1])))

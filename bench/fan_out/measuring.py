@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from bench.fan_out.plan import Cell, Run
 from bench.meter import process_cpu_s
 
-__all__ = ["END", "PATIENCE_S", "Stamps", "Way", "measure", "wait_until_ready"]
-
 PATIENCE_S = 60.0  # for workers to join, or to have what was sent
 END = -1  # the number of a cell's last message
 

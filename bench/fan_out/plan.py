@@ -6,14 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = [
-    "ARENA", "BACKS", "CALLERS", "CENTRAL", "FOREIGN", "IN_PLACE", "LARGE", "OURS", "POLLING", "SIZES", "STEP", "SUBJECTS",
-    "TITLES", "WORKERS", "Cell", "Run", "Subject", "measurable", "planned",
-]  # fmt: skip
-
 OURS, POLLING, IN_PLACE = "shmring", "shmring-polling", "shmring-in-place"
 CALLERS, BACKS = "shmring-callers", "shmring-rings-back"
-MESSAGE_QUEUE, ARENA, SPINNING_RING = "message-queue", "message-queue-arena", "spinning-ring"
+MESSAGE_QUEUE, ARENA = "message-queue", "message-queue-arena"
 QUEUES, PUBLISHED, ICEORYX2 = "torch-queues", "pyzmq-pub-sub", "iceoryx2"
 
 
@@ -44,15 +39,11 @@ SUBJECTS = {
     BACKS: Subject("shmring, a ring back from each", gathers=True, only_steps=True, colour="#4361ee"),
     MESSAGE_QUEUE: Subject("vLLM MessageQueue", gathers=True, needs="vllm"),
     ARENA: Subject("vLLM MessageQueue, its arena", needs="vllm"),
-    SPINNING_RING: Subject("spinning ring", gathers=True),
     QUEUES: Subject("torch.multiprocessing queues"),
     PUBLISHED: Subject("pyzmq PUB/SUB", needs="zmq"),
     ICEORYX2: Subject("iceoryx2", needs="iceoryx2"),
 }
 TITLES = {name: subject.title for name, subject in SUBJECTS.items()}
-
-#: Those of which the first that is there is what shmring is compared with: the real one, or what stands for it.
-FOREIGN = (MESSAGE_QUEUE, SPINNING_RING)
 
 STEP, SMALL, MIDDLE, LARGE = SIZES = (256, 4 << 10, 1 << 20, 64 << 20)
 WORKERS = (1, 2, 4, 8)
@@ -132,6 +123,6 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
         gathers=nbytes <= SMALL and SUBJECTS[subject].gathers,
         sleeps=nbytes == STEP,
-        rests=is_central and subject in (OURS, *FOREIGN),
+        rests=is_central and subject in (OURS, MESSAGE_QUEUE),
         stops=is_central and subject == OURS,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,9 +19,9 @@ from bench.fan_out.plan import (
     BACKS,
     CALLERS,
     CENTRAL,
-    FOREIGN,
     IN_PLACE,
     LARGE,
+    MESSAGE_QUEUE,
     MIDDLE,
     OURS,
     POLLING,
@@ -31,20 +31,23 @@ from bench.fan_out.plan import (
     SUBJECTS,
     TITLES,
     WORKERS,
-    Run,
 )
-from bench.machine import Machine
-from bench.results import Coverage, Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate, median_ratio
-from bench.targets import judge
-
-__all__ = ["Case", "Measured", "Stored", "draw", "report", "title"]
+from bench.repetitions import (
+    Column,
+    Measured,
+    Number,
+    compare,
+    median,
+    median_column,
+    medians,
+    ratios,
+    spread_column,
+)
+from bench.results import Coverage, Findings, Verdict, format_nbytes, format_rate
+from bench.targets import Numbers, Target
 
 #: Workers, and bytes of a message.
 Case = tuple[int, int]
-#: The runs of each subject, by case.
-Measured = dict[Case, dict[str, list[Run]]]
-
-_Number = Callable[[Run], float | None]
 
 _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
@@ -58,9 +61,32 @@ class Stored(msgspec.Struct, frozen=True):
     per_s: float
 
 
-def title(workers: int, nbytes: int) -> str:
+def title(case: Case) -> str:
     """Returns a case in words."""
+    workers, nbytes = case
     return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
+
+
+def _per_s(run: Any) -> float:
+    return float(run.per_s)
+
+
+def _last_us(run: Any) -> float:
+    return float(run.last_us)
+
+
+_COLUMNS = (
+    Column("messages/s", lambda row: format_rate(statistics.median(map(_per_s, row.runs)))),
+    spread_column("least, most", _per_s),
+    median_column("to the last, p50 us", _last_us),
+    median_column("engine CPU us", lambda run: run.engine_us),
+    median_column("a worker's CPU us", lambda run: run.worker_us),
+    median_column("gathers/s", lambda run: run.gathers_per_s),
+    median_column("a gather, p50 us", lambda run: run.gather_us),
+    median_column("its engine CPU us", lambda run: run.gather_engine_us),
+    median_column("asleep, p50 us", lambda run: run.asleep_us),
+    median_column("asleep, engine CPU us", lambda run: run.asleep_engine_us),
+)
 
 
 def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
@@ -71,11 +97,6 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
         coverage: what was planned.
         left_out: what was not there to be measured, in sentences.
     """
-    columns = [
-        "case", "peer", "messages/s", "least, most", "to the last, p50 us", "engine CPU us", "a worker's CPU us",
-        "gathers/s", "a gather, p50 us", "its engine CPU us", "asleep, p50 us", "asleep, engine CPU us",
-    ]  # fmt: skip
-    rows = [_row(case, subject, runs) for case, found in measured.items() for subject, runs in found.items()]
     notes = [
         "A message each 2 ms: the time to the last worker, and CPU a message. Medians of interleaved repetitions.",
         "Gathers come one after the other, or, asleep, one each 1.2 s.",
@@ -84,49 +105,22 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
     ]
     return Findings(
         mode="fan-out",
-        machine=Machine.here(),
-        tables=[Table("a message to each of several workers", columns, rows, texts=("peer",), grouped=True)],
+        tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, title, TITLES)],
         notes=notes,
-        targets=_verdicts(measured),
+        targets=[target.judge(measured) for target in TARGETS],
         results=[
-            Stored(*case, subject, statistics.median(run.per_s for run in runs))
-            for case, found in measured.items()
+            Stored(workers, nbytes, subject, statistics.median(map(_per_s, runs)))
+            for (workers, nbytes), found in measured.items()
             for subject, runs in found.items()
         ],
         coverage=coverage,
     )
 
 
-def _row(case: Case, subject: str, runs: Sequence[Run]) -> list[str]:
-    per_s = Spread.of(run.per_s for run in runs)
-    numbers = (
-        _median(runs, number)
-        for number in (
-            lambda run: run.last_us,
-            lambda run: run.engine_us,
-            lambda run: run.worker_us,
-            lambda run: run.gathers_per_s,
-            lambda run: run.gather_us,
-            lambda run: run.gather_engine_us,
-            lambda run: run.asleep_us,
-            lambda run: run.asleep_engine_us,
-        )
-    )
-    return [
-        title(*case), TITLES[subject], format_rate(per_s.median), deviation(per_s),
-        *("" if number is None else f"{number:,.0f}" for number in numbers),
-    ]  # fmt: skip
-
-
-def _median(runs: Sequence[Run], number: _Number) -> float | None:
-    numbers = [found for run in runs if (found := number(run)) is not None]
-    return statistics.median(numbers) if numbers else None
-
-
 def _rests(measured: Measured) -> Iterator[str]:
     for case, found in measured.items():
         for subject, runs in found.items():
-            awake, idle = (_median(runs, number) for number in (lambda run: run.awake_percent, lambda run: run.idle_percent))
+            awake, idle = median(runs, lambda run: run.awake_percent), median(runs, lambda run: run.idle_percent)
             if awake is not None and idle is not None:
                 yield (
                     f"{TITLES[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
@@ -136,92 +130,87 @@ def _rests(measured: Measured) -> Iterator[str]:
 
 # -- targets -------------------------------------------------------------------------------------------------------------
 
+_QUEUE = TITLES[MESSAGE_QUEUE]
+_CASE = (CENTRAL, SMALL)  # of most targets about times
 
-def _verdicts(measured: Measured) -> list[Verdict]:
-    foreign = next((name for name in FOREIGN for found in measured.values() if name in found), FOREIGN[0])
-    queue = TITLES[foreign]
 
-    def ratio(ours: str, theirs: str, number: _Number, case: Case, of_case: Case | None = None) -> float | None:
-        """The median over the repetitions of one's number over the other's, in the same case or in another."""
-        runs, others = measured.get(case, {}).get(ours, ()), measured.get(of_case or case, {}).get(theirs, ())
-        return median_ratio(map(number, runs), map(number, others))
+def _to(nbytes: int, *workers: int) -> dict[str, Case]:
+    """Cases by their numbers of workers; all of them, if none are said."""
+    return {str(count): (count, nbytes) for count in workers or WORKERS}
 
-    def of_workers(
-        ours: str, theirs: str, number: _Number, nbytes: int, of_nbytes: int | None = None, counts: Sequence[int] = WORKERS
-    ) -> Iterator[tuple[str, float | None]]:
-        """Such a ratio for each number of workers."""
-        for count in counts:
-            of_case = None if of_nbytes is None else (count, of_nbytes)
-            yield f"{count}", ratio(ours, theirs, number, (count, nbytes), of_case)
 
-    def at_central(ours: str, theirs: str, number: _Number) -> list[tuple[str, float | None]]:
-        return [(TITLES[ours], ratio(ours, theirs, number, (CENTRAL, SMALL)))]
+def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSAGE_QUEUE) -> Target:
+    return Target(f"messages/s of {TITLES[theirs]}", at, limit, "x", ratios(OURS, theirs, _per_s, cases))
 
-    def alone(number: _Number) -> list[tuple[str, float | None]]:
-        return [(TITLES[OURS], _median(measured.get((CENTRAL, SMALL), {}).get(OURS, ()), number))]
 
-    def per_s(run: Run) -> float:
-        return run.per_s
+def _sooner(what: str, limit: float, ours: str, theirs: str, number: Number) -> Target:
+    numbers = ratios(ours, theirs, number, {TITLES[ours]: _CASE})
+    return Target(f"{what} of {TITLES[theirs]}", title(_CASE), limit, "x", numbers, at_least=False)
 
-    def last_us(run: Run) -> float:
-        return run.last_us
 
-    def at_most(what: str, limit: float, numbers: list[tuple[str, float | None]], unit: str = "x") -> Verdict:
-        return judge(what, title(CENTRAL, SMALL), limit, unit, numbers, at_least=False)
+def _alone(what: str, limit: float, unit: str, number: Number) -> Target:
+    return Target(what, title(_CASE), limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
 
-    steady = [(count, times and max(times, 1 / times)) for count, times in of_workers(IN_PLACE, IN_PLACE, per_s, SMALL, LARGE)]
-    return [
-        judge(f"messages/s of {queue}", "4 KB", 2, "x", of_workers(OURS, foreign, per_s, SMALL)),
-        judge(f"messages/s of {queue}", "1 MB", 1.5, "x", of_workers(OURS, foreign, per_s, MIDDLE)),
-        judge(f"messages/s of {queue}", "64 MB, 1 worker", 0.9, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(1,))),
-        judge(f"messages/s of {queue}", "64 MB, 4 workers", 2, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(4,))),
-        *(
-            judge(
-                f"messages/s of {TITLES[ARENA]}", f"64 MB, {count} worker{'s' * (count > 1)}", limit, "x",
-                of_workers(OURS, ARENA, per_s, LARGE, counts=(count,)),
-            )
-            for count, limit in ((1, 0.9), (4, 2))
-        ),
-        judge(
-            f"messages/s in place, 4 KB to 64 MB, of {queue} at 1 MB", "any workers", 10, "x",
-            (
-                (f"{format_nbytes(nbytes)} to {name}", times)
-                for nbytes in (SMALL, MIDDLE, LARGE)
-                for name, times in of_workers(IN_PLACE, foreign, per_s, nbytes, MIDDLE)
-            ),
-        ),
-        judge("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", steady, at_least=False),
-        at_most(f"p50 to the last worker, asleep, of {queue}", 0.8, at_central(OURS, foreign, last_us)),
-        at_most(f"p50 to the last worker, polling, of {queue}", 0.7, at_central(POLLING, foreign, last_us)),
-        at_most(f"p50 to the last worker, asleep, of {TITLES[PUBLISHED]}", 0.65, at_central(OURS, PUBLISHED, last_us)),
-        judge(
-            f"gathers/s with busy_poll_s, of {queue}", "4 KB, 1, 2, 4 workers", 3, "x",
-            of_workers(POLLING, foreign, lambda run: run.gathers_per_s, SMALL, counts=(1, 2, 4)),
-        ),
-        *(
-            judge(
-                f"{what} of {TITLES[ours]}, of {queue}", "a step, 1, 2, 4 workers", 1, "x",
-                of_workers(ours, foreign, number, STEP, counts=(1, 2, 4)), at_least=False,
-            )
-            for ours in (CALLERS, BACKS)
-            for what, number in (
-                ("a gather's p50", lambda run: run.gather_us),
-                ("a gather's engine CPU", lambda run: run.gather_engine_us),
-                ("a gather's p50, asleep,", lambda run: run.asleep_us),
-                ("a gather's engine CPU, asleep,", lambda run: run.asleep_engine_us),
-            )
-        ),
-        at_most(f"engine's CPU a message, of {queue}", 0.4, at_central(OURS, foreign, lambda run: run.engine_us)),
-        at_most("CPU of the workers in the second after a message", 5, alone(lambda run: run.awake_percent), "%"),
-        at_most("CPU of the workers, idle", 1, alone(lambda run: run.idle_percent), "%"),
-        at_most("p50 of the others while one worker is stopped, of before", 1.1, alone(lambda run: run.stopped_ratio)),
-    ]  # fmt: skip
+
+def _steady(measured: Measured) -> Numbers:
+    """In place: the speed of small messages over that of large ones, or the other way round, whichever is more."""
+    for name, times in ratios(IN_PLACE, IN_PLACE, _per_s, _to(SMALL), _to(LARGE))(measured):
+        yield name, times and max(times, 1 / times)
+
+
+_EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
+_OF_A_STEP: tuple[tuple[str, Callable[[Any], float | None]], ...] = (
+    ("a gather's p50", lambda run: run.gather_us),
+    ("a gather's engine CPU", lambda run: run.gather_engine_us),
+    ("a gather's p50, asleep,", lambda run: run.asleep_us),
+    ("a gather's engine CPU, asleep,", lambda run: run.asleep_engine_us),
+)
+
+#: In the order of the table.
+TARGETS = (
+    _speed("4 KB", 2, _to(SMALL)),
+    _speed("1 MB", 1.5, _to(MIDDLE)),
+    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1)),
+    _speed("64 MB, 4 workers", 2, _to(LARGE, 4)),
+    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1), ARENA),
+    _speed("64 MB, 4 workers", 2, _to(LARGE, 4), ARENA),
+    Target(
+        f"messages/s in place, 4 KB to 64 MB, of {_QUEUE} at 1 MB", "any workers", 10, "x",
+        ratios(IN_PLACE, MESSAGE_QUEUE, _per_s, _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
+    ),
+    Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
+    _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, _last_us),
+    _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, _last_us),
+    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, _last_us),
+    Target(
+        f"gathers/s with busy_poll_s, of {_QUEUE}", "4 KB, 1, 2, 4 workers", 3, "x",
+        ratios(POLLING, MESSAGE_QUEUE, lambda run: run.gathers_per_s, _to(SMALL, 1, 2, 4)),
+    ),
+    *(
+        Target(
+            f"{what} of {TITLES[ours]}, of {_QUEUE}", "a step, 1, 2, 4 workers", 1, "x",
+            ratios(ours, MESSAGE_QUEUE, number, _to(STEP, 1, 2, 4)), at_least=False,
+        )
+        for ours in (CALLERS, BACKS)
+        for what, number in _OF_A_STEP
+    ),
+    _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, lambda run: run.engine_us),
+    _alone("CPU of the workers in the second after a message", 5, "%", lambda run: run.awake_percent),
+    _alone("CPU of the workers, idle", 1, "%", lambda run: run.idle_percent),
+    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", lambda run: run.stopped_ratio),
+)  # fmt: skip
+
+
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    return [target.judge({}) for target in TARGETS]
 
 
 # -- the plot ------------------------------------------------------------------------------------------------------------
 
 
 def _figure(stored: Sequence[Stored]) -> Any:
+    stored = [entry for entry in stored if entry.subject in SUBJECTS]  # some were measured once, and are no more
     sizes = sorted({entry.nbytes for entry in stored})
     if not sizes:
         return None
@@ -250,5 +239,3 @@ def _figure(stored: Sequence[Stored]) -> Any:
 
 #: Draws messages per second by workers.
 draw = functools.partial(plots.draw_stored, list[Stored], _figure)
-#: The targets, of which nothing was measured.
-announced = functools.partial(_verdicts, {})

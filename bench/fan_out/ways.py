@@ -4,6 +4,8 @@
   tensor that lies in a claim's slot already.
 - shmring without an event loop, for steps: a ring that is served by its callers, whose workers reply; and, as the MessageQueue
   is used, one to the workers and one back from each. Who waits for a step looks for 2 ms before it sleeps.
+- vLLM's MessageQueue, as its executor has it: one from the engine to all workers, and one back from each; 10 chunks of 16 MiB.
+  What is larger goes through a ZMQ socket, as it does for vLLM's users, or through the queue's arena, which is off by default.
 - torch.multiprocessing: a queue for each worker. A message is a tensor of its own, which the first queue moves to shared
   memory; the others send the same descriptor.
 - pyzmq: PUB that drops nothing (XPUB_NODROP), the tensor as a frame of its own, which is not copied before it is sent.
@@ -16,7 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib
+import os
+import pickle
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,15 +31,27 @@ import torch.multiprocessing
 
 import shmring
 from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
-from bench.fan_out.plan import BACKS, CALLERS, ICEORYX2, IN_PLACE, LARGE, OURS, POLLING, PUBLISHED, QUEUES, Cell
+from bench.fan_out.plan import (
+    ARENA,
+    BACKS,
+    CALLERS,
+    ICEORYX2,
+    IN_PLACE,
+    LARGE,
+    MESSAGE_QUEUE,
+    OURS,
+    POLLING,
+    PUBLISHED,
+    QUEUES,
+    Cell,
+)
 from bench.peers.iceoryx2_slices import Services, open_publisher, open_services
-
-__all__ = ["WAYS"]
 
 _NAME = "fan-out"
 _POLL_S = 0.005  # longer than a gap of the pace
 _STEP_S = 0.002  # what a rank looks for the next step
 _MEMORY_NBYTES = 64 << 20
+_QUEUE_CHUNK_NBYTES, _QUEUE_CHUNKS = 16 << 20, 10
 
 
 class _Shmring(Way):
@@ -284,7 +301,73 @@ class _Iceoryx2(Way):
         self._notifier.notify()
 
 
+class _MessageQueue(Way):
+    name = MESSAGE_QUEUE
+    has_arena: ClassVar[bool] = False
+
+    def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
+        super().__init__(cell, directory, stamps)
+        self._queues: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").MessageQueue
+        workers = cell.workers
+        self._queue = self._queues(
+            workers,
+            workers,
+            max_chunk_bytes=_QUEUE_CHUNK_NBYTES,
+            max_chunks=_QUEUE_CHUNKS,
+            enable_shm_tensor_arena=self.has_arena,
+        )
+        self._handle = self._queue.export_handle()
+        self._pipes = [os.pipe() for _ in range(workers)]
+        self._replies: list[Any] = []
+
+    def work(self, rank: int) -> None:
+        inherited = self._queue  # kept, or it would take the engine's memory with it
+        queue = self._queues.create_from_handle(self._handle, rank)
+        queue.wait_until_ready()
+        reply = self._queues(1, 1)
+        os.write(self._pipes[rank][1], pickle.dumps(reply.export_handle()))
+        reply.wait_until_ready()
+        is_last = False
+        while not is_last:
+            _, (number, tensor, wants_reply), _, _ = queue.dequeue(indefinite=True)
+            is_last = self.stamps.note(rank, number, int(tensor[0]))
+            if wants_reply:
+                reply.enqueue((0, {"number": number, "tokens": [1, 2, 3]}))
+        del reply, queue, tensor
+        gc.collect()
+        assert inherited is not None
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        self._queue.wait_until_ready()
+        for rank in range(self.cell.workers):
+            handle = pickle.loads(os.read(self._pipes[rank][0], 65536))  # noqa: S301 # it comes from a process of ours
+            self._replies.append(self._queues.create_from_handle(handle, 0))
+            self._replies[-1].wait_until_ready()
+        try:
+            yield
+        finally:
+            self._replies.clear()
+
+    async def send(self, number: int) -> None:
+        self._queue.enqueue(("execute_model", (number, self.tensor, False), {}, None))
+
+    async def gather(self, number: int) -> Sequence[Any]:
+        self._queue.enqueue(("execute_model", (number, self.tensor, True), {}, None))
+        return [reply.dequeue(timeout=PATIENCE_S)[1] for reply in self._replies]
+
+    def close(self) -> None:
+        del self._queue
+        gc.collect()  # which unlinks its memory
+
+
+class _Arena(_MessageQueue):
+    name = ARENA
+    has_arena = True
+
+
 #: By subject.
 WAYS: dict[str, type[Way]] = {
-    way.name: way for way in (_Shmring, _Polling, _InPlace, _Callers, _Backs, _Queues, _Published, _Iceoryx2)
+    way.name: way
+    for way in (_Shmring, _Polling, _InPlace, _Callers, _Backs, _MessageQueue, _Arena, _Queues, _Published, _Iceoryx2)
 }

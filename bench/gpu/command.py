@@ -13,7 +13,6 @@ import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,18 +22,16 @@ import numpy as np
 
 from bench import command_line, plots
 from bench.children import BenchError
-from bench.command_line import finish
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, STALLS, TO, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.machine import Machine
-from bench.modes import MODES
-from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes, median_ratio
+from bench.modes import MODES, Timing
+from bench.repetitions import Repetitions, median_ratio
+from bench.results import Coverage, Findings, Spread, Table, Verdict, deviation, format_nbytes
 from bench.targets import judge
-
-__all__ = ["Measured", "Plan", "Plotted", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
 
 _MODE = MODES["gpu"]
 _KB, _MB = 1 << 10, 1 << 20
@@ -399,8 +396,13 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@click.command("gpu", context_settings=command_line.SETTINGS)
-@click.option("--quick", is_flag=True, help="The sizes that targets are about, 3 repetitions, in a minute.")
+@command_line.benchmark(
+    "gpu",
+    quick="The sizes that targets are about, 3 repetitions, in a minute.",
+    repetitions="Interleaved.",
+    seconds=False,
+    draw=draw,
+)
 @command_line.size_option(
     "--size",
     "sizes",
@@ -410,17 +412,14 @@ class _NoGpu(click.ClickException):
 )
 @click.option("--from", "ways", multiple=True, type=_WAYS, help="To the GPU; repeatable.  [default: all]")
 @click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
-@command_line.repetitions_option("Interleaved.", _MODE)
-@command_line.json_option
-@command_line.plot_option()
-def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
+def gpu_command(timing: Timing, quick: bool, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
     Fails if something could not be measured, or if a target is missed; with 2 where there is no GPU.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **command_line.chosen({}, **choices))
+    plan = dataclasses.replace(Plan.quick() if quick else Plan(), repetitions=timing.repetitions)
+    plan = dataclasses.replace(plan, **command_line.chosen({}, **choices))
     with command_line.measuring(steps(plan)) as progress:
-        findings = report(run(plan, progress))
-    finish(findings, json_path, plot_stem, draw)
+        return report(run(plan, progress))

@@ -39,20 +39,6 @@ import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Command, Numbers, Openers
 
-__all__ = [
-    "BANDWIDTH",
-    "CEILING",
-    "CLONED",
-    "COMMANDS",
-    "LATENCIES",
-    "PINNED_SLOT",
-    "STALLS",
-    "TO",
-    "WAYS",
-    "in_flight",
-    "openers",
-]
-
 BANDWIDTH, LATENCIES, STALLS = "bandwidth", "latencies", "stalls"  # what is measured
 
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.

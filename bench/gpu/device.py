@@ -17,8 +17,6 @@ import shmring
 from bench.stamps import CheckError
 from shmring.gpu.cuda import TorchCuda
 
-__all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "pinned_slab", "sample"]
-
 # torch annotates some of these and not others, and not the same in every version.
 _cuda: Any = torch.cuda
 

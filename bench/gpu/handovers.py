@@ -32,8 +32,6 @@ from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import SPAWN, Command, Numbers, Openers
 
-__all__ = ["COMMANDS", "DEVICE_SLAB", "HAND_OVERS", "HOST_SLOT", "ROUTES", "CudaIpc", "openers"]
-
 HAND_OVERS = "hand-overs"  # what is measured
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated

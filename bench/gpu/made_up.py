@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import uvloop
 
 import shmring
-from bench.machine import Machine
-from bench.results import Findings, Repetitions, Spread, Table, deviation
+from bench.children import on_uvloop, settle
+from bench.repetitions import Repetitions
+from bench.results import Findings, Spread, Table, deviation
 from bench.targets import judge
 from shmring.client.client import Client
 from shmring.client.connecting import open_client
@@ -37,13 +37,11 @@ from shmring.ring.ring import Ring
 from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
 
-__all__ = ["CASES", "Figure", "measure"]
-
 _NBYTES = 64 << 10
 _SHAPE = (_NBYTES // 4,)
 _WARM_UP = 50  # requests
 _COUNTED = 10  # requests whose calls are counted
-_NAME = "bench-made-up"
+_NAME, _SUBJECT = "bench-made-up", "made-up GPU"
 
 #: Measures so many requests.
 _Measure = Callable[["_Ends", int], Awaitable[list[float]]]
@@ -176,38 +174,27 @@ def measure(repetitions: int, requests: int, progress: Callable[[str], None]) ->
         requests: of each repetition.
         progress: called with a line before each of them.
     """
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    settle()
 
     async def once(case: Case) -> list[float]:
         async with _opened() as ends:
             return await case.measure(ends, requests)
 
-    def run(case: Case, _: str) -> list[float]:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(once(case))
-
-    runs = Repetitions[Case, list[float]](dict.fromkeys(CASES, ("made-up GPU",)), repetitions, lambda case: case.title)
-    runs.measure(list(CASES), run, progress)
+    runs = Repetitions[Case, list[float]](dict.fromkeys(CASES, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs.measure(CASES, lambda case, _: on_uvloop(once(case)), progress)
     figures = {
-        case: Figure(case.title, Spread.of([value for values in measured["made-up GPU"] for value in values]))
-        for case, measured in runs.measured.items()
+        case: Figure(case.title, Spread.of(itertools.chain(*measured[_SUBJECT]))) for case, measured in runs.measured.items()
     }
     rows = [[case.title, f"{figure.value.median:.1f}", case.unit, deviation(figure.value)] for case, figure in figures.items()]
+    verdicts = []
+    for case in CASES:
+        numbers = [("64 KB", figures[case].value.median)] if case in figures else []
+        verdicts.append(judge(case.title, "made-up driver", case.limit, case.unit, numbers, at_least=False))
     return Findings(
         mode="cost",
-        machine=Machine.here(),
         tables=[Table("cost of a GPU to the host, its driver made up", ["what", "median", "of", "least, most"], rows)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
-        targets=[
-            judge(
-                case.title, "made-up driver", case.limit, case.unit,
-                iter([("64 KB", figures[case].value.median)] if case in figures else []),
-                at_least=False,
-            )
-            for case in CASES
-        ],
+        targets=verdicts,
         results=list(figures.values()),
         coverage=runs.coverage(),
-    )  # fmt: skip
+    )

@@ -21,8 +21,6 @@ import torch
 from bench.children import BenchError, Child, Children, Parent, described
 from bench.gpu.device import Accelerator, Gpu
 
-__all__ = ["SPAWN", "Command", "Numbers", "Openers", "Process", "Refused", "opened"]
-
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
 _END_LIMIT_S = 30.0  # to unpin and unmap

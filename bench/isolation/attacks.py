@@ -16,8 +16,6 @@ import numpy as np
 
 from bench.serving.media import picture, video
 
-__all__ = ["ATTACKS", "MODEL", "Attack", "small_request"]
-
 MODEL = "shmring-fingerprints"
 
 _MB = 1 << 20

@@ -33,18 +33,15 @@ import msgspec
 
 from bench import targets
 from bench.children import BenchError
-from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
+from bench.command_line import benchmark, measuring
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
-from bench.machine import Machine
-from bench.modes import MODES
-from bench.results import Findings, Repetitions, Table, Verdict, format_nbytes
+from bench.modes import Timing
+from bench.repetitions import Repetitions
+from bench.results import Findings, Table, Verdict, format_nbytes
 from bench.serving.plan import Load, ServerOptions
 from bench.serving.run import serving
 from shmring.processes.process import Process
 
-__all__ = ["announced", "isolation_command"]
-
-_MODE = MODES["isolation"]
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
 _BURNERS = 2
 _LEAD_S = 0.5  # until the other side is under way
@@ -125,6 +122,8 @@ def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -
     arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
     arguments += ["hangs-up"] * attack.hangs_up
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
+        if not heavy.line():
+            raise BenchError("the heavy caller did not start")
         time.sleep(_LEAD_S)
         waits_s = server.ask(seconds)
         heavy.send(signal.SIGTERM)
@@ -132,9 +131,13 @@ def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -
 
 
 def _measured(
-    server: _Server, cases: Sequence[str], repetitions: int, seconds: float, progress: Callable[[str], None]
+    server: _Server,
+    runs: Repetitions[str, _Waits],
+    cases: Sequence[str],
+    timing: Timing,
+    progress: Callable[[str], None],
 ) -> Findings:
-    runs = Repetitions[str, _Waits](dict.fromkeys(cases, (_NEUTRAL, _HEAVY)), repetitions, str)
+    seconds = timing.timed_s
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         paths = {}
         for number, case in enumerate(cases):
@@ -159,10 +162,9 @@ def _measured(
         results.append(Isolation(case, sizes[case], *figures, dict(answers)))
     return Findings(
         mode="isolation",
-        machine=Machine.here(),
         tables=[_table(results)],
         notes=[
-            f"{repetitions} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
+            f"{timing.repetitions} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
             "The neutral load are two processes that compute, which are no part of the server."
         ],
         targets=list(_verdicts(results)),
@@ -202,26 +204,21 @@ def announced() -> list[Verdict]:
     ]
 
 
-@click.command("isolation", context_settings=SETTINGS)
+@benchmark("isolation")
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(ATTACKS)), help="Repeatable.  [default: all]")
-@repetitions_option("Of each case, interleaved.", _MODE)
-@seconds_option(_MODE)
-@json_option
-def isolation_command(cases: tuple[str, ...], repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
+def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes.
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    chosen_cases = list(cases or ATTACKS)
-    timing = _MODE.timing(False, repetitions, seconds)
+    runs = Repetitions[str, _Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions, str)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
 
     async def run(progress: Callable[[str], None]) -> Findings:
         async with serving(options, Load(requests=1, endpoint="embeddings")) as running:
             url = urlsplit(running.url)
             server = _Server(str(url.hostname), int(url.port or 80))
-            return await asyncio.to_thread(_measured, server, chosen_cases, timing.repetitions, timing.timed_s, progress)
+            return await asyncio.to_thread(_measured, server, runs, list(cases or ATTACKS), timing, progress)
 
-    with shown_progress(2 * timing.repetitions * len(chosen_cases)) as progress:
-        findings = asyncio.run(run(progress))
-    finish(findings, json_path)
+    with measuring(runs.steps) as progress:
+        return asyncio.run(run(progress))

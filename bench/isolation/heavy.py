@@ -1,7 +1,7 @@
 """The heavy caller, as a process of its own: ``python -m bench.isolation.heavy HOST PORT CONNECTIONS [hangs-up] < body``.
 
-It posts the body again and again on so many connections until it is ended, and reads the answers, or hangs up. On SIGTERM it
-says on stdout, as JSON, how many answers of each status it got.
+It posts the body again and again on so many connections until it is ended, and reads the answers, or hangs up. It says on
+stdout that it is under way; and on SIGTERM, as JSON, how many answers of each status it got.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ async def _main(host: str, port: int, connections: int, *, hangs_up: bool) -> No
     tasks = [asyncio.create_task(_repeat(host, port, body, answers, hangs_up=hangs_up)) for _ in range(connections)]
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    print("under way", flush=True)
     await told.wait()
     for task in tasks:
         task.cancel()

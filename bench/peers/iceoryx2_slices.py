@@ -44,8 +44,6 @@ from bench.peers.in_flight import Intake, Send, WindowedPeer
 from bench.peers.peer import shared_memory_shortage
 from shmring.memory.slab import SHM_DIRECTORY
 
-__all__ = ["Iceoryx2", "Iceoryx2Loaned", "Services", "open_publisher", "open_services"]
-
 _ALIGNMENT = 64  # bytes: a cache line; copies into memory that is not aligned so are slower
 _BATCH_NBYTES, _MAX_BATCH = 4 << 20, 64  # bytes, and messages, that are taken at a time
 _MAX_DIMENSIONS = 8  # of a tensor; no model's input has more

@@ -21,8 +21,6 @@ import torch
 from bench.messages import Answer, Cell, Header, Sink, Source
 from bench.peers.peer import Peer
 
-__all__ = ["Intake", "Pending", "Send", "Shared", "Window", "WindowedPeer"]
-
 _ACKS_NBYTES = 4096  # at a time; a byte each
 
 #: Stamps and sends the next message; returns what to await before more can be sent, if there is such a thing.

@@ -23,11 +23,6 @@ from bench.messages import DTYPES, Ask, Cell, Header, Sink, Source
 from bench.request.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
-__all__ = [
-    "Adapter", "Description", "Peer", "RequestPeer", "allow_read_only_tensors", "encode", "memory_shortage",
-    "shared_memory_shortage",
-]  # fmt: skip
-
 _QUESTION_COPIES = 3  # of all that are in flight: at their client, on their way, at the engine
 
 

@@ -34,8 +34,6 @@ from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.peer import Description, RequestPeer, encode, memory_shortage
 from bench.request.questions import Desk
 
-__all__ = ["PyzmqMultipart", "PyzmqRequest"]
-
 _REQUEST_THREADS = 2  # of ZMQ
 _REQUEST_DTYPE = "float32"
 

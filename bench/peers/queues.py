@@ -40,8 +40,6 @@ from bench.messages import DTYPES, Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
 from bench.peers.peer import allow_read_only_tensors, memory_shortage
 
-__all__ = ["FasterFifoQueue", "MultiprocessingQueue", "TorchQueueByDescriptor", "TorchQueueByName"]
-
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
 _TIMEOUT_S = 10.0  # of torch's queue as in vLLM; faster-fifo's default

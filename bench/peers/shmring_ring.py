@@ -34,10 +34,6 @@ from bench.messages import Answer, Ask, Cell, Header, Sink, Source
 from bench.peers.peer import Peer, RequestPeer
 from bench.request.questions import Desk
 
-__all__ = [
-    "RING", "ShmringBusyPoll", "ShmringCopy", "ShmringInPlace", "ShmringRequest", "answer", "request",
-]  # fmt: skip
-
 RING = "bench"
 
 _MIN_SLAB_NBYTES = 64 << 20

@@ -40,8 +40,6 @@ from numpy.typing import NDArray
 from bench.messages import Cell, Header, Sink, Source
 from bench.peers.peer import Description, Peer, encode, memory_shortage
 
-__all__ = ["SpinningArena", "SpinningRing"]
-
 _SPIN_S = 1.0  # after the last message, as vLLM
 _NAP_S = 0.1  # as vLLM's first spin timer; no cell has gaps in which it matters
 _LINE_NBYTES = 64  # a cache line, and the alignment of contents: memcpy is slow where source and target are off by a few bytes

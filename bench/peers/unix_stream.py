@@ -43,8 +43,6 @@ from bench.peers.peer import Description, RequestPeer, encode, shared_memory_sho
 from bench.request.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
-__all__ = ["InlineMsgpack", "InlineRequest", "Messages", "SharedMemorySegments", "dialled", "served"]
-
 _PREFIX = struct.Struct("<I")
 _SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
 

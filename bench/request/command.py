@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from bench import command_line
 from bench.command_line import show
@@ -19,12 +20,12 @@ from bench.interleaving import Plan, Round, carry_out
 from bench.modes import MODES
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Result, Results
+from bench.repetitions import median_ratio
 from bench.request.questions import MAX_CLIENTS, Case, checks_us
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
-from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times, median_ratio
+from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times
 from bench.stamps import ITEM_NBYTES
-
-__all__ = ["report", "request_command", "request_plan", "scaling_report"]
+from bench.targets import judge
 
 # -- tables and targets ------------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ def report(results: Results, reply_nbytes: int) -> Findings:
         machine=results.machine,
         tables=tables,
         notes=notes,
-        targets=_targets(results),
+        targets=[*_targets(results)],
         coverage=results.coverage,
     )
 
@@ -136,7 +137,7 @@ def _ratios(results: Results, result: Result) -> tuple[float, float, float]:
     )
 
 
-def _targets(results: Results) -> list[Verdict]:
+def _targets(results: Results) -> Iterator[Verdict]:
     """What this run says of the targets, if it measured them: 64 KB, 16 in flight, one client."""
     cells = {
         result.peer: result
@@ -144,35 +145,26 @@ def _targets(results: Results) -> list[Verdict]:
         if (result.case.nbytes, result.case.window, result.case.producers) == (_TARGET_NBYTES, _TARGET_IN_FLIGHT, 1)
     }
     if (ours := cells.get(BASELINE)) is None:
-        return []
+        return
     what, at, speed = "request/reply, 16 in flight, one client", format_nbytes(_TARGET_NBYTES), ours.messages_per_s
     engine_us, client_us = ours.consumer.cpu_us_per_message.median, ours.producer.cpu_us_per_message.median
     detail = (
         f"{speed.minimum:,.0f} to {speed.maximum:,.0f}; round trip p50 {ours.latency_p50_us.median:,.0f} us; CPU of a request: "
         f"engine {engine_us:.1f} us, client {client_us:.1f} us"
     )
-    asked, met = f">= {_TARGET_REQUESTS_PER_S:,.0f}/s", speed.median >= _TARGET_REQUESTS_PER_S
-    verdicts = [Verdict(what, at, asked, f"{speed.median:,.0f}/s", met, detail)]
+    met = speed.median >= _TARGET_REQUESTS_PER_S
+    yield Verdict(what, at, f">= {_TARGET_REQUESTS_PER_S:,.0f}/s", f"{speed.median:,.0f}/s", met, detail)
     if (pyzmq := cells.get("pyzmq")) is not None:
-        ratio = pyzmq.shmring_ratio
-        asked, met = f">= {_TARGET_PYZMQ_RATIO:g} x", ratio.median >= _TARGET_PYZMQ_RATIO
-        detail = f"{format_times(ratio.minimum)} to {format_times(ratio.maximum)}"
-        verdicts.append(Verdict(f"{what}: of pyzmq's", at, asked, format_times(ratio.median), met, detail))
-    return verdicts
+        yield judge(f"{what}: of pyzmq's", at, _TARGET_PYZMQ_RATIO, "x", [("pyzmq", pyzmq.shmring_ratio.median)])
 
 
 def _scaling_targets(results: Results) -> Iterator[Verdict]:
     for result in results.results:
         if result.peer != result.baseline:
+            what, at = f"CPU time per request with {VARIANTS[result.peer].title}", format_nbytes(result.case.nbytes)
             engine, client, both = _ratios(results, result)
-            yield Verdict(
-                f"CPU time per request with {VARIANTS[result.peer].title}",
-                format_nbytes(result.case.nbytes),
-                f"<= {_TARGET_SCALING_RATIO} x",
-                format_times(both),
-                both <= _TARGET_SCALING_RATIO,
-                f"engine {format_times(engine)}, client {format_times(client)}",
-            )
+            verdict = judge(what, at, _TARGET_SCALING_RATIO, "x", [("both", both)], at_least=False)
+            yield msgspec.structs.replace(verdict, detail=f"engine {format_times(engine)}, client {format_times(client)}")
 
 
 def _clients(clients: int) -> str:

@@ -26,8 +26,6 @@ from bench.messages import Answer, Ask, Cell, Header, Moments, Phase, Sink, Sour
 from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, CheckError, Stamps
 
-__all__ = ["MAX_CLIENTS", "Case", "Client", "Desk", "checks_us"]
-
 MAX_CLIENTS = 64
 
 _CHECKS = 2000  # rounds over which the cost of the checks alone is taken: some ten milliseconds

@@ -29,8 +29,6 @@ from bench.request.questions import Desk
 from bench.stamps import ITEM_NBYTES
 from shmring.client.connecting import Connecting
 
-__all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "VARIANT_GROUPS", "ConnectedClients", "SlotsInUse"]
-
 #: Of a question's tensor: so that slots are of two blocks at most.
 MAX_SCALING_NBYTES = 8 * 1000
 

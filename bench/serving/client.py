@@ -17,6 +17,7 @@ import dataclasses
 import io
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,8 +25,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.children import BenchError
 from bench.serving.plan import Endpoint
-
-__all__ = ["Client", "Exchange", "RequestFailedError"]
 
 _PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "embeddings": "/v1/embeddings"}
 _DATA = b"data:"  # each event of these servers is one such line
@@ -92,16 +91,30 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 class Client:
-    """A server at a URL (with or without ``/v1``), as a caller sees it. Made in a running loop; used with ``async with``."""
+    """A server at a URL (with or without ``/v1``), as a caller sees it. Made in a running loop; used with ``async with``.
 
-    def __init__(self, url: str, endpoint: Endpoint, timeout_s: float, api_key: str | None = None) -> None:
+    Args:
+        connections: at most. 0: as many as requests, since a load says how many there are, and a limit would hide it.
+        keep_alive_s: after which a connection that is idle is not used again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: Endpoint,
+        timeout_s: float,
+        api_key: str | None = None,
+        *,
+        connections: int = 0,
+        keep_alive_s: float = _KEEP_ALIVE_S,
+    ) -> None:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._url = self._base + _PATHS[endpoint]
         self._answer = {"chat": self._chat, "embeddings": self._embed}[endpoint]
         self._timeout_s = timeout_s
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        # As many connections as requests: the load says how many there are, and a limit here would hide it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        kept: dict[str, Any] = {"keepalive_timeout": keep_alive_s} if keep_alive_s else {"force_close": True}
+        connector = aiohttp.TCPConnector(limit=connections, **kept)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def __aenter__(self) -> Client:
@@ -116,11 +129,12 @@ class Client:
         Raises:
             BenchError: it lists none, or does not answer.
         """
-        url = f"{self._base}/v1/models"
         try:
-            return str(msgspec.json.decode(await self._get(url))["data"][0]["id"])
+            return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
-            raise BenchError(f"{url} lists no model; is that a server of OpenAI's API? or name one with --model") from None
+            raise BenchError(
+                f"{self._base}/v1/models lists no model; is that a server of OpenAI's API? or name one with --model"
+            ) from None
 
     async def counters(self) -> dict[str, int]:
         """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others.
@@ -130,7 +144,7 @@ class Client:
         """
         counted: dict[str, int] | None = None
         while True:
-            families = text_string_to_metric_families((await self._get(f"{self._base}/metrics")).decode())
+            families = text_string_to_metric_families((await self.get("/metrics")).decode())
             latest = dict.fromkeys(_COUNTERS, 0)
             for sample in (sample for family in families for sample in family.samples):
                 if (name := sample.name.removeprefix("shmring_frontend_").removesuffix("_total")) in latest:
@@ -140,7 +154,13 @@ class Client:
             counted = latest
             await asyncio.sleep(_METRICS_PERIOD_S)
 
-    async def _get(self, url: str) -> bytes:
+    async def get(self, path: str) -> bytes:
+        """Returns what it answers at a path.
+
+        Raises:
+            BenchError: it does not, or with an error.
+        """
+        url = f"{self._base}{path}"
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(url) as response:
                 body = await response.read()

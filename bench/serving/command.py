@@ -22,8 +22,6 @@ from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, 
 from shmring.engine.option_types import COUNT, SECONDS, FiniteRange
 from shmring.engine.settings import MAX_ENGINES
 
-__all__ = ["serve_command"]
-
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _ABOVE_0 = FiniteRange(min=0, min_open=True)

@@ -28,8 +28,6 @@ from bench.meter import Lag, LoopLag
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load, arrival_times
 
-__all__ = ["Body", "Generator", "Latency", "Measurement", "Request", "measure", "play", "request_body", "warm_up"]
-
 _WARM_UP_CONCURRENCY = 4
 
 
@@ -143,17 +141,6 @@ class Generator(msgspec.Struct, frozen=True):
     late_p99_ms: float
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One request; times in seconds from the start of the load."""
-
-    began_s: float
-    sent_s: float
-    first_token_s: float | None
-    ended_s: float
-    output_tokens: int
-    failure: str | None
-
-
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One load on one server.
 
@@ -163,7 +150,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         failures: the others, by reason.
         peak_concurrency: most requests in flight at a time.
         cpu_s: CPU seconds of the server's processes meanwhile, by part; empty for one that was there before.
-        by_request: in the order in which they were due.
+        exchanges: in the order in which they were due.
     """
 
     variant: str
@@ -180,7 +167,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_concurrency: int
     generator: Generator
     cpu_s: dict[str, float] = {}
-    by_request: list[Request]
+    exchanges: Sequence[Exchange]
 
 
 def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator_cpu_s: float, lag: Lag) -> Measurement:
@@ -204,17 +191,7 @@ def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator
         e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         peak_concurrency=_peak(exchanges),
         generator=Generator(generator_cpu_s, lag.p99_ms, lag.max_ms, late.p99_ms),
-        by_request=[
-            Request(
-                began_s=exchange.began - start,
-                sent_s=exchange.sent - start,
-                first_token_s=exchange.token_times[0] - start if len(exchange.token_times) else None,
-                ended_s=exchange.ended - start,
-                output_tokens=exchange.output_tokens,
-                failure=exchange.failure,
-            )
-            for exchange in exchanges
-        ],
+        exchanges=exchanges,
     )
 
 

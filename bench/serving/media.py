@@ -24,8 +24,6 @@ from PIL import Image
 from bench.children import BenchError
 from bench.serving.plan import Load, Media, MediaKind
 
-__all__ = ["FILE_TYPES", "media_parts", "picture", "recording", "video"]
-
 _Generator: TypeAlias = np.random.Generator
 
 _SAMPLE_RATE = 16_000  # in Hz; what speech models take

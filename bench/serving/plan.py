@@ -11,8 +11,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-__all__ = ["PRESETS", "Endpoint", "Load", "Media", "MediaKind", "Plan", "ServerOptions", "arrival_times"]
-
 Endpoint = Literal["chat", "embeddings"]
 MediaKind = Literal["picture", "audio", "video"]
 

@@ -19,8 +19,6 @@ from bench.serving.load import Measurement
 from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import LOAD, Results, planned
 
-__all__ = ["report"]
-
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
 

@@ -35,8 +35,6 @@ from bench.serving.plan import Load, Plan, ServerOptions
 from shmring.frontend import serve_process
 from shmring.frontend.serve_process import ServerProcess
 
-__all__ = ["LOAD", "Results", "Server", "ServerError", "planned", "run", "serving", "steps"]
-
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 

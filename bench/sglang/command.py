@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
-import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,24 +14,31 @@ import click
 import msgspec
 
 from bench import command_line
-from bench.command_line import DIRECTORY, ROOT, finish
-from bench.machine import Machine
-from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, median_ratio
-from bench.sglang.ends import Measurement, Order
-from bench.targets import judge
-from shmring.processes.process import Process
-
-__all__ = ["Measured", "announced", "report", "sglang_command"]
+from bench.modes import Timing
+from bench.programs import Program
+from bench.repetitions import (
+    Column,
+    Measured,
+    Number,
+    Repetitions,
+    compare,
+    median_column,
+    ratio_column,
+    ratios,
+    spread_column,
+)
+from bench.results import Coverage, Findings, Table, Verdict
+from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
+from bench.targets import Target, judge
 
 _OURS, _THEIRS = "shmring", "sglang"
 WAYS: Mapping[str, Mapping[str, str]] = {_OURS: {"SHMRING_SGLANG": "1"}, _THEIRS: {}}
 
-_REPETITIONS = 7
 _MB = 1_000_000
 _SMALL, _LARGE = 10_800_000, 43_000_000  # a picture of 672 x 672 pixels of Qwen2-VL, and one of 1,344 x 1,344
 _COUNTS = {_SMALL: 40, _LARGE: 20}
 _KILLED = Order(10 * _MB, 40)
-_QUIET_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+_ORDER_LIMIT_S = 300.0  # a hundred times what one takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +58,6 @@ CASES = (Case(_SMALL, 1), Case(_LARGE, 1), Case(_SMALL, 2), Case(_LARGE, 2))
 #: Which end is killed, and the ranks that there are.
 KILLS = {"scheduler": 1, "tokenizer": 1, "rank": 2}
 
-#: The repetitions of each case and way, in the order in which they were made.
-Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 #: What is left in ``/dev/shm``, in bytes, by the end that was killed and the way.
 Left = Mapping[tuple[str, str], int]
 
@@ -64,30 +66,46 @@ def _p50_ms(run: Measurement) -> float:
     return run.p50_ms
 
 
-def _tokenizer_ms(run: Measurement) -> float:
-    return run.tokenizer_ms
-
-
-def _ranks_ms(run: Measurement) -> float:
-    return run.ranks_ms
-
-
 def _cpu_ms(run: Measurement) -> float:
     return run.tokenizer_ms + run.ranks_ms
 
 
-def _median(runs: Sequence[Measurement], number: Callable[[Measurement], float]) -> float:
-    return statistics.median(map(number, runs))
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
+_COLUMNS = (
+    median_column("p50 ms", _p50_ms, 2),
+    spread_column("spread", _p50_ms),
+    median_column("CPU ms", _cpu_ms, 2),
+    median_column("tokenizer", lambda run: run.tokenizer_ms, 2),
+    median_column("ranks", lambda run: run.ranks_ms, 2),
+    ratio_column("of sglang's p50", _OURS, _p50_ms, theirs=_THEIRS),
+    ratio_column("CPU", _OURS, _cpu_ms, theirs=_THEIRS),
+    Column("inline", lambda row: str(sum(run.inline for run in row.runs))),
+)
 
-def report(measured: Measured, left: Left, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+
+def _of_its_own(what: str, case: Case, number: Number, limit: float) -> Target:
+    numbers = ratios(_OURS, _THEIRS, number, {_THEIRS: case})
+    return Target(f"SGLang, {what} of its own", case.title, limit, "x", numbers, at_least=False)
+
+
+TARGETS = (
+    _of_its_own("CPU", CASES[0], _cpu_ms, 0.25),
+    _of_its_own("p50", CASES[0], _p50_ms, 0.25),
+    _of_its_own("CPU", CASES[1], _cpu_ms, 0.25),
+    _of_its_own("CPU", CASES[2], _cpu_ms, 0.6),
+    _of_its_own("p50", CASES[2], _p50_ms, 0.8),
+)
+
+
+def _left(left: Left) -> Verdict:
+    places = ((end, left[end, _OURS] / _MB if (end, _OURS) in left else None) for end in KILLS)
+    return judge("SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB", places, at_least=False)
+
+
+def report(measured: Measured, left: Left, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run: a table of times, one of what kills leave, and the verdicts on the targets."""
-    columns = ["tensors", "way", "p50 ms", "spread", "CPU ms", "tokenizer", "ranks", "of sglang's p50", "CPU", "inline"]
-    rows = [_row(case, way, runs, measured) for (case, way), runs in measured.items()]
-    tables = [Table("Both ends of SGLang", columns, rows, ("way",), grouped=True)]
+    tables = [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS, lambda case: str(case.title))]
     if left:
         killed = [[end, way, f"{nbytes / _MB:.0f} MB"] for (end, way), nbytes in left.items()]
         title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
@@ -100,100 +118,30 @@ def report(measured: Measured, left: Left, coverage: Coverage, environment: Mapp
         "repetition. inline: tensors that were sent in SGLang's message.",
         "One end is killed with SIGKILL when a fifth of the tensors was received. What is left is looked at when nothing "
         "changes any more, and the other processes still live.",
-        ", ".join(f"{name} {version}" for name, version in environment.items()),
+        versions,
     ]
-    return Findings(
-        mode="sglang",
-        machine=Machine.here(),
-        tables=tables,
-        notes=notes,
-        targets=_targets(measured, left),
-        results=None,
-        coverage=coverage,
-    )
-
-
-def _row(case: Case, way: str, runs: Sequence[Measurement], measured: Measured) -> list[str]:
-    p50_ms = Spread.of(map(_p50_ms, runs))
-    ratios = [_ratio(measured, case, number) if way == _OURS else None for number in (_p50_ms, _cpu_ms)]
-    return [
-        case.title,
-        way,
-        f"{p50_ms.median:.2f}",
-        f"-{1 - p50_ms.minimum / p50_ms.median:.0%} +{p50_ms.maximum / p50_ms.median - 1:.0%}",
-        *(f"{_median(runs, number):.2f}" for number in (_cpu_ms, _tokenizer_ms, _ranks_ms)),
-        *("" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
-        f"{sum(run.inline for run in runs)}",
-    ]
-
-
-def _ratio(measured: Measured, case: Case, number: Callable[[Measurement], float]) -> float | None:
-    """Shmring's number over SGLang's, in the same repetition; None where one of them is missing."""
-    return median_ratio(map(number, measured.get((case, _OURS), ())), map(number, measured.get((case, _THEIRS), ())))
-
-
-def _targets(measured: Measured, left: Left) -> list[Verdict]:
-    small, large, shared, _ = CASES
-
-    def verdict(what: str, case: Case, number: Callable[[Measurement], float], limit: float) -> Verdict:
-        places = iter([("sglang", _ratio(measured, case, number))])
-        return judge(f"SGLang, {what} of its own", case.title, limit, "x", places, at_least=False)
-
-    return [
-        verdict("CPU", small, _cpu_ms, 0.25),
-        verdict("p50", small, _p50_ms, 0.25),
-        verdict("CPU", large, _cpu_ms, 0.25),
-        verdict("CPU", shared, _cpu_ms, 0.6),
-        verdict("p50", shared, _p50_ms, 0.8),
-        judge(
-            "SGLang, left in /dev/shm when an end is killed",
-            "40 x 10 MB under way",
-            0,
-            "MB",
-            ((end, left[end, _OURS] / _MB if (end, _OURS) in left else None) for end in KILLS),
-            at_least=False,
-        ),
-    ]
+    verdicts = [*(target.judge(measured) for target in TARGETS), _left(left)]
+    return Findings(mode="sglang", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
 def announced() -> list[Verdict]:
-    """The targets, of which nothing was measured."""
-    return _targets({}, {})
+    """Returns the targets, of which nothing was measured."""
+    return [*(target.judge({}) for target in TARGETS), _left({})]
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------
 
 
-def _order(ends: Process, order: Order) -> str:
-    """Has both ends of a way do something, and returns what they say then; nothing, if they have ended."""
-    ends.write(msgspec.json.encode(order).decode() + "\n")
-    return ends.line()
-
-
 @contextlib.contextmanager
-def _ends(way: str, ranks: int, environment: Path) -> Iterator[Process]:
+def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
     """Both ends of a way, in processes of an environment that has SGLang."""
-    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory, (Path(directory) / "log").open("w+") as log:
+    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
         inherited = {name: value for name, value in os.environ.items() if "SHMRING_SGLANG" not in name}
-        settled = {**inherited, **_QUIET_ENVIRONMENT, **WAYS[way], "XDG_RUNTIME_DIR": directory, "PYTHONPATH": str(ROOT)}
-        with Process.start(
-            [str(environment / "bin" / "python"), "-m", "bench.sglang.ends", str(ranks)],
-            env=settled,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        ) as ends:
-            try:
-                if not ends.line():
-                    log.seek(0)
-                    raise RuntimeError(f"SGLang's ends did not start: {log.read()[-600:]}")
-                yield ends
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(ends.pid, signal.SIGKILL)  # its ranks too
+        settled = {**inherited, **QUIET_ENVIRONMENT, **WAYS[way], "XDG_RUNTIME_DIR": directory}
+        command = [str(environment / "bin" / "python"), "-m", "bench.sglang.ends", str(ranks)]
+        with Program(command, settled, _ORDER_LIMIT_S) as ends:
+            ends.start()
+            yield ends
 
 
 def _measure(
@@ -204,9 +152,8 @@ def _measure(
         with contextlib.ExitStack() as stack:
             ends = {way: stack.enter_context(_ends(way, ranks, environment)) for way in WAYS}
 
-            def measure(case: Case, way: str, ends: Mapping[str, Process] = ends) -> Measurement:
-                answer = _order(ends[way], Order(case.nbytes, _COUNTS[case.nbytes]))
-                return msgspec.json.decode(answer, type=Measurement)
+            def measure(case: Case, way: str, ends: Mapping[str, Program] = ends) -> Measurement:
+                return ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]), Measurement)
 
             runs.measure(of_ranks, measure, progress)
 
@@ -215,7 +162,7 @@ def _kill(way: str, end: str, environment: Path) -> int:
     """Kills an end, and returns how much is left in ``/dev/shm``."""
     with _ends(way, KILLS[end], environment) as ends:
         before = _segments()
-        _order(ends, msgspec.structs.replace(_KILLED, kill=end))
+        ends.order(msgspec.structs.replace(_KILLED, kill=end), str)
         left: dict[str, int] = {}
         while (now := {name: nbytes for name, nbytes in _segments().items() if name not in before}) != left:
             left = now  # the ends that live go on with what they have been sent
@@ -235,27 +182,15 @@ def _segments() -> dict[str, int]:
     return segments
 
 
-def _versions(environment: Path) -> dict[str, str]:
-    program = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
-    done = subprocess.run([environment / "bin" / "python", "-c", program], capture_output=True, text=True, check=True)
-    return dict(zip(("sglang", "torch"), done.stdout.split(), strict=True))
-
-
-@click.command("sglang", context_settings=command_line.SETTINGS)
+@command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
 @click.option("--ranks", multiple=True, type=click.Choice(["1", "2"]), help="Repeatable.  [default: all]")
 @click.option("--kills/--no-kills", default=True, help="Whether ends are killed, to see what they leave.")
-@command_line.repetitions_option(f"Of each case and way, in alternating order.  [default: {_REPETITIONS}]")
-@click.option("--environment", default=ROOT / ".venv-sglang", type=DIRECTORY, help="Which has SGLang; see `make test-sglang`.")
-@command_line.json_option
-def sglang_command(
-    ranks: tuple[str, ...], kills: bool, repetitions: int | None, environment: Path, json_path: Path | None
-) -> None:
+@command_line.environment_option("sglang", "SGLang")
+def sglang_command(timing: Timing, ranks: tuple[str, ...], kills: bool, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
-    if not (environment / "bin" / "sglang").exists():
-        raise click.UsageError(f"{environment} has no SGLang; `make test-sglang` makes an environment that has")
     cases = [case for case in CASES if not ranks or str(case.ranks) in ranks]
     subjects = {case: list(WAYS) for case in cases}
-    runs = Repetitions[Case, Measurement](subjects, repetitions or _REPETITIONS, lambda case: case.title)
+    runs = Repetitions[Case, Measurement](subjects, timing.repetitions, lambda case: case.title)
     left: dict[tuple[str, str], int] = {}
     with command_line.measuring(runs.steps + kills * len(KILLS) * len(WAYS)) as progress:
         _measure(runs, cases, environment, progress)
@@ -263,5 +198,4 @@ def sglang_command(
             for way in WAYS:
                 progress(f"kill -9 of the {end}, {way}")
                 left[end, way] = _kill(way, end, environment)
-    measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
-    finish(report(measured, left, runs.coverage(), _versions(environment)), json_path)
+    return report(runs.measured, left, runs.coverage(), command_line.versions(environment, "sglang", "torch"))

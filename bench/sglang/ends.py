@@ -1,7 +1,7 @@
 """A program: a tokenizer and the ranks of a scheduler, each a process, with SGLang's own code for what is sent between them.
 
-``python -m bench.sglang.ends RANKS`` runs in an environment that has SGLang. It reads an :class:`Order` from each line of
-stdin, and writes a line to stdout: a :class:`Measurement`, or that an end was killed.
+``python -m bench.sglang.ends RANKS`` runs in an environment that has SGLang, as a :class:`bench.programs.Program`. It answers
+an :class:`Order` with a :class:`Measurement`, or says that an end was killed.
 
 What is SGLang's: the pointers that tensors are wrapped in (with ``SHMRING_SGLANG=1`` the plug-in replaces them, by the same
 entry point and hooks as in a server), their encoding for ZMQ, the broadcast to other ranks by gloo, and the barrier before
@@ -22,12 +22,15 @@ import sys
 import tempfile
 import time
 import warnings
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
-__all__ = ["Measurement", "Order"]
+from bench.programs import READY
 
+#: That SGLang is started with, whatever runs it: on the CPU, with one thread, without the network.
+QUIET_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 _WARM_UP = 3  # messages before anything is timed
 
 
@@ -214,8 +217,8 @@ class _Tokenizer:
             self._done.recv()
 
 
-async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any]) -> None:
-    """Kills an end, whichever it is, when a fifth of the tensors was received."""
+async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any], control: Connection) -> None:
+    """Kills an end, whichever it is, when a fifth of the tensors was received. Then this process waits for its own end."""
     import torch
 
     source = torch.ones(order.nbytes, dtype=torch.uint8)
@@ -228,24 +231,24 @@ async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any]) -> None:
         source.fill_(1)
         tokenizer.send(source, 1)
         await asyncio.sleep(0)
-    print(msgspec.json.encode("killed").decode(), flush=True)
+    control.send_bytes(msgspec.json.encode("killed"))
     if order.kill == "tokenizer":
         os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
 
 
-async def _obey(tokenizer: _Tokenizer, ranks: list[Any]) -> None:
+async def _obey(tokenizer: _Tokenizer, ranks: list[Any], control: Connection) -> None:
     await tokenizer.connect()
-    print(msgspec.json.encode("ready").decode(), flush=True)
-    for line in sys.stdin:
-        order = msgspec.json.decode(line, type=Order)
-        if order.kill:
-            await _kill(tokenizer, order, ranks)
-            signal.pause()  # until this process is ended as well
-        print(msgspec.json.encode(await tokenizer.measure(order)).decode(), flush=True)
+    control.send_bytes(READY)
+    with contextlib.suppress(EOFError):
+        while True:
+            order = msgspec.json.decode(control.recv_bytes(), type=Order)
+            if order.kill:
+                await _kill(tokenizer, order, ranks, control)
+            control.send_bytes(msgspec.json.encode(await tokenizer.measure(order)))
 
 
-def main(ranks: int) -> None:
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+def main(ranks: int, control: Connection) -> None:
     with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
         from shmring.integrations.environment import name_the_run
         from shmring.integrations.sglang.settings import PREFIX
@@ -256,7 +259,7 @@ def main(ranks: int) -> None:
         for process in processes:
             process.start()
         try:
-            asyncio.run(_obey(_Tokenizer(ranks, directory), processes))
+            asyncio.run(_obey(_Tokenizer(ranks, directory), processes, control))
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -265,4 +268,4 @@ def main(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Connection(int(sys.argv[2])))

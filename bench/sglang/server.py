@@ -5,29 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 
-import shmring.threads
-from bench.vllm.server import LOG, end, free_port
+from bench.servers import OtherServer, free_port, started, wait_until_it_answers
+from bench.sglang.ends import QUIET_ENVIRONMENT
+from shmring.processes.process import Process
 
-__all__ = ["Server", "left_behind", "serve"]
-
-START_S = 600.0  # only a hang takes so long
-QUIET_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore",
-}
+_ASK_S = 600.0  # only a hang takes so long
 #: What keeps a tiny model tiny, and away from kernels that need CUDA or AMX.
 OPTIONS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "bfloat16"),
@@ -37,36 +26,18 @@ OPTIONS = [
 ]
 
 
-class Server:
-    """A running server. Made by :func:`serve`.
+class Server(OtherServer):
+    """A running server. Made by :func:`serve`. The tokenizer is in its launcher."""
 
-    Attributes:
-        process: SGLang's launcher, in which the tokenizer is.
-        port: where it listens.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, directory: Path) -> None:
-        self.process = process
-        self.port = port
-        self._directory = directory
+    def __init__(self, process: Process, port: int, directory: Path) -> None:
+        super().__init__(process, port, directory)
         self._client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
             api_key="none",
             max_retries=0,
-            timeout=START_S,
+            timeout=_ASK_S,
             default_headers={"connection": "close"},  # one that is kept would belong to one of several tokenizers
         )
-
-    @property
-    def log(self) -> str:
-        """What its processes have logged."""
-        return (self._directory / LOG).read_text(errors="replace").replace("\0", "")
-
-    def get(self, path: str) -> str:
-        """What it answers to a request by curl and others."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-            text: str = answer.read().decode()
-            return text
 
     def ask(self, *pictures: str, max_tokens: int = 6, **named: Any) -> str:
         """Asks about pictures, given as data URLs; returns the answer and how likely each word of it was, as a text.
@@ -86,32 +57,11 @@ class Server:
         )
         return repr([(choice.message.content, [word.logprob for word in choice.logprobs.content]) for choice in answer.choices])
 
-    def metrics(self) -> dict[str, float]:
-        """The plug-in's metrics, by name and labels as ``/metrics`` writes them."""
-        lines = re.findall(r"^(shmring_[^ ]+) ([0-9.e+-]+)$", self.get("/metrics"), re.MULTILINE)
-        return {name: float(value) for name, value in lines}
-
-    def tensors(self) -> dict[str, int]:
-        """Large tensors sent so far, by way, and inline ones by reason: ``inline space``."""
-        counts: dict[str, int] = {}
-        for name, value in self.metrics().items():
-            if match := re.fullmatch(r'shmring_tensors_total\{reason="(\w*)",way="(\w+)"\}', name):
-                counts[f"{match[2]} {match[1]}".strip()] = int(value)
-        return counts
-
     def report(self, place: int = 0) -> dict[str, Any]:
-        """What a scheduler's half says now; asked of itself, so that no tokenizer is needed."""
+        """What a scheduler's half says now."""
         match = re.search(rf"scheduler {place} has a slab of .* \((\S+)\)", self.log)
         assert match is not None, "it has no slab"
-        sockets = str(self._directory / "shmring")
-        with shmring.threads.connect(match[1], socket_dir=sockets, prefault=False, lease_nbytes=4096) as client:
-            report: dict[str, Any] = client.call("report", timeout=30)
-            return report
-
-    def processes(self, kind: str) -> list[psutil.Process]:
-        """Its processes of a kind, as SGLang names them: ``scheduler``, ``detokenizer``, ``tokenizer_worker``."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if any(f"sglang::{kind}" in part for part in child.cmdline()[:1])]
+        return self.report_of(match[1])
 
 
 @contextlib.contextmanager
@@ -139,33 +89,15 @@ def serve(
     prefix = installation or Path(sys.prefix)
     command = [str(prefix / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(prefix / "model"), *OPTIONS]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
-    unwanted = ("SHMRING_SGLANG", "_SHMRING_SGLANG")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     # A rank is bound to the cores of its own; SGLang wants a NUMA node for each otherwise.
     allowed = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": bound} if ranks > 1 else {}
-    private = {"XDG_RUNTIME_DIR": str(directory)}
-    settled = {**inherited, **QUIET_ENVIRONMENT, **private, **cores, **(environment or {})}
-    with (directory / LOG).open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=settled, start_new_session=True)
-    server = Server(process, port, directory)
-    try:
-        _wait_until_it_answers(server)
+    settled = {**QUIET_ENVIRONMENT, **cores, **(environment or {})}
+    with started(command, directory, settled, unwanted=("SHMRING_SGLANG", "_SHMRING_SGLANG")) as process:
+        server = Server(process, port, directory)
+        wait_until_it_answers(server)
         yield server
-    finally:
-        end(process)
-
-
-def _wait_until_it_answers(server: Server) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not start; the end of its log:\n{server.log[-6000:]}")
-        with contextlib.suppress(Exception):
-            server.get("/health")
-            return
-        time.sleep(0.2)
 
 
 def left_behind() -> list[str]:

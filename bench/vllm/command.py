@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +18,22 @@ import msgspec
 import numpy as np
 
 from bench import command_line, plots
-from bench.command_line import finish
-from bench.machine import Machine
-from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
-from bench.targets import Numbers, judge
+from bench.modes import MODES, Timing
+from bench.repetitions import (
+    Column,
+    Measured,
+    Number,
+    Repetitions,
+    compare,
+    median_column,
+    ratio,
+    ratio_column,
+    ratios,
+    spread_column,
+)
+from bench.results import Coverage, Findings, Verdict
+from bench.servers import wait_until_it_answers
+from bench.targets import Numbers, Target
 from bench.vllm import workers
 from bench.vllm.load import (
     API_SERVERS,
@@ -35,25 +46,17 @@ from bench.vllm.load import (
     Case,
     Fleet,
     Measurement,
+    Way,
     fleets,
     full_cases,
     measure,
     warm_up,
 )
-from bench.vllm.server import Server, serve, wait_until_it_answers
-
-__all__ = ["Measured", "draw", "report", "vllm_command"]
-
-#: The repetitions of each case and way, in the order in which they were made.
-Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
+from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
-_REPETITIONS = 12
-_WORKERS_REPETITIONS = 7
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
-_COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
-_COLUMNS += ["lag p99 ms", "tensors"]
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -72,22 +75,40 @@ class Stored(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, case: Case, way: str, runs: Sequence[Measurement]) -> Stored:
         """Sums the repetitions up."""
-        speed, cpu_ms = _median(runs, lambda run: run.requests_per_s), _median(runs, lambda run: sum(run.cpu_ms.values()))
+        speed = statistics.median(run.requests_per_s for run in runs)
+        cpu_ms = statistics.median(sum(run.cpu_ms.values()) for run in runs)
         return cls(case.fleet.title, case.title, way, speed, cpu_ms)
 
 
-def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+def _speed(run: Measurement) -> float:
+    return run.requests_per_s
+
+
+def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
+    lags_ms = [lag_ms for run in runs for lag_ms in run.lags_ms]
+    return float(np.percentile(lags_ms, 99)) if lags_ms else math.nan
+
+
+_COLUMNS = (
+    median_column("requests/s", _speed, 1),
+    spread_column("spread", _speed),
+    ratio_column("shmring is", _OURS, _speed),
+    median_column("TTFT p50 ms", lambda run: run.p50_ms, 1),
+    median_column("p99 ms", lambda run: run.p99_ms, 1),
+    median_column("engine ms", lambda run: run.cpu_ms["EngineCore"], 1),
+    median_column("API ms", lambda run: run.cpu_ms["APIServer"], 1),
+    Column("lag p99 ms", lambda row: f"{_lag_p99_ms(row.runs):.1f}"),
+    Column("tensors", lambda row: ", ".join(f"{count} {name}" for name, count in sorted(row.runs[-1].tensors.items()))),
+)
+
+
+def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
-    fleets = dict.fromkeys(case.fleet for case, _ in measured)
     tables = [
-        Table(
-            fleet.title,
-            _COLUMNS,
-            [_row(case, way, runs, measured) for (case, way), runs in measured.items() if case.fleet == fleet],
-            ("way",),
-            grouped=True,
+        compare(
+            fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS, lambda case: str(case.title)
         )
-        for fleet in fleets
+        for fleet, cases in fleets(list(measured)).items()
     ]
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
@@ -99,99 +120,60 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
         "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
         "beside the load, of all repetitions together: one has too few for a 99th percentile. tensors: which way they went in "
         "the last repetition.",
-        ", ".join(f"{name} {version}" for name, version in environment.items()),
+        versions,
     ]
-    return Findings(
-        mode="vllm",
-        machine=Machine.here(),
-        tables=tables,
-        notes=notes,
-        targets=_targets(measured),
-        results=[Stored.of(case, way, runs) for (case, way), runs in measured.items()],
-        coverage=coverage,
-    )
+    results = [Stored.of(case, way, runs) for case, of_case in measured.items() for way, runs in of_case.items()]
+    verdicts = [target.judge(measured) for target in TARGETS]
+    return Findings(mode="vllm", tables=tables, notes=notes, targets=verdicts, results=results, coverage=coverage)
 
 
-def _row(case: Case, way: str, runs: Sequence[Measurement], measured: Measured) -> list[str]:
-    speed = Spread.of(run.requests_per_s for run in runs)
-    ratio = _ratio(measured, case, way, lambda run: run.requests_per_s)
-    return [
-        case.title,
-        way,
-        f"{speed.median:.1f}",
-        f"-{1 - speed.minimum / speed.median:.0%} +{speed.maximum / speed.median - 1:.0%}",
-        "" if way == _OURS or ratio is None else format_times(ratio),
-        f"{_median(runs, lambda run: run.p50_ms):.1f}",
-        f"{_median(runs, lambda run: run.p99_ms):.1f}",
-        f"{_median(runs, lambda run: run.cpu_ms['EngineCore']):.1f}",
-        f"{_median(runs, lambda run: run.cpu_ms['APIServer']):.1f}",
-        f"{_lag_p99_ms(runs):.1f}",
-        ", ".join(f"{count} {name}" for name, count in sorted(runs[-1].tensors.items())),
-    ]
+# -- targets -------------------------------------------------------------------------------------------------------------
 
 
-def _median(runs: Sequence[Measurement], number: Callable[[Measurement], float]) -> float:
-    return statistics.median(number(run) for run in runs)
+def _beside(
+    way: str, what: str, case: Case, limit: float, number: Number = _speed, *, at_least: bool = True, at: str = LARGE.title
+) -> Target:
+    return Target(f"vLLM, {what}", at, limit, "x", ratios(_OURS, way, number, {way: case}), at_least=at_least)
 
 
-def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
-    lags_ms = [lag_ms for run in runs for lag_ms in run.lags_ms]
-    return float(np.percentile(lags_ms, 99)) if lags_ms else math.nan
+_JPEG, _UUID, _NEW, _PARALLEL = Case(LARGE, "jpeg", 8), Case(LARGE, "uuid", 8), Case(LARGE, "new", 8), Case(PARALLEL, "jpeg", 8)
 
 
-def _ratio(measured: Measured, case: Case, way: str, number: Callable[[Measurement], float]) -> float | None:
-    """Shmring's number over a way's, in the same repetition; None where one of them is missing."""
-    return median_ratio(map(number, measured.get((case, _OURS), ())), map(number, measured.get((case, way), ())))
+def _other_sizes(measured: Measured, *, several: bool) -> Numbers:
+    """Of new pictures: what was measured with other fleets."""
+    for case in measured:
+        if case.kind == "new" and case != _NEW and (case.fleet.api_servers > 1) == several and _OURS in measured[case]:
+            yield f"{case.fleet.title}: {case.title}", ratio(measured, case, _OURS, "inline", _speed)
 
 
-def _targets(measured: Measured) -> list[Verdict]:
-    jpeg, uuid, uuid_alone, new = Case(LARGE, "jpeg", 8), Case(LARGE, "uuid", 8), Case(LARGE, "uuid", 1), Case(LARGE, "new", 8)
-    parallel = Case(PARALLEL, "jpeg", 8)
-    at = LARGE.title
-
-    def speed(run: Measurement) -> float:
-        return run.requests_per_s
-
-    others = [case for case, way in measured if way == _OURS and case.kind == "new" and case != new]
-
-    def of_others(*, several: bool) -> Numbers:
-        for case in others:
-            if (case.fleet.api_servers > 1) == several:
-                yield f"{case.fleet.title}: {case.title}", _ratio(measured, case, "inline", speed)
-
-    def verdict(
-        what: str,
-        case: Case,
-        limit: float,
-        *ways: str,
-        number: Callable[[Measurement], float] = speed,
-        at_least: bool = True,
-        at: str = at,
-    ) -> Verdict:
-        places: Numbers = ((way, _ratio(measured, case, way, number)) for way in ways)
-        return judge(f"vLLM, {what}", at, limit, "x", places, at_least=at_least)
-
-    return [
-        verdict("JPEG sent again, 8 at a time: requests/s of inline", jpeg, 1.5, "inline"),
-        verdict("JPEG sent again, 8 at a time: requests/s of torch_shm", jpeg, 1.02, "torch_shm"),
-        verdict("only the uuid, 8 at a time: requests/s of inline", uuid, 6, "inline"),
-        verdict("only the uuid, 8 at a time: requests/s of torch_shm", uuid, 1.3, "torch_shm"),
-        verdict("only the uuid, 1 at a time: requests/s of torch_shm", uuid_alone, 1.1, "torch_shm"),
-        verdict(
-            "a hit: CPU of the engine", jpeg, 0.9, "torch_shm", number=lambda run: run.cpu_ms["EngineCore"], at_least=False
-        ),
-        verdict("a hit: CPU of API servers", jpeg, 1, "torch_shm", number=lambda run: run.cpu_ms["APIServer"], at_least=False),
-        verdict("a new picture: requests/s of inline", new, 1, "inline"),
-        judge("vLLM, a new picture: requests/s of inline", "other sizes, 2 API servers", 0.95, "x", of_others(several=True)),
-        judge("vLLM, a new picture: requests/s of inline", "1 API server", 0.95, "x", of_others(several=False)),
-        judge("vLLM, a new picture: lag p99 of inline", at, 1, "x", _lags(measured, new), at_least=False),
-        verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
-    ]
-
-
-def _lags(measured: Measured, case: Case) -> Numbers:
-    ours, theirs = (_lag_p99_ms(measured.get((case, way), ())) for way in (_OURS, "inline"))
+def _lags(measured: Measured) -> Numbers:
+    ours, theirs = (_lag_p99_ms(measured.get(_NEW, {}).get(way, ())) for way in (_OURS, "inline"))
     yield "inline", None if math.isnan(ours / theirs) else ours / theirs
+
+
+_INLINE_AGAIN = "vLLM, a new picture: requests/s of inline"
+TARGETS = (
+    _beside("inline", "JPEG sent again, 8 at a time: requests/s of inline", _JPEG, 1.5),
+    _beside("torch_shm", "JPEG sent again, 8 at a time: requests/s of torch_shm", _JPEG, 1.02),
+    _beside("inline", "only the uuid, 8 at a time: requests/s of inline", _UUID, 6),
+    _beside("torch_shm", "only the uuid, 8 at a time: requests/s of torch_shm", _UUID, 1.3),
+    _beside("torch_shm", "only the uuid, 1 at a time: requests/s of torch_shm", Case(LARGE, "uuid", 1), 1.1),
+    _beside("torch_shm", "a hit: CPU of the engine", _JPEG, 0.9, lambda run: run.cpu_ms["EngineCore"], at_least=False),
+    _beside("torch_shm", "a hit: CPU of API servers", _JPEG, 1, lambda run: run.cpu_ms["APIServer"], at_least=False),
+    _beside("inline", "a new picture: requests/s of inline", _NEW, 1),
+    Target(_INLINE_AGAIN, "other sizes, 2 API servers", 0.95, "x", functools.partial(_other_sizes, several=True)),
+    Target(_INLINE_AGAIN, "1 API server", 0.95, "x", functools.partial(_other_sizes, several=False)),
+    Target("vLLM, a new picture: lag p99 of inline", LARGE.title, 1, "x", _lags, at_least=False),
+    _beside("inline", "a hit: requests/s of inline", _PARALLEL, 1.5, at=PARALLEL.title),
+)
+
+
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    return [target.judge({}) for target in TARGETS]
+
+
+# -- the plot ------------------------------------------------------------------------------------------------------------
 
 
 def _figure(stored: Sequence[Stored]) -> Any:
@@ -225,44 +207,42 @@ def _draw_bars(
 
 #: Draws requests per second and CPU, a bar for each way.
 draw = functools.partial(plots.draw_stored, list[Stored], _figure)
-#: The targets, of which nothing was measured.
-announced = functools.partial(_targets, {})
+
+# -- the command ---------------------------------------------------------------------------------------------------------
 
 _SIDES = [str(side) for side in SIDES]
 _API_SERVERS = [str(number) for number in API_SERVERS]
 
 
-@click.command("vllm", context_settings=command_line.SETTINGS)
-@click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
+@command_line.benchmark(
+    "vllm",
+    quick="What most targets speak about: 43 MB, two API servers; under ten minutes.",
+    repetitions="Of each case and way, in alternating order; 7 with --workers.",
+    seconds=False,
+    draw=draw,
+)
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--api-servers", multiple=True, type=click.Choice(_API_SERVERS), help="Repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
-@command_line.repetitions_option(f"Of each case and way, in alternating order.  [default: {_REPETITIONS}]")
-@command_line.environment_option
-@command_line.json_option
-@command_line.plot_option()
+@command_line.environment_option("vllm", "vLLM")
 def vllm_command(
+    timing: Timing,
     quick: bool,
     ways: tuple[str, ...],
     sides: tuple[str, ...],
     api_servers: tuple[str, ...],
     kinds: tuple[str, ...],
     with_workers: bool,
-    repetitions: int | None,
     environment: Path,
-    json_path: Path | None,
-    plot_stem: Path | None,
-) -> None:
+) -> Findings:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
-    if (missing := command_line.missing_vllm(environment)) is not None:
-        raise click.UsageError(missing)
     if with_workers:
         if quick or ways or sides or api_servers or kinds:
             raise click.UsageError("--workers measures all that there is of them")
-        finish(_measure_workers(repetitions or _WORKERS_REPETITIONS, environment), json_path, plot_stem, draw)
-        return
+        asked = click.get_current_context().params["repetitions"]
+        return _measure_workers(MODES["vllm-workers"].timing(repetitions=asked), environment)
     cases = [
         case
         for case in (QUICK if quick else full_cases())
@@ -271,13 +251,11 @@ def vllm_command(
         and (not kinds or case.kind in kinds)
     ]
     chosen = [way for way in WAYS if not ways or way in ways]
-    runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or _REPETITIONS, _name)
+    runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)
     starts = len(runs.parts(_STARTS)) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
     with command_line.measuring(starts + runs.steps) as progress:
         _measure(runs, cases, chosen, environment, progress)
-    measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
-    findings = report(measured, runs.coverage(), _versions(environment))
-    finish(findings, json_path, plot_stem, draw)
+    return report(runs.measured, runs.coverage(), _versions(environment))
 
 
 def _measure(
@@ -290,17 +268,12 @@ def _measure(
     """Measures all of it, a fleet after the other, and each with servers that are started again and again."""
     for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
         with contextlib.ExitStack() as stack:
-            servers: dict[str, Server] = {}
+            started = {}
             for way in fleet.ways(ways):
                 progress(f"starting vLLM: {fleet.title}, {way}")
                 if not runs.has_failed(its_cases, way):
-                    servers[way] = stack.enter_context(_server(fleet, way, environment))
-            for way, server in servers.items():
-                try:
-                    wait_until_it_answers(server)
-                    asyncio.run(warm_up(fleet, server))
-                except Exception as error:  # noqa: BLE001 # it has its place among the results
-                    runs.fail(its_cases, [way], str(error)[-300:])
+                    started[way] = stack.enter_context(_server(fleet, WAYS[way], environment))
+            servers = _up(runs, its_cases, started, functools.partial(warm_up, fleet))
 
             def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
                 return asyncio.run(measure(case, servers[way]))
@@ -309,54 +282,59 @@ def _measure(
                 runs.measure([case], play, progress, part=part)
 
 
-def _measure_workers(repetitions: int, environment: Path) -> Findings:
+def _measure_workers(timing: Timing, environment: Path) -> Findings:
     """Measures all that :mod:`bench.vllm.workers` has, with a server of each way."""
     ways = list(workers.WAYS)
-    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, ways), repetitions, str)
+    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, ways), timing.repetitions, str)
     with command_line.measuring(len(ways) + runs.steps) as progress, contextlib.ExitStack() as stack:
-        servers: dict[str, Server] = {}
-        for way, started in workers.WAYS.items():
-            progress(f"starting vLLM: 2 workers, {way}")
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp"))
-            try:
-                servers[way] = stack.enter_context(
-                    serve(
-                        Path(directory),
-                        side=workers.FLEET.side,
-                        environment=started.environment,
-                        options=[*workers.OPTIONS, *started.options],
-                        in_process=False,
-                        installation=environment,
-                    )
-                )
-                workers.warm_up(servers[way])
-            except Exception as error:  # noqa: BLE001 # it has its place among the results
-                runs.fail(workers.KINDS, [way], str(error)[-300:])
+        started = {}
+        for name, way in workers.WAYS.items():
+            progress(f"starting vLLM: 2 workers, {name}")
+            server = _server(workers.FLEET, way, environment, workers.OPTIONS, in_process=False)
+            started[name] = stack.enter_context(server)
+        servers = _up(runs, workers.KINDS, started, workers.warm_up)
         runs.measure(workers.KINDS, lambda kind, way: workers.measure(kind, servers[way]), progress)
     return workers.report(runs.measured, runs.coverage(), _versions(environment))
 
 
+def _up(
+    runs: Repetitions[Any, Any], cases: Sequence[Any], servers: dict[str, Server], warm_up: Callable[[Server], object]
+) -> dict[str, Server]:
+    """Waits for servers, by way, and warms them up; one that does not come has failed in these cases."""
+    for way, server in servers.items():
+        try:
+            wait_until_it_answers(server)
+            warm_up(server)
+        except Exception as error:  # noqa: BLE001 # it has its place among the results
+            runs.fail(cases, [way], str(error)[-300:])
+    return servers
+
+
 @contextlib.contextmanager
-def _server(fleet: Fleet, way: str, environment: Path) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
-        options = [*WAYS[way].options, *(("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ())]
-        with serve(
+def _server(
+    fleet: Fleet, way: Way, environment: Path, options: Sequence[str] = (), *, in_process: bool = True
+) -> Iterator[Server]:
+    """Starts one, and does not wait for it."""
+    engines = ("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ()
+    with (
+        tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory,
+        serve(
             Path(directory),
             side=fleet.side,
             api_servers=fleet.api_servers,
-            environment=WAYS[way].environment,
-            options=options,
+            environment=way.environment,
+            options=[*way.options, *engines, *options],
+            in_process=in_process,
             installation=environment,
             waits=False,
-        ) as server:
-            yield server
+        ) as server,
+    ):
+        yield server
 
 
 def _name(case: Case) -> str:
     return f"{case.fleet.title}: {case.title}"
 
 
-def _versions(environment: Path) -> dict[str, str]:
-    program = "import importlib.metadata as m; print(m.version('vllm'), m.version('torch'), m.version('transformers'))"
-    done = subprocess.run([environment / "bin" / "python", "-c", program], capture_output=True, text=True, check=True)
-    return dict(zip(("vllm", "torch", "transformers"), done.stdout.split(), strict=True))
+def _versions(environment: Path) -> str:
+    return command_line.versions(environment, "vllm", "torch", "transformers")

@@ -15,35 +15,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import aiohttp
 import msgspec
 import numpy as np
 
-from bench.meter import process_cpu_s
-from bench.vllm.server import Server, picture, question
-
-__all__ = [
-    "API_SERVERS",
-    "Case",
-    "Fleet",
-    "KINDS",
-    "Kind",
-    "LARGE",
-    "Measurement",
-    "PARALLEL",
-    "QUICK",
-    "SIDES",
-    "WAYS",
-    "Way",
-    "fleets",
-    "for_a_while",
-    "full_cases",
-    "measure",
-    "pixels_mb",
-    "warm_up",
-]
+from bench.servers import picture
+from bench.serving.client import Client
+from bench.vllm.server import Server, question
 
 # -- what is measured --------------------------------------------------------------------------------------------------
 
@@ -63,11 +42,10 @@ _SHORTEST_S = 1.25  # of a repetition: who answers sooner is asked for more. In 
 _TIMES: Mapping[int, int] = {416: 12, 1344: 6, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How tensors get to the engine core: what vLLM is started with."""
+class Way(NamedTuple):
+    """How tensors travel: what vLLM is started with."""
 
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = {}
     options: Sequence[str] = ()
 
 
@@ -183,35 +161,40 @@ class Measurement(msgspec.Struct, frozen=True):
     errors: int = 0
 
 
-async def warm_up(fleet: Fleet, server: Server) -> None:
+def warm_up(fleet: Fleet, server: Server) -> None:
     """Shows a server the pictures, so that each API server has them in its cache."""
+    asyncio.run(_warm_up(fleet, server))
+
+
+async def _warm_up(fleet: Fleet, server: Server) -> None:
     bodies = [_body(_known(fleet.side, number), f"known-{number}") for number in range(_PICTURES)]
-    async with _connected(server, 2 * fleet.api_servers) as sessions:
-        await _ask_all(server, bodies * _WARM_UP_ROUNDS, [[session] for session in sessions])
+    async with _connected(server, 2 * fleet.api_servers) as clients:
+        await _ask_all(bodies * _WARM_UP_ROUNDS, [[client] for client in clients])
 
 
 async def measure(case: Case, server: Server) -> Measurement:
     """Asks a server, once."""
-    async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as sessions:
-        cpu, tensors = _cpu_s(server), server.tensors()
+    lags_ms: list[float] = []
+    async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as clients:
+        cpu, tensors = server.cpu_s_of(*_KINDS), server.tensors()
         began_s = time.perf_counter()
-        probing = asyncio.create_task(_probe(server))
+        probing = asyncio.create_task(_probe(server, lags_ms))
         try:
             bodies = for_a_while(_bodies(case), case.requests, began_s + _SHORTEST_S)
-            askers = [sessions[place :: case.concurrency] for place in range(case.concurrency)]
-            ttft_s, errors = await _ask_all(server, bodies, askers)
+            askers = [clients[place :: case.concurrency] for place in range(case.concurrency)]
+            ttft_s, errors = await _ask_all(bodies, askers)
         finally:
             took_s = time.perf_counter() - began_s
             probing.cancel()
-    lags_s = (await asyncio.gather(probing, return_exceptions=True))[0]
+            await asyncio.gather(probing, return_exceptions=True)
     if not ttft_s:
         raise RuntimeError(f"no request was answered: {errors[:1]}")
     return Measurement(
         requests_per_s=len(ttft_s) / took_s,
         p50_ms=_percentile_ms(ttft_s, 50),
         p99_ms=_percentile_ms(ttft_s, 99),
-        lags_ms=[round(lag_s * 1e3, 2) for lag_s in lags_s] if isinstance(lags_s, list) else [],
-        cpu_ms={kind: (after - cpu[kind]) * 1e3 / len(ttft_s) for kind, after in _cpu_s(server).items()},
+        lags_ms=lags_ms,
+        cpu_ms={kind: (after - cpu[kind]) * 1e3 / len(ttft_s) for kind, after in server.cpu_s_of(*_KINDS).items()},
         tensors={way: count - tensors.get(way, 0) for way, count in server.tensors().items() if count != tensors.get(way, 0)},
         errors=len(errors),
     )
@@ -251,27 +234,23 @@ def _body(url: str | None, name: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _connected(server: Server, count: int) -> AsyncIterator[list[aiohttp.ClientSession]]:
-    """Yields sessions of one connection each, that the API servers have in turn.
+async def _connected(server: Server, count: int) -> AsyncIterator[list[Client]]:
+    """Yields clients of one connection each, that the API servers have in turn.
 
     All of them listen at one port. Where nothing else happens, the kernel hands out connections in turn; under load whoever has
     a core takes several, and chance decides how fast a server is that computes.
     """
     async with contextlib.AsyncExitStack() as stack:
-        sessions = []
+        clients = []
         for _ in range(count):
-            connector = aiohttp.TCPConnector(limit=1, keepalive_timeout=_TIMEOUT_S)
-            session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
-            sessions.append(await stack.enter_async_context(session))
-            async with session.get(f"http://127.0.0.1:{server.port}/health") as answer:
-                await answer.read()
-        yield sessions
+            client = Client(server.url, "chat", _TIMEOUT_S, connections=1, keep_alive_s=_TIMEOUT_S)
+            clients.append(await stack.enter_async_context(client))
+            await client.get("/health")
+        yield clients
 
 
-async def _ask_all(
-    server: Server, bodies: Iterable[bytes], askers: Sequence[Sequence[aiohttp.ClientSession]]
-) -> tuple[list[float], list[str]]:
-    """Asks, as many at a time as there are askers, each over its sessions in turn.
+async def _ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> tuple[list[float], list[str]]:
+    """Asks, as many at a time as there are askers, each by its clients in turn.
 
     Returns:
         The times to the first token, and what failed.
@@ -280,49 +259,23 @@ async def _ask_all(
     errors: list[str] = []
     waiting = iter(bodies)
 
-    async def ask(sessions: Sequence[aiohttp.ClientSession]) -> None:
-        for body, session in zip(waiting, itertools.cycle(sessions), strict=False):
-            try:
-                ttft_s.append(await _first_token_s(session, server.port, body))
-            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
-                errors.append(f"{type(error).__name__}: {error}")
+    async def ask(clients: Sequence[Client]) -> None:
+        for body, client in zip(waiting, itertools.cycle(clients), strict=False):
+            exchange = await client.exchange(body, time.perf_counter())
+            if exchange.failure is None:
+                ttft_s.append(exchange.token_times[0] - exchange.began)
+            else:
+                errors.append(exchange.failure)
 
     await asyncio.gather(*map(ask, askers))
     return ttft_s, errors
 
 
-async def _first_token_s(session: aiohttp.ClientSession, port: int, body: bytes) -> float:
-    began_s = time.perf_counter()
-    first_s = None
-    headers = {"content-type": "application/json"}
-    async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", data=body, headers=headers) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status} {(await answer.text())[:200]}")
-        async for line in answer.content:
-            if first_s is None and line.startswith(b"data: {") and b'"role"' not in line:
-                first_s = time.perf_counter() - began_s
-    if first_s is None:
-        raise RuntimeError("the answer has no token")
-    return first_s
-
-
-async def _probe(server: Server) -> list[float]:
-    """Asks for ``/health`` until it is cancelled; returns how long each took."""
-    seconds: list[float] = []
-    connector = aiohttp.TCPConnector(force_close=True)
-    try:
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as session:
-            while True:
-                began_s = time.perf_counter()
-                async with session.get(f"http://127.0.0.1:{server.port}/health"):
-                    seconds.append(time.perf_counter() - began_s)
-                await asyncio.sleep(_PROBE_S)
-    except asyncio.CancelledError:
-        return seconds
-
-
-def _cpu_s(server: Server) -> Mapping[str, float]:
-    """CPU seconds so far of a server's processes, by kind. (With one API server, it is the launcher as well.)"""
-    processes = {kind: server.processes(kind) for kind in _KINDS}
-    processes["APIServer"] = processes["APIServer"] or [server.launcher]
-    return {kind: sum(process_cpu_s(process.pid) for process in of_kind) for kind, of_kind in processes.items()}
+async def _probe(server: Server, lags_ms: list[float]) -> None:
+    """Asks for ``/health`` on new connections until it is cancelled, and notes how long each took."""
+    async with Client(server.url, "chat", _TIMEOUT_S, keep_alive_s=0.0) as client:
+        while True:
+            began_s = time.perf_counter()
+            await client.get("/health")
+            lags_ms.append(round((time.perf_counter() - began_s) * 1e3, 2))
+            await asyncio.sleep(_PROBE_S)

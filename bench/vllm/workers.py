@@ -10,21 +10,18 @@ import hashlib
 import json
 import statistics
 import time
-import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from bench.machine import Machine
-from bench.meter import process_cpu_s
-from bench.results import Coverage, Findings, Table, Verdict, median_ratio
-from bench.targets import judge
+from bench.repetitions import Column, Measured, Number, compare, median_column, medians, ratio_column, ratios
+from bench.results import Coverage, Findings
+from bench.servers import picture
+from bench.targets import Target
 from bench.vllm.load import Fleet, Way
-from bench.vllm.server import Server, picture, question
-
-__all__ = ["FLEET", "KINDS", "OPTIONS", "WAYS", "Kind", "WorkersRun", "measure", "report", "targets", "warm_up"]
+from bench.vllm.server import Server, question
 
 #: ``short``: a text of 8 tokens, 0.6 s after the last one; ``new picture``: of 43 MB; ``decode``: a text of 200 tokens.
 Kind = Literal["short", "new picture", "decode", "idle"]
@@ -44,7 +41,6 @@ _OURS = "shmring"
 _SHORT, _PICTURES, _DECODES, _TOKENS, _IDLE_S, _PAUSE_S = 6, 6, 3, 200, 10.0, 0.6
 _QUIET_S = 1.5  # after which vLLM's queues spin no longer: those of the server that was measured before, too
 _PROCESSES = ("APIServer", "EngineCore", "Worker")
-_COLUMNS = ["requests", "way", "all ms", "API ms", "engine ms", "workers ms", "shmring is", "p50 ms", "tokens/s", "digest"]
 
 
 class WorkersRun(msgspec.Struct, frozen=True):
@@ -82,7 +78,7 @@ def warm_up(server: Server) -> None:
 def measure(kind: Kind, server: Server) -> WorkersRun:
     """Asks a server, once."""
     time.sleep(_QUIET_S)
-    before = _cpu_s(server)
+    before = server.cpu_s_of(*_PROCESSES)
     began_s = time.perf_counter()
     answers: list[Any] = []
     took_s: list[float] = []
@@ -96,7 +92,7 @@ def measure(kind: Kind, server: Server) -> WorkersRun:
             time.sleep(_PAUSE_S)
     seconds = time.perf_counter() - began_s
     parts = len(answers) or seconds
-    cpu_ms = {name: (after - before[name]) * 1e3 / parts for name, after in _cpu_s(server).items()}
+    cpu_ms = {name: (after - before[name]) * 1e3 / parts for name, after in server.cpu_s_of(*_PROCESSES).items()}
     return WorkersRun(
         cpu_ms,
         p50_ms=statistics.median(took_s) * 1e3 if took_s else 0.0,
@@ -116,90 +112,58 @@ def _ask(server: Server, kind: Kind, number: int) -> Any:
         body = {"model": "tiny", "prompt": f"What is in picture {number}?", "max_tokens": tokens, "temperature": 0}
         body |= {"ignore_eos": True, "logprobs": 4}
         path = "completions"
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        choice = json.load(answer)["choices"][0]
+    choice = server.post(f"/v1/{path}", body, 300)["choices"][0]
     return [choice.get("text") or choice["message"]["content"], choice["logprobs"]]
-
-
-def _cpu_s(server: Server) -> Mapping[str, float]:
-    processes = {name: server.processes(name) for name in _PROCESSES}
-    processes["APIServer"] = processes["APIServer"] or [server.launcher]
-    return {name: sum(process_cpu_s(process.pid) for process in of_name) for name, of_name in processes.items()}
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------
 
+_COLUMNS = (
+    median_column("all ms", lambda run: run.all_ms, 1),
+    median_column("API ms", lambda run: run.cpu_ms["APIServer"], 1),
+    median_column("engine ms", lambda run: run.cpu_ms["EngineCore"], 1),
+    median_column("workers ms", lambda run: run.cpu_ms["Worker"], 1),
+    ratio_column("shmring is", _OURS, lambda run: run.all_ms),
+    median_column("p50 ms", lambda run: run.p50_ms or None, 1),
+    median_column("tokens/s", lambda run: run.tokens_per_s or None),
+    Column("digest", lambda row: ", ".join(sorted({run.digest for run in row.runs}))),
+)
 
-Measured = Mapping[Kind, Mapping[str, Sequence[WorkersRun]]]
+
+def _beside(what: str, kind: Kind, number: Number, limits: Mapping[str, float], *, at_least: bool = False) -> Iterator[Target]:
+    for way, limit in limits.items():
+        numbers = ratios(_OURS, way, number, {way: kind})
+        yield Target(f"vLLM, -tp 2, {what} of {way}", "43 MB", limit, "x", numbers, at_least=at_least)
 
 
-def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+_THEIRS, _ARENA = "MessageQueue", "its arena"
+TARGETS = (
+    *_beside("a short request: CPU", "short", lambda run: run.all_ms, {_THEIRS: 1 / 8, _ARENA: 1 / 8}),
+    *_beside(
+        "a new picture: CPU of engine core and workers", "new picture", lambda run: run.behind_ms, {_THEIRS: 1 / 3, _ARENA: 1}
+    ),
+    *_beside("a new picture: p50", "new picture", lambda run: run.p50_ms, {_THEIRS: 0.8, _ARENA: 1}),
+    *_beside("decoding: tokens/s", "decode", lambda run: run.tokens_per_s, {_THEIRS: 0.97, _ARENA: 0.97}, at_least=True),
+    *_beside("idle: CPU", "idle", lambda run: run.all_ms, {_THEIRS: 1}),
+    Target(
+        "vLLM, -tp 2, a new picture: CPU of the engine core", "43 MB", 10, "ms",
+        medians(_OURS, lambda run: run.cpu_ms["EngineCore"], {_OURS: "new picture"}), at_least=False,
+    ),
+)  # fmt: skip
+
+
+def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run."""
     return Findings(
         mode="vllm",
-        machine=Machine.here(),
-        tables=[table(measured)],
+        tables=[compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)],
         notes=[
             "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and are "
             "asked in turn. Medians of the repetitions. ms: of CPU, for a request; idle: for a second. shmring is: its CPU "
             "over the row's, in the same repetition. digest: of all answers and their logprobs.",
-            ", ".join(f"{name} {version}" for name, version in environment.items()),
+            versions,
         ],
-        targets=targets(measured),
+        targets=[target.judge(measured) for target in TARGETS],
         results=[],
         coverage=coverage,
     )
-
-
-def table(measured: Measured) -> Table:
-    """Returns a row for each kind and way."""
-    rows = [
-        [
-            kind,
-            way,
-            f"{statistics.median(run.all_ms for run in runs):.1f}",
-            *(f"{statistics.median(run.cpu_ms[name] for run in runs):.1f}" for name in _PROCESSES),
-            "" if way == _OURS else f"{_ratio(of_kind, way, 'all_ms') or 0:.2f} x",
-            f"{statistics.median(run.p50_ms for run in runs):.1f}" if runs[0].p50_ms else "",
-            f"{statistics.median(run.tokens_per_s for run in runs):.0f}" if runs[0].tokens_per_s else "",
-            ", ".join(sorted({run.digest for run in runs})),
-        ]
-        for kind, of_kind in measured.items()
-        for way, runs in of_kind.items()
-    ]
-    return Table("2 tensor-parallel workers, one request at a time", _COLUMNS, rows, ("way",), grouped=True)
-
-
-def _ratio(of_kind: Mapping[str, Sequence[WorkersRun]], way: str, number: str) -> float | None:
-    ours, theirs = of_kind.get(_OURS, ()), of_kind.get(way, ())
-    return median_ratio((getattr(run, number) for run in ours), (getattr(run, number) for run in theirs))
-
-
-def targets(measured: Measured) -> list[Verdict]:
-    """Judges what was measured."""
-
-    def verdict(what: str, kind: Kind, number: str, limits: Mapping[str, float], *, at_least: bool = False) -> list[Verdict]:
-        return [
-            judge(
-                f"vLLM, -tp 2, {what} of {way}", "43 MB", limit, "x",
-                iter([(way, _ratio(measured.get(kind, {}), way, number))]), at_least=at_least,
-            )
-            for way, limit in limits.items()
-        ]  # fmt: skip
-
-    theirs, arena = "MessageQueue", "its arena"
-    pictures = measured.get("new picture", {}).get(_OURS, ())
-    engine_ms = statistics.median(run.cpu_ms["EngineCore"] for run in pictures) if pictures else None
-    return [
-        *verdict("a short request: CPU", "short", "all_ms", {theirs: 1 / 8, arena: 1 / 8}),
-        *verdict("a new picture: CPU of engine core and workers", "new picture", "behind_ms", {theirs: 1 / 3, arena: 1}),
-        *verdict("a new picture: p50", "new picture", "p50_ms", {theirs: 0.8, arena: 1}),
-        *verdict("decoding: tokens/s", "decode", "tokens_per_s", {theirs: 0.97, arena: 0.97}, at_least=True),
-        *verdict("idle: CPU", "idle", "all_ms", {theirs: 1}),
-        judge(
-            "vLLM, -tp 2, a new picture: CPU of the engine core", "43 MB", 10, "ms", iter([(_OURS, engine_ms)]), at_least=False
-        ),
-    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.ages import age, age_in_words, head
-from bench.command_line import ROOT
+from bench.machine import ROOT
 from bench.modes import MODES
 from tests.tables import for_each
 

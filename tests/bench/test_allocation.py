@@ -12,13 +12,11 @@ from click.testing import CliRunner
 from bench.allocation.command import MANY_LIVE, MEAN_FILL, MINIMUM_FILL, STORED, Plan, Result, allocator_command, beside_stored
 from bench.allocation.leased import Leased, lone_book
 from bench.allocation.measures import (
-    CURSOR,
     LIMIT,
     OURS,
     POLICIES,
     Limit,
     Policy,
-    copies,
     costs,
     evicting,
     first_failures,
@@ -29,7 +27,6 @@ from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
 from tests.tables import for_each
 
-MIB = 1 << 20
 SLAB_NBYTES = 1 << 30
 RANGE = 20_000
 LARGEST = 500
@@ -152,7 +149,7 @@ def test_ours_is_fuller_by_mooncake_s_method_than_mooncake_says_of_its_own() -> 
     assert fill["samples"] == 7_600  # the first twentieth is not counted
 
 
-# -- time and bandwidth ------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------------------
 
 
 def test_the_lease_book_that_is_timed_places_and_releases() -> None:
@@ -165,19 +162,6 @@ def test_the_lease_book_that_is_timed_places_and_releases() -> None:
     assert book.allocate(1_000) is not None
     assert book.allocate(1_000) is None
     book.book.check()
-
-
-def test_who_reuses_touches_less_than_who_goes_round() -> None:
-    found = copies(MIB, 4, 64 * MIB, repetitions=1, seconds=0.01)
-    assert found[OURS]["touched_nbytes"] == 4 * MIB
-    assert found[CURSOR]["touched_nbytes"] > 4 * MIB
-    assert all(numbers["gb_per_s"] > 0 for numbers in found.values())
-
-
-@for_each("plan", [Plan(), Plan.quick()], ids=["full", "quick"])
-def test_what_a_run_copies_fits(plan: Plan) -> None:
-    assert {in_flight for in_flight, _ in plan.copied()} == set(plan.in_flight)
-    assert all(in_flight * nbytes * 4 <= plan.copy_slab_nbytes for in_flight, nbytes in plan.copied())
 
 
 def test_costs_are_of_all_subjects_at_once() -> None:
@@ -230,7 +214,6 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     tiny = Plan(
         seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(SLAB_NBYTES, 2 * SLAB_NBYTES), placements=200,
         live=(10, MANY_LIVE), batches=1,
-        copied_sizes=(64 << 10, 4 * MIB), in_flight=(1, 2), copy_slab_nbytes=16 * MIB, repetitions=1, copy_s=0.001,
     )  # fmt: skip
     monkeypatch.setattr(Plan, "quick", lambda: tiny)
     path = tmp_path / "allocator.json"
@@ -245,17 +228,16 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert limits["time per operation: shmring, 10,000 slots live"] == "<= 0.5 us"
     assert "time per operation: shmring" in done.output
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
-    assert [table["columns"][1:] for table in found["tables"][-2:]] == [["64 KiB", "4 MiB"], ["64 KiB"]]
     asked = {target["what"]: target["met"] for target in found["targets"]}
     assert (asked["mean fill, beside the stored run"], asked["minimum fill, beside the stored run"]) == (None, True)
-    assert {one["kind"] for one in found["results"]} == {"filled", "evicting", "cost", "bandwidth"}
-    assert {one["subject"] for one in found["results"]} == {*POLICIES, CURSOR}
-    # 4 who fill with 3 kinds of sizes, 2 in a second slab, 3 who evict, 2 numbers of live slots, 3 kinds of copies
-    assert len([line for line in done.stderr.splitlines() if line]) == 12 + 2 + 3 + 2 + 3
+    assert {one["kind"] for one in found["results"]} == {"filled", "evicting", "cost"}
+    assert {one["subject"] for one in found["results"]} == set(POLICIES)
+    # 4 who fill with 3 kinds of sizes, 2 in a second slab, 3 who evict, 2 numbers of live slots
+    assert len([line for line in done.stderr.splitlines() if line]) == 12 + 2 + 3 + 2
 
 
 def test_a_run_that_is_less_full_than_the_stored_one_ends_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = Plan(seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(), placements=200, live=(), copied_sizes=())
+    tiny = Plan(seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(), placements=200, live=())
     monkeypatch.setattr(Plan, "quick", lambda: tiny)
     path = tmp_path / "allocator.json"
     assert CliRunner().invoke(allocator_command, ["--quick", "--json", str(path)]).exit_code == 0

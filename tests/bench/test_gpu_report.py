@@ -168,14 +168,7 @@ def test_the_document_has_a_section(tmp_path: Path) -> None:
     assert "| 64 MB | slot, pinned slab | 50.00 |" in section
     assert "(benchmarks/gpu.svg)" in section
     assert (tmp_path / "docs" / "benchmarks" / "gpu.svg").exists()
-    assert "no result of `python -m bench gpu` is stored" not in text
     assert "python -m bench gpu --json bench/results/gpu.json" in text
-
-
-def test_the_document_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    (tmp_path / "soak.json").write_text('{"mode": "soak"}')
-    text = document.build(tmp_path, tmp_path / "docs").read_text()
-    assert "## GPU\n\nNot yet measured: no result of `python -m bench gpu` is stored." in text
 
 
 def test_a_file_that_holds_something_else_is_an_error(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.results import Coverage, Findings, Repetitions
+from bench.repetitions import Repetitions
+from bench.results import Coverage, Findings
 from bench.vllm import command, load
 from bench.vllm.command import draw, report, vllm_command
-from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
+from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while, full_cases
 from tests.tables import for_each
 
 
@@ -45,11 +46,11 @@ def test_all_cases_of_a_fleet_are_measured_while_it_is_up() -> None:
 def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> None:
     jpeg = QUICK[0]
     measured = {
-        (jpeg, "shmring"): [measurement(30, 4.0), measurement(60, 4.0), measurement(15, 4.0)],
-        (jpeg, "inline"): [measurement(15), measurement(30), measurement(10)],
-        (jpeg, "torch_shm"): [measurement(30), measurement(60), measurement(15)],
+        "shmring": [measurement(30, 4.0), measurement(60, 4.0), measurement(15, 4.0)],
+        "inline": [measurement(15), measurement(30), measurement(10)],
+        "torch_shm": [measurement(30), measurement(60), measurement(15)],
     }
-    findings = report(measured, Coverage.of([], {}), {"vllm": "0.32"})
+    findings = report({jpeg: measured}, Coverage.of([], {}), "vllm 0.32")
     verdicts = {(verdict.what, verdict.detail): verdict.met for verdict in findings.targets if verdict.met is not None}
     assert verdicts == {
         ("vLLM, JPEG sent again, 8 at a time: requests/s of inline", "inline: 2"): True,
@@ -67,17 +68,17 @@ def test_the_lag_is_that_of_all_repetitions() -> None:
     new = QUICK[3]
     short, long = [1.0] * 99, [1.0] * 98 + [100.0]
     measured = {
-        (new, "shmring"): [measurement(6, lags_ms=short), measurement(6, lags_ms=[*short, 2.0]), measurement(6, lags_ms=long)],
-        (new, "inline"): [measurement(5, lags_ms=[2.0] * 100)] * 3,
+        "shmring": [measurement(6, lags_ms=short), measurement(6, lags_ms=[*short, 2.0]), measurement(6, lags_ms=long)],
+        "inline": [measurement(5, lags_ms=[2.0] * 100)] * 3,
     }
-    findings = report(measured, Coverage.of([], {}), {})
+    findings = report({new: measured}, Coverage.of([], {}), "")
     [lag] = [verdict for verdict in findings.targets if "lag" in verdict.what]
     assert (lag.met, lag.detail) == (True, "inline: 0.5")  # one long wait in three hundred is beyond the 99th percentile
 
 
 def test_the_plot_has_a_bar_for_each_way(tmp_path: Path) -> None:
     jpeg = QUICK[0]
-    findings = report({(jpeg, "shmring"): [measurement(31)], (jpeg, "inline"): [measurement(20.5)]}, Coverage.of([], {}), {})
+    findings = report({jpeg: {"shmring": [measurement(31)], "inline": [measurement(20.5)]}}, Coverage.of([], {}), "")
     stored = msgspec.json.decode(msgspec.json.encode(findings), type=Findings)
     (svg,) = draw(stored, tmp_path / "vllm", kinds=("svg",))
     assert [entry.keys() for entry in stored.results] == [{"fleet", "case", "way", "requests_per_s", "cpu_ms"}] * 2
@@ -98,7 +99,7 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_numbers() -> None:
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     case = Case(Fleet(416, 1), "new", 1)
-    findings = report({(case, "shmring"): [measurement(3)]}, Coverage.of([], {}), {})
+    findings = report({case: {"shmring": [measurement(3)]}}, Coverage.of([], {}), "")
     assert {verdict.met for verdict in findings.targets} == {None}
 
 
@@ -143,15 +144,16 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     played: list[str] = []
 
     @contextlib.contextmanager
-    def server(fleet: Fleet, way: str, environment: Path) -> Iterator[str]:
-        started.append(way)
-        yield way
+    def server(fleet: Fleet, way: Way, environment: Path) -> Iterator[str]:
+        (name,) = (name for name in WAYS if WAYS[name] is way)
+        started.append(name)
+        yield name
 
     def wait_until_it_answers(server: str) -> None:
         if server == "inline":
             raise RuntimeError("the server did not start")
 
-    async def warm_up(fleet: Fleet, server: str) -> None:
+    def warm_up(fleet: Fleet, server: str) -> None:
         pass
 
     async def measure(case: Case, server: str) -> Measurement:
@@ -162,7 +164,7 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
 
     for stand_in in (server, wait_until_it_answers, warm_up, measure):
         monkeypatch.setattr(command, "_server" if stand_in is server else stand_in.__name__, stand_in)
-    monkeypatch.setattr(command, "_versions", lambda _: {})
+    monkeypatch.setattr(command, "_versions", lambda _: "")
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").touch()

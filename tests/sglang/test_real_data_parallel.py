@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from bench.servers import picture
 from bench.sglang.server import left_behind, serve
-from bench.vllm.server import picture
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -12,8 +12,8 @@ import openai
 import psutil
 import pytest
 
+from bench.servers import picture
 from bench.sglang.server import Server, left_behind, serve
-from bench.vllm.server import picture
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -10,7 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.vllm.server import Server, picture, serve
+from bench.servers import picture
+from bench.vllm.server import Server, serve
 
 SIDE = 1344
 QUESTIONS = 8

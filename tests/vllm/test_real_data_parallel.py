@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.vllm.server import Server, picture, serve
+from bench.servers import picture
+from bench.vllm.server import Server, serve
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.vllm.server import Server, picture, serve
+from bench.servers import picture
+from bench.vllm.server import Server, serve
 from bench.vllm.workers import OPTIONS, measure
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.vllm.server import picture, serve
+from bench.servers import picture
+from bench.vllm.server import serve
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 

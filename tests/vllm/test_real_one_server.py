@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.vllm.server import Server, picture, serve
+from bench.servers import picture
+from bench.vllm.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -78,7 +79,7 @@ def test_kill_9_of_the_api_server_gives_everything_back(server: Server, until: C
     (engine,) = server.processes("EngineCore")
     others = psutil.Process(server.process.pid).children(recursive=True)
     try:
-        server.process.send_signal(signal.SIGKILL)
+        server.process.send(signal.SIGKILL)
         server.process.wait()
         until(lambda: (report := server.engine())["slots_in_use"] == 0 and report["quarantined_bytes"] == 0)
         assert engine.is_running()

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.vllm.server import Server, picture, serve
+from bench.servers import picture
+from bench.vllm.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 

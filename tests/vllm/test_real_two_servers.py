@@ -15,7 +15,8 @@ import openai
 import psutil
 import pytest
 
-from bench.vllm.server import Server, picture, question, serve
+from bench.servers import picture
+from bench.vllm.server import Server, question, serve
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 

@@ -1,0 +1,109 @@
+"""A program of the benchmark's in another environment, which carries out one order after the other.
+
+Orders and answers are JSON, and travel through a pipe: the program's last argument is the number of its end. It says ``ready``
+first, and ends with the pipe. It and all that it starts are one session, which is ended as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Self, TypeVar
+
+import msgspec
+
+from bench.children import BenchError
+from bench.machine import ROOT
+from shmring.processes.process import Process
+
+READY = b"ready"
+_START_LIMIT_S = 300.0  # it imports vLLM, or SGLang
+_GRACE_S = 5.0
+_LAST_WORDS_NBYTES = 600
+
+_Answer = TypeVar("_Answer")
+
+
+class Program:
+    """Started with the first order, and again after one that failed.
+
+    Args:
+        command: the program and its arguments.
+        environment: all of its variables, but for where this package is.
+        limit_s: for an order.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> None:
+        self._command, self._environment, self._limit_s = command, environment, limit_s
+        self._process: Process | None = None
+        self._control: Connection
+
+    def start(self) -> None:
+        """Starts it, unless it runs.
+
+        Raises:
+            BenchError: it does not start.
+        """
+        if self._process is not None:
+            return
+        self._control, control = multiprocessing.Pipe()
+        with control, tempfile.TemporaryFile() as log:
+            self._process = Process.start(
+                [*self._command, str(control.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**self._environment, "PYTHONPATH": str(ROOT)},
+                pass_fds=[control.fileno()],
+                start_new_session=True,
+            )
+            control.close()
+            if not self._control.poll(_START_LIMIT_S) or self._heard() != READY:
+                self.end()
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_WORDS_NBYTES))
+                raise BenchError(f"{' '.join(self._command)} does not start: {log.read().decode(errors='replace').strip()}")
+
+    def order(self, order: msgspec.Struct, kind: type[_Answer]) -> _Answer:
+        """Has it carry an order out; returns its answer.
+
+        Raises:
+            BenchError: it has died, or took too long.
+        """
+        self.start()
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(msgspec.json.encode(order))
+        if not self._control.poll(self._limit_s) or not (answer := self._heard()):
+            self.end()
+            raise BenchError("it did not end in time, or its program has died")
+        return msgspec.json.decode(answer, type=kind)
+
+    def _heard(self) -> bytes:
+        """What it says; nothing if it has ended."""
+        try:
+            return self._control.recv_bytes()
+        except (EOFError, OSError):
+            return b""
+
+    def end(self) -> None:
+        """Ends it, and all that it has started. Twice is once."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        with process:
+            self._control.close()  # which ends it, if it waits for an order
+            with contextlib.suppress(TimeoutError):
+                process.wait(_GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
