@@ -6,6 +6,8 @@ The model reads each input as a prompt (see :mod:`.prompts`). Its last hidden st
   is the only one that has seen all of the input. Most decoders that were trained to embed, also pictures, use it;
 - ``"mean"`` takes the mean of all tokens, those of media included, for models that were trained in that way.
 
+As many texts as a pass takes are computed together; a medium has a pass to itself.
+
 The file of a checkpoint for Sentence Transformers (``modules.json``) is not read; the executor's option ``pooling`` chooses. A
 model that was only trained to answer also embeds, but it was not trained to know which inputs are alike.
 
@@ -16,21 +18,27 @@ Vision-Language Models for Massive Multimodal Embedding Tasks" (ICLR 2025).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shmring.engine.executors.generation import LanguageModel
+from shmring.engine.executors.encoding import Encoded
+from shmring.engine.executors.generation import LanguageModel, Prompt
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.protocol import Medium, Text
 
 __all__ = ["POOLINGS", "Embedder"]
 
+# Tokens of texts that are computed together. With more of them, a token costs hardly less, and answers pause for longer.
+_PASS_TOKENS = 512
+
 POOLINGS = ("last", "mean")
 """Which hidden states make an embedding."""
 
 
 class Embedder:
-    """Embeds one input at a time; equal inputs get equal bits, since nothing else is ever in the same pass.
+    """Embeds inputs. Equal inputs get the same embeddings but for the last bits, which depend on what is in the same pass.
 
     Args:
         prompts: of the model.
@@ -49,31 +57,55 @@ class Embedder:
         self._max_model_len = max_model_len
         # Measured, and not read from the configuration: some architectures project their hidden states before they return
         # them.
-        self.size = int(model.read({"input_ids": torch.tensor([[1]])}).shape[1])
+        self.size = int(model.read([model.prepare({"input_ids": torch.tensor([[1]])})])[0].shape[1])
 
     @torch.inference_mode()
-    def embed(self, item: Text | Medium) -> tuple[torch.Tensor, int]:
-        """Embeds an input.
+    def embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
+        """Embeds the first of some inputs: as many as a pass takes.
 
         Returns:
-            Its embedding, and how many tokens it has, its frame in the chat template included: shape (:attr:`size`,), float32,
-            of length one, in host memory.
+            Of each the embedding, and how many tokens it has, its frame in the chat template included; or why there is none.
+            Shape (:attr:`size`,), float32, of length one, in host memory.
 
-        Raises:
-            ValueError: it is not what the model takes.
-            ContextLengthError: it is longer than the model takes.
-            RuntimeError: what the model computes are no numbers.
+            Errors are ``ValueError``: it is not what the model takes; :class:`ContextLengthError`: it is longer than the model
+            takes; ``RuntimeError``: what the model computes are no numbers.
         """
-        inputs = self._prompts.build_single(item)
-        tokens = int(inputs["input_ids"].shape[1])
-        if tokens > self._max_model_len:
-            raise ContextLengthError(tokens, None, self._max_model_len)
-        states = self._model.read(inputs)
+        taken: list[Prompt | Exception] = []
+        room = _PASS_TOKENS
+        for item in items:
+            is_whole = not (isinstance(item, Text) and self._model.flat)  # nothing else is in its pass
+            if room <= 0 or (is_whole and taken):
+                break
+            try:
+                inputs = self._prompts.build_single(item)
+                tokens = int(inputs["input_ids"].shape[1])
+                if tokens > self._max_model_len:
+                    raise ContextLengthError(tokens, None, self._max_model_len)
+                if tokens > room and room < _PASS_TOKENS:
+                    break
+                taken.append(self._model.prepare(inputs))
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with an input fails its request
+                taken.append(error)
+            else:
+                room -= _PASS_TOKENS if is_whole else tokens
+        return self._read(taken)
+
+    def _read(self, taken: Sequence[Prompt | Exception]) -> list[Encoded | Exception]:
+        prompts = [prompt for prompt in taken if isinstance(prompt, Prompt)]
+        try:
+            states = iter(self._model.read(prompts) if prompts else [])
+        except Exception as error:  # noqa: BLE001 - one may be at fault for all
+            if len(taken) == 1:
+                return [error]
+            return [result for prompt in taken for result in self._read([prompt])]
+        return [self._pool(next(states)) if isinstance(prompt, Prompt) else prompt for prompt in taken]
+
+    def _pool(self, states: torch.Tensor) -> Encoded | Exception:
         pooled = states[-1].float() if self._pooling == "last" else states.float().mean(dim=0)
         length = torch.linalg.vector_norm(pooled)
         if not torch.isfinite(length) or length == 0:
-            raise RuntimeError(
+            return RuntimeError(
                 "the model's hidden states hold NaN or infinity, or nothing but noughts: its weights are damaged, or do not "
                 "fit its dtype; try dtype float32"
             )
-        return (pooled / length).cpu(), tokens
+        return (pooled / length).cpu(), len(states)

@@ -9,6 +9,8 @@ for the end of a slice. Two rules say whose input is next:
 - Of the others, the one that has had least time comes next. One of them has a turn at least every ``_STARVING_S``, even beside
   many small ones.
 
+An executor that encodes several inputs faster together than one by one is offered several at a time, in this order.
+
 A slice ends when its time is over; or as soon as all small requests of the step are answered, unless the others have waited for
 long: answers are sent between two slices.
 
@@ -24,11 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -83,24 +86,29 @@ class EncodingLine:
     """The requests that are being encoded. Used by one thread.
 
     Args:
-        encode: encodes an input; or returns a generator that does, and yields where a slice may end. What it raises fails the
-            request.
+        encode: encodes inputs, offered in the order in which they are to be encoded: all, or as many of the first as it takes
+            together, and one at least. Returns for each that it took its embedding, or the error with which its request fails.
+            For a single input, it may return a generator that encodes it, and yields where a slice may end. What it raises
+            fails the request of the first.
         expected_s: returns about how many seconds of work an input is.
         report: returns the error for the caller, without frames, and logs errors that are not the caller's fault. It may raise
             :class:`ExecutorDeadError`.
-        slice_s: for how long a step begins with further inputs; 0: it encodes one.
+        together: how many inputs are offered at a time. If they are not all taken, the step ends.
+        slice_s: for how long a step begins with further inputs; 0: it encodes once.
     """
 
     def __init__(
         self,
-        encode: Callable[[Text | Medium], Encoded | Generator[None, None, Encoded]],
+        encode: Callable[[Sequence[Text | Medium]], Sequence[Encoded | Exception] | Generator[None, None, Encoded]],
         expected_s: Callable[[Text | Medium], float],
         report: Callable[[Exception], Exception] = _report,
+        together: int = 1,
         slice_s: float = _SLICE_S,
     ) -> None:
         self._encode = encode
         self._expected_s = expected_s
         self._report = report
+        self._together = together
         self._slice_s = slice_s
         self._progress: dict[int, _Progress] = {}  # in order of arrival
         self._large_at = 0.0  # when one that is not small had its last turn
@@ -116,7 +124,9 @@ class EncodingLine:
         if all(progress.is_small for progress in self._progress.values()):
             self._large_at = now  # the first of those that come now waits no longer than the others did
         for number, request in requests.items():
-            if number not in self._progress:
+            if not request.inputs:
+                outputs[number] = ValueError("a request to encode has at least one input")
+            elif number not in self._progress:
                 self._progress[number] = _Progress(self._is_small(request))
         mine = [(number, progress) for number, progress in self._progress.items() if number in requests]
         small = deque(number for number, progress in mine if progress.is_small)
@@ -129,37 +139,75 @@ class EncodingLine:
             if ends_early and not small:
                 break
             has_begun = True
-            if small and (not large or now - self._large_at < _STARVING_S):
-                number = small.popleft()
-            else:
-                _, number = heapq.heappop(large)
-            progress = self._progress[number]
-            output = self._advance(progress, requests[number])
+            turn = self._next_turn(small, large, requests, now)
+            offered = [item for number, items in turn for item in items]
+            results = self._encode_first(turn[0][0], offered)
             before, now = now, time.perf_counter()
-            progress.seconds += now - before
-            if not progress.is_small:
-                self._large_at = now
-            if output is not None:
-                outputs[number] = output
-            elif progress.is_small:
-                small.appendleft(number)
-            else:
-                heapq.heappush(large, (progress.seconds, number))
+            self._progress[turn[0][0]].seconds += 0.0 if results else now - before
+            following = iter(results)
+            for number, items in turn:
+                progress = self._progress[number]
+                output = None
+                taken = list(itertools.islice(following, len(items)))
+                for result in taken:
+                    progress.seconds += (now - before) / len(results)
+                    output = output or self._note(progress, requests[number], result)
+                if not progress.is_small and (taken or not results):
+                    self._large_at = now
+                if output is not None:
+                    outputs[number] = output
+                elif progress.is_small:
+                    small.appendleft(number)
+                else:
+                    heapq.heappush(large, (progress.seconds, number))
+            if 0 < len(results) < len(offered):
+                break
         return outputs
 
-    def _advance(self, progress: _Progress, request: EncodeRequest) -> StepOutput | Exception | None:
-        """Encodes an input, or a part of it; returns what its caller is to be sent, if it is time for that."""
-        if not request.inputs:
-            return ValueError("a request to encode has at least one input")
+    def _next_turn(
+        self, small: deque[int], large: list[tuple[float, int]], requests: Mapping[int, EncodeRequest], now: float
+    ) -> list[tuple[int, Sequence[Text | Medium]]]:
+        """Takes from the line who is next, each with its next inputs. None of them begins a second part of its reply."""
+        turn: list[tuple[int, Sequence[Text | Medium]]] = []
+        room = self._together
+        is_late = now - self._large_at >= _STARVING_S
+        while room and (small or large):
+            if small and (not large or not is_late):
+                number, share = small.popleft(), room
+            else:
+                share = 1 if small else -(-room // len(large))
+                _, number = heapq.heappop(large)
+                is_late = False
+            progress = self._progress[number]
+            share = min(share, _PART_INPUTS - len(progress.embeddings))
+            turn.append((number, requests[number].inputs[progress.done : progress.done + share]))
+            room -= len(turn[-1][1])
+        return turn
+
+    def _encode_first(self, number: int, offered: Sequence[Text | Medium]) -> Sequence[Encoded | Exception]:
+        """Encodes the first of what is offered; returns nothing while an input that takes steps goes on."""
+        progress = self._progress[number]
         try:
-            encoded = self._encode_part(progress, request)
+            results = progress.begun or self._encode(offered)
+            if not isinstance(results, Generator):
+                return results
+            progress.begun = results
+            try:
+                next(results)
+            except StopIteration as stopped:
+                progress.begun = None
+                return [stopped.value]
         except ExecutorDeadError:
             raise
         except Exception as error:  # noqa: BLE001 - any error of a request fails only that request
-            return self._report(error)
-        if encoded is None:
-            return None
-        embedding, tokens = encoded
+            return [error]
+        return []
+
+    def _note(self, progress: _Progress, request: EncodeRequest, result: Encoded | Exception) -> StepOutput | Exception | None:
+        """Takes what an input became; returns what its caller is to be sent, if it is time for that."""
+        if isinstance(result, Exception):
+            return self._report(result)
+        embedding, tokens = result
         progress.embeddings.append(embedding)
         progress.tokens += tokens
         progress.done += 1
@@ -168,19 +216,6 @@ class EncodingLine:
             return None
         embeddings, progress.embeddings = progress.embeddings, []
         return StepOutput(EncodeReply(torch.stack(embeddings), progress.tokens), finished=is_last, keep_inputs=not is_last)
-
-    def _encode_part(self, progress: _Progress, request: EncodeRequest) -> Encoded | None:
-        steps = progress.begun or self._encode(request.inputs[progress.done])
-        if isinstance(steps, tuple):
-            return steps
-        progress.begun = steps
-        try:
-            next(steps)
-        except StopIteration as stopped:
-            progress.begun = None
-            encoded: Encoded = stopped.value
-            return encoded
-        return None
 
     def forget(self, number: int) -> None:
         """A request has ended."""

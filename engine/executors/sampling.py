@@ -68,10 +68,13 @@ class Sampler:
             ValueError: ``logit_bias`` names a token that the model does not have.
             RuntimeError: no token can be chosen from these logits, since they hold NaN or infinity.
         """
-        if not torch.isfinite(logits.max()):  # NaN and infinity win every maximum
+        best, likeliest = logits.max(dim=0)
+        if not torch.isfinite(best):  # NaN and infinity win every maximum
             raise RuntimeError(
                 "the model's logits hold NaN or infinity: its weights are damaged, or do not fit its dtype; try dtype float32"
             )
+        if self._generator is None and not self._processors:
+            return int(likeliest)
         tokens = torch.tensor([self._tokens], dtype=torch.long, device=logits.device)
         # In float64, because a cumulative sum over a vocabulary of 150 000 loses the tail in float32.
         scores = logits.double().unsqueeze(0)

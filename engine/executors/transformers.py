@@ -1,19 +1,22 @@
 """The ``transformers`` executor: answers about pictures and clips, and embeddings, by a model of Hugging Face transformers.
 
-A request's first step computes its prompt, media included, and chooses the first token; afterwards the slots of its media go
-back. Each further step chooses one token. What a request needs from step to step is its :class:`_Answer`, most of which is the
-model's keys and values; :meth:`TransformersExecutor.forget` lets go of it.
+A step reads one token of each answer that is being written, and a piece of the prompts that wait, all in one pass of the model
+(see :mod:`.generation`). With the last token of its prompt, a request has the first token of its answer. What it needs from
+step to step is its :class:`_Answer`, most of which is the model's keys and values. :meth:`TransformersExecutor.forget` lets go
+of it.
 
-Requests that run at the same time are decoded together where the model allows it (see :mod:`.generation`). One with a seed is
-decoded by itself, so that it gives the same answer, bit for bit, whatever else is running. ``{"batch_decode": false}`` has all
-decoded so.
+A request with media is prepared beside steps, on a thread of its own, one request after the other: the processor scales
+pictures, and the model looks at them. Its media are copied in its first step, whose slots go back then.
 
-Of what is to be embedded (see :mod:`.embedding`), a step computes one input. Requests to encode take turns, and those that wait
-for theirs keep their slots and come again. A step is over for all of its requests at the same time, so a thousand pictures
-embedded within one would stop every answer for as long as they take. This way a token waits for one of them at most, and so do
-aborts and deadlines. (A new answer waits for a seat, though: ``max_num_seqs`` counts requests to encode, too.) Inputs are
-computed one by one anyway, so all that is lost is the engine's turn between two steps: a tenth of a millisecond, where the
-smallest of models takes one for an input.
+A request with a seed is read by itself, so that it gives the same answer, bit for bit, whatever else is running.
+``{"batch_decode": false}`` has all read so. With a model that :meth:`~.generation.LanguageModel.check` finds unfit for steps of
+several requests, all are read so, too, and their prompts are prepared and read whole in the first step.
+
+Of what is to be embedded (see :mod:`.embedding`), a step computes as many texts together as some hundred tokens, or one medium.
+Requests to encode take turns, and those that wait for theirs keep their slots and come again. A step is over for all of its
+requests at the same time, so a thousand pictures embedded within one would stop every answer for as long as they take. This way
+a token waits for one of them at most, and so do aborts and deadlines. (A new answer waits for a seat, though: ``max_num_seqs``
+counts requests to encode, too.)
 
 Invariants:
 
@@ -24,10 +27,12 @@ Invariants:
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
 import dataclasses
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +43,7 @@ from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_c
 from shmring.engine.executors.detokenizer import Detokenizer
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
-from shmring.engine.executors.generation import Context, LanguageModel
+from shmring.engine.executors.generation import Context, LanguageModel, Prompt
 from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.executors.sampling import Sampler
@@ -50,6 +55,7 @@ from shmring.engine.protocol import (
     GenerateRequest,
     Medium,
     ModelDescription,
+    Picture,
     SamplingParams,
     Text,
 )
@@ -63,6 +69,17 @@ _MAX_NUM_SEQS = 16
 
 # The estimated cost of an input to encode, in seconds: with any model, requests with one input come first.
 _FORWARD_S = 0.003
+_TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a pass are computed together
+
+# Tokens of prompts in a step: while answers are written, and while none is. With a model of which a token takes a millisecond,
+# an answer pauses for a quarter of a second. A prompt that is read by itself has pieces of the first length.
+_PIECE_TOKENS = 256
+_IDLE_TOKENS = 2048
+
+_GOES_ON = StepOutput(finished=False)
+
+_LOOKING_S = 0.01  # a step with nothing to do waits so long for a prompt that is being prepared; requests that come wait, too
+_SIDE = 64  # pixels; of the picture that a model is tried with
 
 _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
 
@@ -104,16 +121,15 @@ class _Answer:
         ContextLengthError: the model has no room for the answer.
 
     Attributes:
-        context: what the model knows of it; None until its prompt was computed.
-        last_token: the token to go on with.
+        context: what the model knows of it; set when its prompt is ready.
         repeatable: whether it must be the same again, bit for bit.
     """
+
+    context: Context
 
     def __init__(self, sampling: SamplingParams, prompt: torch.Tensor, checkpoint: Checkpoint) -> None:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
-        self.context: Context | None = None
-        self.last_token = -1
         self.repeatable = sampling.seed is not None
         self._sampler = Sampler(sampling, prompt)
         self._stops = StopTexts(sampling.stop)
@@ -130,8 +146,7 @@ class _Answer:
         Raises:
             RuntimeError: the logits are no numbers.
         """
-        token = self._sampler.choose(logits)
-        self.last_token = token
+        token = self.context.token = self._sampler.choose(logits)
         self._completion_tokens += 1
         self._unsent.append(token)
         finish_reason: FinishReason | None = None
@@ -178,13 +193,24 @@ class TransformersExecutor:
         self._max_num_seqs = settings.max_num_seqs
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
         self._model = LanguageModel(self._checkpoint.model)
-        if settings.batch_decode and not self._model.check_batching():
-            logger.info("%s is decoded one request at a time: it does not take batches of contexts", self._checkpoint.name)
+        self._batch_decode = settings.batch_decode
+        if (reason := self._model.check(self._make_examples())) is not None:
+            logger.info("%s reads one request at a time: %s", self._checkpoint.name, reason)
+        self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
+        self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
+        self._preparing: dict[int, concurrent.futures.Future[tuple[_Answer, Prompt]]] = {}
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
         self._answers: dict[int, _Answer] = {}
-        self._line = EncodingLine(self._embed, lambda _: _FORWARD_S, _report, slice_s=0)  # a token of each answer beside it
+        # Once in a step: a token of each answer is beside it.
+        self._line = EncodingLine(self._embed, lambda _: _FORWARD_S, _report, together=_TEXTS, slice_s=0)
+
+    def _make_examples(self) -> list[dict[str, Any]]:
+        """Returns a prompt with a picture, if the model takes any."""
+        if self._prompts.input.picture is None:
+            return []
+        return [self._prompts.build_single(Picture(torch.arange(3 * _SIDE**2).reshape(_SIDE, _SIDE, 3).to(torch.uint8)))]
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -200,18 +226,24 @@ class TransformersExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Executes a step: one token of each answer, and one input to encode.
+        """Executes a step: one token of each answer, a piece of prompts, and some inputs to encode.
 
         Raises:
             ExecutorDeadError: the accelerator has failed.
         """
-        outputs = self._decode([part.request_id for part in batch if part.payload is None])
+        outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
         for part in batch:
-            if isinstance(part.payload, GenerateRequest):
-                outputs[part.request_id] = self._begin(part.request_id, part.payload)
-            elif isinstance(part.payload, EncodeRequest):
+            if isinstance(part.payload, EncodeRequest):
                 to_encode[part.request_id] = part.payload
+                continue
+            outputs[part.request_id] = _GOES_ON
+            if part.payload is not None:
+                self._begin(part.request_id, part.payload, outputs)
+            elif part.request_id not in self._answers and part.request_id not in self._preparing:
+                outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
+        self._enter(outputs, is_idle=not to_encode)
+        self._advance(outputs)
         outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
             if isinstance(output, Exception) or output.finished:
@@ -220,77 +252,121 @@ class TransformersExecutor:
 
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
-        self._answers.pop(request_id, None)
+        if (preparing := self._preparing.pop(request_id, None)) is not None:
+            preparing.cancel()
+        if (answer := self._answers.pop(request_id, None)) is not None:
+            self._model.close(answer.context)
         self._line.forget(request_id)
 
     def close(self) -> None:
         """Lets go of everything but the model, whose memory goes with this object."""
-        self._answers.clear()
+        self._aside.shutdown(wait=False, cancel_futures=True)
+        for request_id in [*self._answers, *self._preparing]:
+            self.forget(request_id)
 
-    # -- the first step ------------------------------------------------------------------------------------------------
+    # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, request_id: int, request: GenerateRequest) -> StepOutput | Exception:
+    def _begin(self, request_id: int, request: GenerateRequest, outputs: dict[int, StepOutput | Exception]) -> None:
+        """Prepares a prompt; or has that done, if it takes long."""
         try:
-            inputs = self._prompts.build(request)
-            answer = _Answer(request.sampling, inputs["input_ids"][0], self._checkpoint)
-            answer.context, logits = self._model.prefill(inputs)
-            output = answer.advance(logits)
+            if request.media and self._model.flat:
+                owned = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
+                self._preparing[request_id] = self._aside.submit(self._prepare, owned, self._prompts_aside)
+            else:
+                self._answers[request_id] = self._open(*self._prepare(request, self._prompts))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-            return _report(error)
-        self._answers[request_id] = answer
-        return output
+            outputs[request_id] = _report(error)
 
-    # -- further steps -------------------------------------------------------------------------------------------------
+    def _prepare(self, request: GenerateRequest, prompts: PromptBuilder) -> tuple[_Answer, Prompt]:
+        inputs = prompts.build(request)
+        answer = _Answer(request.sampling, inputs["input_ids"][0], self._checkpoint)
+        return answer, self._model.prepare(inputs)
 
-    def _decode(self, request_ids: Sequence[int]) -> dict[int, StepOutput | Exception]:
-        """Adds a token to each request, together as far as possible."""
-        together = [request_id for request_id in request_ids if self._can_batch(self._answers.get(request_id))]
-        outputs = self._decode_together(together) if len(together) > 1 else {}
-        for request_id in request_ids:
-            if request_id not in outputs:
-                outputs[request_id] = self._decode_alone(request_id)
-        return outputs
+    def _open(self, answer: _Answer, prompt: Prompt) -> _Answer:
+        answer.context = self._model.open(prompt)
+        return answer
 
-    def _can_batch(self, answer: _Answer | None) -> bool:
-        return (
-            answer is not None
-            and answer.context is not None
-            and not answer.repeatable
-            and self._model.can_batch(answer.context)
-        )
+    def _enter(self, outputs: dict[int, StepOutput | Exception], *, is_idle: bool) -> None:
+        """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
+        mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
+        if mine and is_idle and not any(request_id in self._answers for request_id in outputs):
+            concurrent.futures.wait(mine.values(), _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
+        for request_id, preparing in mine.items():
+            if not preparing.done():
+                continue
+            del self._preparing[request_id]
+            try:
+                self._answers[request_id] = self._open(*preparing.result())
+            except Exception as error:  # noqa: BLE001 - as in the request's first step
+                outputs[request_id] = _report(error)
 
-    def _decode_together(self, request_ids: Sequence[int]) -> dict[int, StepOutput | Exception]:
-        answers = [self._answers[request_id] for request_id in request_ids]
-        contexts = [answer.context for answer in answers if answer.context is not None]
-        try:
-            logits = self._model.decode(contexts, [answer.last_token for answer in answers])
-        except torch.OutOfMemoryError:
-            logger.warning("%d requests do not fit into memory together; they are decoded one by one", len(contexts))
-            return {}
-        except Exception as error:  # noqa: BLE001 - as for one request
-            failure = _report(error)
-            return dict.fromkeys(request_ids, failure)
-        return {request_id: _advance(answer, row) for request_id, answer, row in zip(request_ids, answers, logits, strict=True)}
+    # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _decode_alone(self, request_id: int) -> StepOutput | Exception:
-        answer = self._answers.get(request_id)
-        if answer is None or answer.context is None:
-            return RuntimeError(f"request {request_id} goes on, and was not begun")
-        try:
-            logits = self._model.decode_alone(answer.context, answer.last_token)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-            return _report(error)
-        return _advance(answer, logits)
+    def _advance(self, outputs: dict[int, StepOutput | Exception]) -> None:
+        """Reads a token of each answer, and pieces of prompts: together as far as possible."""
+        pieces = self._choose_pieces(request_id for request_id, output in outputs.items() if output is _GOES_ON)
+        together = [request_id for request_id in pieces if self._can_batch(self._answers[request_id])]
+        passes = [together] if together else []
+        passes += [[request_id] for request_id in pieces if request_id not in together]
+        while passes:
+            request_ids = passes.pop()
+            answers = [self._answers[request_id] for request_id in request_ids]
+            try:
+                logits = self._model.advance(
+                    [(answer.context, pieces[request_id]) for request_id, answer in zip(request_ids, answers, strict=True)]
+                )
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a step fails the requests in it
+                if isinstance(error, torch.OutOfMemoryError) and len(request_ids) > 1:
+                    logger.warning("%d requests do not fit into memory together; they are read one by one", len(request_ids))
+                    passes += [[request_id] for request_id in request_ids]
+                else:
+                    outputs.update(dict.fromkeys(request_ids, _report(error)))
+                continue
+            for request_id, answer, row in zip(request_ids, answers, logits, strict=True):
+                if row is not None:
+                    outputs[request_id] = _choose(answer, row)
+
+    def _choose_pieces(self, request_ids: Iterable[int]) -> dict[int, int]:
+        """Returns how many tokens of each request are read in this step; those of none are missing."""
+        answers = {request_id: self._answers[request_id] for request_id in request_ids if request_id in self._answers}
+        budget = _PIECE_TOKENS if any(answer.context.prompt is None for answer in answers.values()) else _IDLE_TOKENS
+        pieces: dict[int, int] = {}
+        for request_id, answer in answers.items():
+            count = answer.context.unread
+            if answer.context.prompt is not None and self._model.flat:
+                count = min(count, budget if self._can_batch(answer) else _PIECE_TOKENS)
+                if not 0 < count <= budget:
+                    continue
+                budget -= count
+            pieces[request_id] = count
+        return pieces
+
+    def _can_batch(self, answer: _Answer) -> bool:
+        return self._model.flat and self._batch_decode and not answer.repeatable
 
     # -- embeddings ----------------------------------------------------------------------------------------------------
 
-    def _embed(self, item: Text | Medium) -> Encoded:
+    def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
         if self._embedder is None:
             raise ValueError(f"the model {self._checkpoint.name!r} answers conversations; it does not embed")
-        return self._embedder.embed(item)
+        return self._embedder.embed(items)
 
 
-def _advance(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:
+def _copied(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint with a processor of its own: neither that nor a tokenizer is for two threads."""
+    if checkpoint.processor is None:
+        return checkpoint
+    processor = copy.deepcopy(checkpoint.processor)
+    return dataclasses.replace(checkpoint, processor=processor, tokenizer=processor.tokenizer)
+
+
+def _copy(medium: Medium) -> Medium:
+    """Returns a medium that is no view of the slab."""
+    tensors = {name: value for name, value in msgspec.structs.asdict(medium).items() if isinstance(value, torch.Tensor)}
+    return msgspec.structs.replace(medium, **{name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _choose(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:
     try:
         return answer.advance(logits)
     except Exception as error:  # noqa: BLE001 - if it were raised, other requests of the step would lose their token

@@ -1,4 +1,4 @@
-"""Embeddings by the ``transformers`` executor: the hidden states of transformers itself, one input a step, beside answers."""
+"""Embeddings by the ``transformers`` executor: the hidden states of transformers itself, some inputs a step, beside answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
-from shmring.engine.executors import encoding
+from shmring.engine.executors import embedding, encoding
 from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
@@ -151,11 +151,28 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(
     assert similarity.max() < 0.999, "different inputs have different embeddings"
 
 
-def test_equal_inputs_get_equal_bits_whatever_is_beside_them(executor: TransformersExecutor) -> None:
+def test_equal_pictures_get_equal_bits_whatever_is_beside_them(executor: TransformersExecutor) -> None:
     alone = encode(executor, noise()).embeddings
     assert torch.equal(encode(executor, noise()).embeddings, alone)
     among = encode(executor, Text("Hello"), noise(seed=1), noise(), noise()).embeddings
     assert torch.equal(among[2:], alone.expand(2, -1))
+
+
+@for_each("architecture", ["llama", *SEEING])
+def test_texts_of_one_pass_get_the_embeddings_that_they_get_alone(
+    architecture: str, load: Callable[..., TransformersExecutor]
+) -> None:
+    executor = load(architecture)
+    texts = [Text("word " * length) for length in (1, 10, 3, 30, 1, 2)]
+    alone = [encode(executor, text).embeddings[0] for text in texts]
+    requests = {1: EncodeRequest([*texts[:4]]), 2: EncodeRequest([texts[4]]), 3: EncodeRequest([texts[5]])}
+    expected = {1: alone[:4], 2: alone[4:5], 3: alone[5:]}
+    outputs: Sequence[Any] = executor.execute([StepInput(number, request) for number, request in requests.items()])
+    for number, output in zip(requests, outputs, strict=True):
+        executor.forget(number)
+        assert output.finished is (executor._model.flat or number == 2), "a pass has room for all, or for one"
+        if output.finished:
+            torch.testing.assert_close(output.reply.embeddings, torch.stack(expected[number]), rtol=0, atol=1e-5)
 
 
 def test_an_embedding_of_other_numbers_than_float32_is_float32_and_of_length_one(
@@ -217,10 +234,11 @@ def test_without_a_chat_template_a_medium_is_its_place(architecture: str, tiny_m
 
 
 @pytest.mark.parametrize(("starves", "expected_order"), [(False, "deabc"), (True, "abcde")])
-def test_a_step_embeds_one_input_and_requests_take_turns(
+def test_a_step_embeds_what_a_pass_takes_and_requests_take_turns(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, starves: bool, expected_order: str
 ) -> None:
     monkeypatch.setattr(encoding, "_STARVING_S", -1.0 if starves else 60.0)
+    monkeypatch.setattr(embedding, "_PASS_TOKENS", 1)  # one input, however long
     requests = {
         1: EncodeRequest([Text("a"), Text("b"), Text("c")]),
         2: EncodeRequest([Text("d")]),
@@ -231,9 +249,10 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
     embedder: Any = executor._embedder
     embed = embedder.embed
 
-    def note(item: Text) -> Any:
-        order.append(item.text)
-        return embed(item)
+    def note(items: Sequence[Text]) -> Any:
+        results = embed(items)
+        order.extend(item.text for item, _ in zip(items, results, strict=False))
+        return results
 
     monkeypatch.setattr(embedder, "embed", note)
     embeddings: dict[int, torch.Tensor] = {}
@@ -255,17 +274,19 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
 
 def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: TransformersExecutor) -> None:
     expected = encode(executor, Text("a"), noise(), Text("b")).embeddings
-    payload: GenerateRequest | None = question(noise(seed=4), 4)
+    payload: GenerateRequest | None = question(noise(seed=4), 5)
     request = EncodeRequest([Text("a"), noise(), Text("b")])
-    for step in range(1, 5):
-        outputs: Sequence[Any] = executor.execute([StepInput(1, request)] * (step < 4) + [StepInput(2, payload)])
+    while 2 not in executor._answers:  # its picture is looked at beside steps
+        executor.execute([StepInput(2, payload)])
         payload = None
+    for step in range(1, 5):
+        outputs: Sequence[Any] = executor.execute([StepInput(1, request)] * (step < 4) + [StepInput(2, None)])
         assert outputs[-1].finished == (step == 4)
         if step == 3:
             assert torch.equal(outputs[0].reply.embeddings, expected)
     answered = outputs[-1]
     assert isinstance(answered.reply, GenerateReply)
-    assert answered.reply.completion_tokens == 4
+    assert answered.reply.completion_tokens == 5
 
 
 @for_each(
@@ -289,8 +310,8 @@ def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecuto
                 outputs[part.request_id] = output
     with pytest.raises(ValueError, match=message):
         raise outputs[2]
-    assert torch.equal(outputs[1].reply.embeddings, encode(executor, Text("a")).embeddings)
-    assert torch.equal(outputs[3].reply.embeddings, encode(executor, Text("c")).embeddings)
+    for number, text in ((1, "a"), (3, "c")):
+        torch.testing.assert_close(outputs[number].reply.embeddings, encode(executor, Text(text)).embeddings, rtol=0, atol=1e-5)
     assert executor._line._progress == {}
 
 

@@ -28,7 +28,8 @@ class Bench:
         self.parts: dict[int, list[EncodeReply]] = {}
         self.failed: dict[int, Exception] = {}
 
-    def _encode(self, item: Any) -> Any:
+    def _encode(self, items: Any) -> Any:
+        item = items[0]
         name, steps = item.text.split()[0], _steps_of(item)
         if name == "bad":
             raise ValueError("it is bad")
@@ -37,7 +38,7 @@ class Bench:
         embedded = torch.tensor([float(len(self.order))]), 2
         if len(steps) == 1:
             self._take(name, steps[0])
-            return embedded
+            return [embedded]
 
         def in_steps() -> Generator[None, None, Any]:
             for step in steps:
@@ -157,9 +158,9 @@ def test_a_bug_is_logged_and_fails_its_request(caplog: pytest.LogCaptureFixture)
 
 
 def test_one_that_is_given_up_in_its_midst_keeps_no_view() -> None:
-    def encode(item: Any) -> Generator[None, None, Any]:
+    def encode(items: Any) -> Generator[None, None, Any]:
         while True:
-            item.pixels.sum()
+            items[0].pixels.sum()
             yield
 
     line = EncodingLine(encode, lambda _: 1.0, slice_s=0)
@@ -170,3 +171,59 @@ def test_one_that_is_given_up_in_its_midst_keeps_no_view() -> None:
     assert view() is not None
     line.forget(1)
     assert view() is None
+
+
+class Together:
+    """A line that encodes up to so many texts at once; what each call was offered, and took, is written down."""
+
+    def __init__(self, takes: int, offered: int, slice_s: float = 0) -> None:
+        self.takes = takes
+        self.calls: list[tuple[str, str]] = []
+        # Requests of one input are small.
+        self.line = EncodingLine(self._encode, lambda _: 0.003, together=offered, slice_s=slice_s)
+
+    def _encode(self, items: Any) -> list[Any]:
+        names = [item.text for item in items]
+        self.calls.append(("".join(names), "".join(names[: self.takes])))
+        return [ValueError(name) if name == "!" else (torch.tensor([float(ord(name))]), 1) for name in names[: self.takes]]
+
+    def run(self, **requests: str) -> dict[str, str]:
+        """Executes steps until all requests are over; returns their embeddings as letters, or their errors."""
+        running = {number: EncodeRequest([Text(text) for text in texts]) for number, texts in enumerate(requests.values())}
+        names = list(requests)
+        answers = dict.fromkeys(names, "")
+        while running:
+            for number, output in self.line.execute(running).items():
+                if isinstance(output, Exception):
+                    answers[names[number]] = f"error: {output}"
+                elif output.reply is not None:
+                    assert isinstance(output.reply, EncodeReply)
+                    answers[names[number]] += "".join(chr(int(value)) for value in output.reply.embeddings[:, 0])
+                if isinstance(output, Exception) or output.finished:
+                    self.line.forget(number)
+                    del running[number]
+        return answers
+
+
+def test_several_are_offered_in_their_order_and_as_many_as_are_taken_are_done() -> None:
+    bench = Together(takes=3, offered=4)
+    assert bench.run(one="abcdef", two="x", three="y") == {"one": "abcdef", "two": "x", "three": "y"}
+    assert [taken for _, taken in bench.calls] == ["xya", "bcd", "ef"]
+    assert max(len(offered) for offered, _ in bench.calls) == 4
+
+
+def test_large_ones_share_what_is_encoded_together() -> None:
+    bench = Together(takes=4, offered=4)
+    assert bench.run(one="abcdef", two="uvwxyz") == {"one": "abcdef", "two": "uvwxyz"}
+    assert {*bench.calls[0][1]} == {*"abuv"}
+
+
+def test_an_error_among_several_fails_its_request_alone() -> None:
+    bench = Together(takes=9, offered=9)
+    assert bench.run(one="ab!c", two="x", three="!") == {"one": "error: !", "two": "x", "three": "error: !"}
+
+
+def test_parts_of_a_reply_come_in_order_also_when_several_are_encoded_together() -> None:
+    text = "".join(chr(ord("a") + number % 26) for number in range(600))
+    assert Together(takes=100, offered=100).run(one=text) == {"one": text}
+    assert Together(takes=100, offered=100, slice_s=60).run(one=text, two="x") == {"one": text, "two": "x"}

@@ -6,6 +6,7 @@ import gc
 import re
 import shutil
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -178,7 +179,8 @@ def reference(tiny_model: Callable[..., Path]) -> Callable[[str], Reference]:
 def nothing_is_kept(load: Callable[..., TransformersExecutor], request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "executor" in request.fixturenames:
-        assert request.getfixturevalue("executor")._answers == {}
+        executor = request.getfixturevalue("executor")
+        assert (executor._answers, executor._preparing, executor._model.contexts.shelves) == ({}, {}, [])
 
 
 # -- the same answers as transformers -------------------------------------------------------------------------------------
@@ -302,27 +304,37 @@ def test_requests_may_join_pause_and_leave_at_any_step(architecture: str, load: 
     ("architecture", "batching"), [("llama", True), ("llava", True), ("idefics3", True), ("qwen2_vl", True), ("gemma3", False)]
 )
 def test_models_are_decoded_in_batches_where_that_is_right(
-    architecture: str, batching: bool, load: Callable[..., TransformersExecutor]
+    architecture: str, batching: bool, load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load(architecture)._model.batching is batching
-    assert load(architecture, batch_decode=False)._model.batching is False
+    requests = {1: ask("Hi", max_tokens=3, ignore_eos=True), 2: ask("Hello", max_tokens=3, ignore_eos=True)}
+    for options, together in (({}, batching), ({"batch_decode": False}, False)):
+        executor = load(architecture, **options)
+        advance = executor._model.advance
+        sizes = set()
+
+        def counted(pieces: Any, advance: Any = advance, sizes: Any = sizes) -> Any:
+            sizes.add(len(pieces))
+            return advance(pieces)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor._model, "advance", counted)
+            run(executor, requests)
+        assert sizes == ({2} if together else {1})
 
 
 def test_a_model_that_counts_positions_its_own_way_is_not_decoded_in_batches(
-    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load("llama")._model
-    forward = type(model._model).forward
+    forward = transformers.LlamaForCausalLM.forward
 
     def shifted(self: Any, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
         return forward(self, input_ids, position_ids=None if position_ids is None else position_ids + 1, **options)
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model._model), "forward", shifted)
-            assert model.check_batching() is False
-    finally:
-        assert model.check_batching() is True
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", shifted)
+    caplog.set_level("INFO")
+    executor = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+    assert executor._model.flat is False
+    assert "reads one request at a time: it counts positions in a way of its own" in caplog.text
 
 
 def test_seeded_requests_get_the_same_bits_whatever_runs_beside_them(
@@ -330,9 +342,14 @@ def test_seeded_requests_get_the_same_bits_whatever_runs_beside_them(
 ) -> None:
     seeded = ask(noise(40, 40), "Say", temperature=1.3, top_p=0.9, seed=7, ignore_eos=True, max_tokens=40)
     expected = tokens_of(answer(executor, seeded))
-    decode = executor._model.decode
-    # As if batches rounded very badly.
-    monkeypatch.setattr(executor._model, "decode", lambda *arguments: (decode(*arguments) * 4).round() / 4)
+    advance = executor._model.advance
+
+    def rounded(pieces: Any) -> Any:
+        """As if steps of several requests rounded very badly."""
+        logits = advance(pieces)
+        return logits if len(pieces) == 1 else [None if row is None else (row * 4).round() / 4 for row in logits]
+
+    monkeypatch.setattr(executor._model, "advance", rounded)
     beside = {number: ask("Something else " * number, temperature=1.0, ignore_eos=True) for number in range(2, 6)}
     assert tokens_of(run(executor, {1: seeded, **beside})[1]) == expected
     assert (
@@ -443,26 +460,85 @@ def test_pixels_are_let_go_when_a_request_fails(executor: TransformersExecutor, 
     monkeypatch.setattr(executor._checkpoint.model, "forward", fail)
     picture = noise(60, 60)
     view = weakref.ref(picture.pixels)
-    (output,) = executor.execute([StepInput(1, ask(picture, "Hi"))])
+    output: Any = StepOutput(finished=False)
+    payload: GenerateRequest | None = ask(picture, "Hi")
     del picture
-    gc.collect()
+    while not isinstance(output, Exception):  # the model looks at pictures beside steps
+        assert not output.finished
+        (output,) = executor.execute([StepInput(1, payload)])
+        payload = None
+        gc.collect()
+        assert view() is None, "its slot goes back after the first step"
     assert isinstance(output, RuntimeError)
     assert "out of memory (no room); try a lower max_num_seqs" in str(output)
-    assert view() is None
 
 
 def test_forgetting_a_request_frees_its_keys_and_values(executor: TransformersExecutor) -> None:
     executor.execute([StepInput(1, ask("Hi", ignore_eos=True)), StepInput(2, ask("Hello", ignore_eos=True))])
     executor.execute([StepInput(1, None), StepInput(2, None)])
-    contexts = [weakref.ref(executor._answers[number].context.cache) for number in (1, 2)]
+    (shelf,) = executor._model.contexts.shelves
+    memory = [weakref.ref(tensor) for layer in shelf.layers.values() for tensor in layer]
+    left = executor._answers[1].context.row
+    assert left is not None
     executor.forget(1)
-    gc.collect()
-    assert contexts[0]() is None
-    assert contexts[1]() is not None
+    assert left.index in shelf.free
+    assert not any(tensor[left.index].any() for layer in shelf.layers.values() for tensor in layer), "others must not read it"
     executor.forget(2)
     executor.forget(2)  # and again, which does nothing
+    del shelf, left
     gc.collect()
-    assert contexts[1]() is None
+    assert all(tensor() is None for tensor in memory)
+
+
+def test_a_request_that_is_given_up_while_its_picture_is_looked_at_leaves_nothing(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, go_on = threading.Event(), threading.Event()
+    prepare = executor._model.prepare
+
+    def wait(inputs: Any) -> Any:
+        looks.set()
+        assert go_on.wait(60)
+        return prepare(inputs)
+
+    monkeypatch.setattr(executor._model, "prepare", wait)
+    requests = {number: ask(noise(60, 60, number), "Hi", max_tokens=3, ignore_eos=True) for number in (1, 2, 3)}
+    executor.execute([StepInput(number, request) for number, request in requests.items()])
+    assert looks.wait(60)
+    executor.forget(1)  # which is being looked at
+    executor.forget(2)  # which waits
+    go_on.set()
+    monkeypatch.undo()
+    expected = tokens_of(answer(executor, requests[3]))
+    executor.forget(3)
+    assert tokens_of(answer(executor, requests[3])) == expected
+
+
+def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    prepare = executor._model.prepare
+
+    def wait(inputs: Any) -> Any:
+        assert "pixel_values" not in inputs or go_on.wait(60)
+        return prepare(inputs)
+
+    monkeypatch.setattr(executor._model, "prepare", wait)
+    picture, text = ask(noise(60, 60), "Hi", max_tokens=3), ask("Hello", max_tokens=10, ignore_eos=True)
+    expected = tokens_of(answer(executor, text))
+    batch = [StepInput(1, picture), StepInput(2, text)]
+    tokens: list[int] = []
+    outputs: list[Any] = []
+    while len(tokens) < 10:
+        outputs = list(executor.execute(batch))
+        batch = [StepInput(1, None), StepInput(2, None)]
+        assert outputs[0] == StepOutput(finished=False)
+        tokens += outputs[1].reply.token_ids if outputs[1].reply is not None else []
+    assert outputs[1].finished
+    assert tokens == expected
+    go_on.set()
+    while not outputs[0].finished:
+        outputs = list(executor.execute([StepInput(1, None)]))
+    executor.forget(1)
 
 
 def test_the_model_remembers_nothing_of_a_request(load: Callable[..., TransformersExecutor]) -> None:
@@ -592,10 +668,14 @@ def test_requests_that_do_not_fit_together_go_on_one_by_one(
     requests = {1: ask("Hi", ignore_eos=True), 2: ask("Hello there", ignore_eos=True)}
     expected = {number: tokens_of(answer(executor, request)) for number, request in requests.items()}
 
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+    advance = executor._model.advance
 
-    monkeypatch.setattr(executor._model, "_merge", fail)
+    def fail(pieces: Any) -> Any:
+        if len(pieces) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return advance(pieces)
+
+    monkeypatch.setattr(executor._model, "advance", fail)
     assert {number: tokens_of(replies) for number, replies in run(executor, requests).items()} == expected
 
 

@@ -112,17 +112,17 @@ def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
     )
 
 
-def _describe(item: Text | Medium) -> Encoded | Generator[None, None, Encoded]:
-    """Returns a fingerprint, and how many words were read; a clip's in steps."""
-    match item:
-        case Text():
-            return fingerprint_text(item.text), count_words(item.text)
-        case Picture():
-            return fingerprint_picture(item.pixels), 0
-        case Spectrogram():
-            return fingerprint_sound(item.log_mel), 0
-        case Video():
-            return _describe_clip(item)
+def _describe(items: Sequence[Text | Medium]) -> list[Encoded | Exception] | Generator[None, None, Encoded]:
+    """Returns a fingerprint of the first, and how many words were read; a clip's in steps."""
+    match items[0]:
+        case Text() as text:
+            return [(fingerprint_text(text.text), count_words(text.text))]
+        case Picture() as picture:
+            return [(fingerprint_picture(picture.pixels), 0)]
+        case Spectrogram() as sound:
+            return [(fingerprint_sound(sound.log_mel), 0)]
+        case Video() as clip:
+            return _describe_clip(clip)
         case Waveform():
             raise ValueError("the fingerprints executor takes sounds as log-mel spectrograms; got a waveform")
 

@@ -1,0 +1,270 @@
+"""Keys and values that stay where they are, and the attention that reads them there.
+
+A step of a model is one *flat* sequence of tokens: one token of each answer that is being written, and pieces of prompts, one
+after the other, without padding. In all of a model but attention, a token has nothing to do with its neighbours, so it does not
+matter whose they are. In attention, each token sees the tokens before it in its own context. :func:`attend` does this, in place
+of the function that transformers would call; :class:`FlatStep` says which token belongs to which context.
+
+Contexts lie on *shelves*. A shelf has room for a few contexts of at most so many tokens: 16 of 128, 8 of 256, ..., one of 2048
+or more. A context that outgrows its shelf moves to one of twice the length: it alone is copied, and rarely. The tokens of all
+contexts on one shelf are computed by one call, because calls cost more than reading: a context is at least half as long as its
+shelf, unless it is a short one.
+
+Invariants:
+
+- a context's keys and values are written once, in its own row, and copied only when it moves;
+- all that a call reads holds numbers: rows are cleared when they are left, since torch multiplies by nought what a mask hides,
+  and nought times infinity is none;
+- a token that is the only one of its shelf is computed without a mask, by the same call whatever else is in the step.
+
+Source: a sequence of all tokens without padding is how vLLM and transformers' continuous batching feed a model. They keep pages
+(Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023), for which torch has no
+kernel on a CPU: contexts would be gathered anew in each layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["ATTENTION", "ContextCache", "FlatStep", "Row", "attend", "refuse_mask"]
+
+ATTENTION = "shmring_flat"
+"""The name by which models find :func:`attend`."""
+
+_SHELF_TOKENS = 2048  # of a shelf of short contexts: 57 MB for a model of 2 billion parameters (28 layers, 2 heads of 128)
+_SHORTEST = 128  # tokens; 16 contexts are read by one call
+
+# What attention functions are given beside queries, keys and values, and what this one does not do.
+_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+class _Shelf:
+    """Memory of a few contexts: of each layer, keys and values of shape (rows, heads, capacity, head size)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows = max(1, _SHELF_TOKENS // capacity)
+        self.free = list(range(self.rows))[::-1]  # the last is taken: contexts lie side by side
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the memory of a layer, whose tokens have keys and values like these, of shape (heads, tokens, head size)."""
+        if index not in self.layers:
+            self.layers[index] = self._make(keys), self._make(values)
+        return self.layers[index]
+
+    def _make(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros((self.rows, like.shape[0], self.capacity, like.shape[2]))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Row:
+    """Where a context lies.
+
+    Attributes:
+        shelf, index: which of its rows.
+        length: tokens whose keys and values are there.
+    """
+
+    shelf: _Shelf
+    index: int
+    length: int = 0
+
+
+class ContextCache:
+    """The keys and values of all contexts.
+
+    Attributes:
+        shelves: that have a context; memory goes back when the last one has left.
+    """
+
+    def __init__(self) -> None:
+        self.shelves: list[_Shelf] = []
+
+    def open(self, tokens: int) -> Row:
+        """Returns a row for a context of so many tokens, more or less."""
+        shelf = self._find(tokens)
+        return Row(shelf, shelf.free.pop())
+
+    @torch.inference_mode()
+    def reserve(self, row: Row, tokens: int) -> None:
+        """Makes room for a context to become so long. It may move."""
+        if tokens <= row.shelf.capacity:
+            return
+        moved = self.open(tokens)
+        try:
+            for number, layer in row.shelf.layers.items():
+                for old, new in zip(layer, moved.shelf.layer(number, *(memory[0] for memory in layer)), strict=True):
+                    new[moved.index, :, : row.length] = old[row.index, :, : row.length]
+        except BaseException:  # there was no memory; the context stays where it was
+            self.close(moved)
+            raise
+        self.close(row)
+        row.shelf, row.index = moved.shelf, moved.index
+
+    @torch.inference_mode()
+    def close(self, row: Row) -> None:
+        """A context has ended; nothing of it is left."""
+        shelf = row.shelf
+        shelf.free = sorted([*shelf.free, row.index], reverse=True)
+        if len(shelf.free) == shelf.rows:
+            self.shelves.remove(shelf)
+            return
+        for layer in shelf.layers.values():
+            for memory in layer:
+                memory[row.index].zero_()
+
+    def _find(self, tokens: int) -> _Shelf:
+        capacity = _SHORTEST
+        while capacity < tokens:
+            capacity *= 2
+        for shelf in self.shelves:
+            if shelf.capacity == capacity and shelf.free:
+                return shelf
+        self.shelves.append(_Shelf(capacity))
+        return self.shelves[-1]
+
+
+class FlatStep:
+    """Whose the tokens of a flat sequence are.
+
+    Args:
+        pieces: of each context in the step, in the sequence's order, its row and how many tokens follow those that are there.
+            A row of None is a sequence that sees itself and leaves nothing. Single tokens of one shelf are computed together if
+            they stand side by side.
+        device: of the model.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Row | None, int]], device: torch.device) -> None:
+        self.parts: list[_Tokens | _Piece] = []
+        column = 0
+        together: list[Row] = []
+        for row, count in [*pieces, (None, 0)]:
+            if together and (row is None or count > 1 or row.shelf is not together[0].shelf):
+                self.parts.append(_Tokens(together, column - len(together), device))
+                together = []
+            if row is not None and count == 1:
+                together.append(row)
+            elif count:
+                self.parts.append(_Piece(row, column, count, device))
+            column += count
+
+    def __iter__(self) -> Iterator[_Tokens | _Piece]:
+        return iter(self.parts)
+
+
+class _Tokens:
+    """One token of each of some contexts on a shelf."""
+
+    def __init__(self, rows: Sequence[Row], column: int, device: torch.device) -> None:
+        self._shelf = rows[0].shelf
+        self.columns = slice(column, column + len(rows))
+        indices = [row.index for row in rows]
+        lengths = [row.length + 1 for row in rows]
+        self._indices = torch.tensor(indices, device=device)
+        self._last = torch.tensor(lengths, device=device) - 1
+        self._longest = max(lengths)
+        first, end = min(indices), max(indices) + 1
+        self._span = slice(first, end)  # rows between them, of contexts that are not in the step, are computed for nothing
+        self._places = None if indices == list(range(first, end)) else self._indices - first
+        self._mask = None
+        if min(lengths) < self._longest or self._places is not None:
+            spanned = torch.ones(end - first, dtype=torch.long, device=device)
+            spanned[self._indices - first] = self._last + 1
+            self._mask = (torch.arange(self._longest, device=device) < spanned.unsqueeze(1))[:, None, None, :]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Returns what the tokens see, shape (tokens, heads, head size)."""
+        keys, values = self._shelf.layer(layer, key, value)
+        keys[self._indices, :, self._last] = key.transpose(0, 1)
+        values[self._indices, :, self._last] = value.transpose(0, 1)
+        # The heads that share keys stand where a sequence's tokens would: nothing is repeated.
+        grouped = query.transpose(0, 1).reshape(query.shape[1], key.shape[0], -1, query.shape[2])
+        if self._places is not None:
+            spanned = grouped.new_zeros((self._span.stop - self._span.start, *grouped.shape[1:]))
+            spanned[self._places] = grouped
+            grouped = spanned
+        seen = _sdpa(
+            grouped,
+            keys[self._span, :, : self._longest],
+            values[self._span, :, : self._longest],
+            attn_mask=self._mask,
+            scale=scale,
+        )
+        return (seen if self._places is None else seen[self._places]).flatten(1, 2)
+
+
+class _Piece:
+    """Some tokens of one context, or a sequence of its own."""
+
+    def __init__(self, row: Row | None, column: int, count: int, device: torch.device) -> None:
+        self._row = row
+        self.columns = slice(column, column + count)
+        self._start = 0 if row is None else row.length
+        self._end = self._start + count
+        self._mask = None
+        if self._start:
+            places = torch.arange(self._end, device=device)
+            self._mask = places <= places[self._start :].unsqueeze(1)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """As of single tokens."""
+        if self._row is not None:
+            keys, values = (memory[self._row.index] for memory in self._row.shelf.layer(layer, key, value))
+            keys[:, self._start : self._end] = key
+            values[:, self._start : self._end] = value
+            key, value = keys[:, : self._end], values[:, : self._end]
+        # The heads that share keys are given the same memory. (torch's own `enable_gqa` takes a slow way on a CPU.)
+        grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
+        key, value = (memory.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for memory in (key, value))
+        seen = _sdpa(grouped, key, value, attn_mask=self._mask, is_causal=self._mask is None, scale=scale)
+        return seen.flatten(0, 1).transpose(0, 1)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    flat: FlatStep | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of a model in a flat step, as ``transformers.AttentionInterface`` calls it.
+
+    Args:
+        module: the layer. query, key, value: shape (1, heads, tokens, head size).
+        attention_mask: ignored. scaling: of the scores. flat: the step. options: what only some architectures say.
+
+    Raises:
+        NotImplementedError: an architecture says something that changes what its tokens see.
+    """
+    refused = [name for name in _REFUSED if options.get(name) is not None]
+    if flat is None or refused:
+        raise NotImplementedError(f"its attention {f'has a {refused[0]}' if refused else 'is not told which step it is in'}")
+    output = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    for part in flat:
+        mine = part.columns
+        output[0, mine] = part.attend(module.layer_idx, query[0, :, mine], key[0, :, mine], value[0, :, mine], scaling)
+    return output, None
+
+
+def refuse_mask(*_: object, **__: object) -> None:
+    """The mask function of a model in flat steps: such a model makes no masks.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    raise NotImplementedError("it makes a mask of its own")
