@@ -19,6 +19,7 @@ from bench.machine import ROOT
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command
+from bench.steps import steps_command
 from bench.transport import quick_command, transport_command
 from bench.vllm.command import vllm_command
 
@@ -39,6 +40,7 @@ for command in (
     gpu_command,
     vllm_command,
     sglang_command,
+    steps_command,
     quick_command,
 ):
     main.add_command(command)

@@ -63,6 +63,7 @@ MODES: dict[str, Mode] = {
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
     "serve": Mode(_ALL),
     "sglang": Mode(_shmring_without("gpu"), Timing(7)),
+    "steps": Mode(("engine/executors",)),
     "soak": Mode(_ENDS, command="python -m tests.soak"),
     # A quick run has 10 cases in about 5 minutes: 14 peers, 3 repetitions, and what connecting and closing take besides.
     "transport": Mode(_ENDS, Timing(5, 0.5, 0.15), Timing(3, 0.15, 0.05)),

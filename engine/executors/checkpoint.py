@@ -36,6 +36,7 @@ class LoadSettings:
         dtype: ``"auto"`` is the checkpoint's own.
         device: ``"auto"`` is CUDA where there is one, otherwise the CPU.
         attn_implementation: as transformers names it (``"sdpa"``, ``"eager"``, ``"flash_attention_2"``); None: its choice.
+            Models that read several requests together use it where they look at media.
         max_model_len: tokens of prompt and answer together; None: what the model was made for.
     """
 

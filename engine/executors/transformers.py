@@ -90,7 +90,7 @@ class TransformersOptions(LoadSettings):
 
     Attributes:
         max_num_seqs: requests that run at the same time.
-        batch_decode: whether they are decoded together where possible.
+        batch_decode: whether they are read together where possible.
         pooling: which hidden states make an embedding: ``"last"`` or ``"mean"``, see :mod:`.embedding`.
     """
 
