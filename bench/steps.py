@@ -23,7 +23,8 @@ import click
 import torch
 from rich.table import Table
 
-from bench.command_line import DIRECTORY, ROOT, SETTINGS, NotMeasured, console, measuring
+from bench.command_line import DIRECTORY, SETTINGS, NotMeasured, console, measuring
+from bench.machine import ROOT
 from shmring.engine.executors.interface import ExecutorOptions, StepInput
 from shmring.engine.executors.transformers import TransformersExecutor
 from shmring.engine.protocol import (
@@ -36,8 +37,6 @@ from shmring.engine.protocol import (
     Text,
     TextPart,
 )
-
-__all__ = ["measure_steps", "steps_command", "write_model"]
 
 #: Tokens of a prompt, and answers that are written at the same time.
 CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
