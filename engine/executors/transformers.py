@@ -259,8 +259,7 @@ class TransformersExecutor:
         self._line.forget(request_id)
 
     def close(self) -> None:
-        """Lets go of everything but the model, whose memory goes with this object."""
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        """Lets go of everything but the model and a thread that waits, which go with this object."""
         for request_id in [*self._answers, *self._preparing]:
             self.forget(request_id)
 
