@@ -218,6 +218,25 @@ def _deep_stack() -> tuple[Any, list[dict[str, Any]]]:
     return transformers.Qwen3VLForConditionalGeneration(config), [example]
 
 
+def _three_dimensions() -> tuple[Any, list[dict[str, Any]]]:
+    config = transformers.Qwen2VLConfig(
+        text_config=_TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2},
+        image_token_id=50,
+        video_token_id=51,
+        vision_start_token_id=52,
+        vision_end_token_id=53,
+    )
+    tokens = torch.tensor([[3, 52, *[50] * 6, 53, 4, 5]])
+    example = {
+        "input_ids": tokens,
+        "pixel_values": torch.randn(24, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+        "mm_token_type_ids": (tokens == 50).int(),
+    }
+    return transformers.Qwen2VLForConditionalGeneration(config), [example]
+
+
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "hidden_size": 32,
@@ -265,6 +284,7 @@ def _pictures_seen_whole() -> tuple[Any, list[dict[str, Any]]]:
             lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, rope_parameters=_DYNAMIC)),
             "its positions depend on the longest context",
         ),
+        (_three_dimensions, None),
         (_deep_stack, "its decoder is given"),
         (_prefix_seen_whole, "it counts positions in a way of its own"),
         (_pictures_seen_whole, "it makes a mask of its own"),
