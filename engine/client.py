@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 import shmring
+from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import (
     Calls,
     EncodeReply,
@@ -130,7 +131,8 @@ class EngineClient:
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
-    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states`` and ``statistics`` are ours: media travel in slots.
+    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics`` and ``times`` are ours: media travel
+    in slots.
 
     Attributes:
         ring: the client beneath.
@@ -171,7 +173,7 @@ class EngineClient:
     @property
     def copies(self) -> int:
         """How many tensors this process has copied for sending."""
-        return self.ring.statistics().copies
+        return sum(connection.copies for connection in self.engines.values())
 
     @property
     def is_running(self) -> bool:
@@ -270,6 +272,12 @@ class EngineClient:
         if not self.engines[name].connected and not self.ring.closed:
             raise self.dead_error
         return msgspec.convert(await self.ring.call(Calls.STATISTICS, engine=name, timeout=timeout), dict[str, float])
+
+    async def times(self, timeout: float = 2.0, *, engine: str) -> dict[str, Distribution]:
+        """Returns how long the parts of requests took in an engine, by name."""
+        times = await self.ring.call(Calls.TIMES, engine=engine, timeout=timeout)
+        parts = msgspec.convert(times, dict[str, tuple[list[int], float]])
+        return {name: Distribution(counts, total) for name, (counts, total) in parts.items()}
 
     async def do_log_stats(self, timeout: float = 2.0) -> None:
         """Has the engine log its counts."""

@@ -28,7 +28,7 @@ import msgspec
 import shmring
 from shmring.engine.answers import checked, without_frames
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
-from shmring.engine.metrics import EngineMetrics
+from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply
 from shmring.engine.request import EngineRequest, check_media_indices
@@ -53,6 +53,7 @@ class EngineCore:
 
     Attributes:
         metrics: counters.
+        times: how long the parts of requests took.
         dead_error: why the engine has ended, if its executor died.
     """
 
@@ -60,6 +61,7 @@ class EngineCore:
         self, executor: Executor, scheduler_config: SchedulerConfig, *, step_timeout_s: float, profiler_dir: str | None
     ) -> None:
         self.metrics = EngineMetrics()
+        self.times = EngineTimes()
         self.dead_error: ExecutorDeadError | None = None
         self._executor = executor
         self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config)
@@ -118,6 +120,7 @@ class EngineCore:
             Calls.HEALTH: self.health,
             Calls.DESCRIBE: self.describe,
             Calls.STATISTICS: self.statistics,
+            Calls.TIMES: self.collect_times,
             Calls.PAUSE: self.pause_generation,
             Calls.RESUME: self.resume_generation,
             Calls.IS_PAUSED: self.is_paused,
@@ -190,8 +193,11 @@ class EngineCore:
     async def _turn(self) -> None:
         """One step, or the wait for something to do."""
         self._dismiss()
-        if not self._paused:
-            self._scheduler.admit()
+        if not self._paused and (admitted := self._scheduler.admit()):
+            now = time.monotonic()
+            for request in admitted:
+                request.admitted_at = now
+                self.times.queue.add(now - request.arrived_at)
         batch = list(self._scheduler)
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = len(batch)
@@ -220,22 +226,21 @@ class EngineCore:
 
     async def _step(self, batch: list[EngineRequest]) -> None:
         outputs = await self._execute([StepInput(request.number, request.payload) for request in batch])
+        now = time.monotonic()
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
             if isinstance(output, Exception):
                 self.metrics.failed_requests += 1
                 request.fail(output)
             else:
-                self._deliver(request, output)
+                self._deliver(request, output, now)
 
-    def _deliver(self, request: EngineRequest, output: StepOutput) -> None:
+    def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs:
             request.claim.release()
         if request.over:
             return  # aborted or out of time during the step; it is removed before the next one
-        if isinstance(output.reply, GenerateReply):
-            self.metrics.generated_tokens += len(output.reply.token_ids)
-        self.metrics.finished_requests += output.finished
+        self._count(request, output, now)
         task = request.deliver(output.reply, finished=output.finished)
         if task is not None:
             self._flushing.add(task)
@@ -244,10 +249,26 @@ class EngineCore:
             self._scheduler.finish(request)
             self._to_forget.append(request.number)
 
+    def _count(self, request: EngineRequest, output: StepOutput, now: float) -> None:
+        reply = output.reply
+        self.metrics.finished_requests += output.finished
+        if reply is None:
+            return
+        if not request.first_reply_at:
+            request.first_reply_at = now
+            self.times.prefill.add(now - request.admitted_at)
+        if output.finished:
+            self.metrics.prompt_tokens += reply.prompt_tokens
+        if isinstance(reply, GenerateReply):
+            self.metrics.generated_tokens += len(reply.token_ids)
+            if output.finished:
+                self.times.decode.add(now - request.first_reply_at)
+
     async def _execute(self, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
         to_forget, self._to_forget = self._to_forget, []
         started = time.monotonic()
-        self.metrics.steps += bool(batch)
+        is_step = bool(batch)
+        self.metrics.steps += is_step
         self.metrics.step_requests += len(batch)
         try:
             return await self._on_thread("a step", _execute, self._executor, to_forget, batch)
@@ -256,7 +277,10 @@ class EngineCore:
             raise
         finally:
             batch.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
-            self.metrics.step_seconds += time.monotonic() - started
+            seconds = time.monotonic() - started
+            self.metrics.step_seconds += seconds
+            if is_step:
+                self.times.step.add(seconds)
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Runs on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
@@ -299,6 +323,10 @@ class EngineCore:
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = self._scheduler.running
         return self.metrics.collect(self.ring.statistics())
+
+    async def collect_times(self) -> dict[str, tuple[list[int], float]]:
+        """Returns how long the parts of requests took, by name: counts and sum."""
+        return {name: (each.counts, each.total) for name, each in self.times.as_dict().items()}
 
     async def do_log_stats(self) -> None:
         """Logs the counters that have a value."""

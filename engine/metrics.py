@@ -1,12 +1,13 @@
-"""The engine's numbers, by name; frontends export them."""
+"""The engine's numbers and times, by name; frontends export them."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import shmring
+from shmring.engine.distributions import Distribution
 
-__all__ = ["EngineMetrics"]
+__all__ = ["EngineMetrics", "EngineTimes"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -17,6 +18,7 @@ class EngineMetrics:
         steps: steps executed.
         step_requests: requests in them, each counted once for each step.
         step_seconds: time spent in them.
+        prompt_tokens: tokens of requests, as far as the executor says them.
         generated_tokens: tokens of answers.
         finished_requests: requests that were answered.
         failed_requests: requests that the executor refused or failed.
@@ -29,6 +31,7 @@ class EngineMetrics:
     steps: int = 0
     step_requests: int = 0
     step_seconds: float = 0.0
+    prompt_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
     failed_requests: int = 0
@@ -45,3 +48,24 @@ class EngineMetrics:
         numbers = {f"ring_{name}": value for name, value in ring.as_dict().items() if name != "epoch"}
         numbers["ring_workers"] = sum(worker.is_member for worker in ring.workers)
         return {**dataclasses.asdict(self), **numbers}
+
+
+@dataclasses.dataclass(slots=True)
+class EngineTimes:
+    """How long the parts of requests took in the engine, in seconds.
+
+    Attributes:
+        queue: from a request's arrival to its first step.
+        prefill: from there to the first part of its answer.
+        decode: from there to the last part, of answers in text.
+        step: a step.
+    """
+
+    queue: Distribution = dataclasses.field(default_factory=Distribution)
+    prefill: Distribution = dataclasses.field(default_factory=Distribution)
+    decode: Distribution = dataclasses.field(default_factory=Distribution)
+    step: Distribution = dataclasses.field(default_factory=Distribution)
+
+    def as_dict(self) -> dict[str, Distribution]:
+        """Returns them by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -49,6 +49,7 @@ class Calls:
     HEALTH = "health"
     DESCRIBE = "describe"
     STATISTICS = "statistics"
+    TIMES = "times"
     PAUSE = "pause_generation"
     RESUME = "resume_generation"
     IS_PAUSED = "is_paused"

@@ -8,6 +8,7 @@ its ``max_tokens``, embeddings by the inputs of the request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 import shmring
@@ -26,6 +27,7 @@ class EngineRequest:
         number: unique in this engine's life; what executors know it by.
         claim: the ring's claim.
         client_id, priority, nbytes: for the scheduler; bytes are those of its tensors.
+        arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         expired: whether that time has passed while a step was running with it.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
@@ -35,6 +37,9 @@ class EngineRequest:
         payload: EncodeRequest | GenerateRequest = claim.payload
         self.number = number
         self.claim = claim
+        self.arrived_at = time.monotonic()
+        self.admitted_at = 0.0
+        self.first_reply_at = 0.0
         self.client_id = claim.client_id
         self.priority = payload.priority
         self.deadline = payload.deadline

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -74,6 +75,7 @@ class Admitted:
     """The admission of one request, as its handler sees it.
 
     Attributes:
+        arrived_at: when all of its body was there, as a time of ``time.monotonic()``.
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
         long_texts: of its body, by the short texts in their place. Code that uses one removes it.
@@ -81,6 +83,7 @@ class Admitted:
     """
 
     def __init__(self, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
+        self.arrived_at = time.monotonic()
         self.deadline = float("inf")
         self.body_share = body_share
         self.long_texts: dict[str, bytearray] = {}
@@ -163,6 +166,7 @@ class Admission:
                 read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, nbytes)
                 body = [read]  # so the code that removes it can let go of it
                 del read
+                admitted.arrived_at = time.monotonic()
                 async with self._place():
                     admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
                     responding = _Responding(send)

@@ -44,8 +44,8 @@ from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
 from shmring.frontend.inference import Facts, Inference, events_of
 from shmring.frontend.intake import MediaIntake
-from shmring.frontend.metrics import FrontendMetrics
-from shmring.frontend.observation import Observation, ObservedRoute, request_id_of
+from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
+from shmring.frontend.observation import Observation, ObservedRoute, note_failure, request_id_of
 from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.frontend.openai.models import Version
@@ -77,7 +77,7 @@ class Application:
 
     def __init__(self, app: CrossOrigin, routes: _Routes) -> None:
         self.headers_for = app.headers_for
-        self._app = Observation(app, routes.metrics, app.headers_for)
+        self._app = Observation(app, routes.metrics.http, app.headers_for)
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,7 +137,7 @@ class _Routes:
         self.documentation = Documentation(settings, self._model)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
-        self._inference = Inference(engine, self._model, self._intake, settings)
+        self._inference = Inference(engine, self._model, self._intake, settings, self.metrics.answers)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -151,14 +151,11 @@ class _Routes:
 
     async def _sample(self) -> None:
         while True:
-            self._take_over_gauges()
+            self._take_over_numbers()
             await asyncio.sleep(_SAMPLING_S)
 
-    def _take_over_gauges(self) -> None:
-        self._take_over_counts()
-        self.metrics.take_over_media(self._intake.statistics())
-
-    def _take_over_counts(self) -> None:
+    def _take_over_numbers(self) -> None:
+        self.metrics.take_over_own(self._intake.statistics())
         for name, client in self._engine.engines.items():
             self.metrics.take_over(name, client.statistics())
 
@@ -190,12 +187,13 @@ class _Routes:
         admitted, request_id = admitted_of(scope), request_id_of(scope)
         answer = await self._inference.begin(request, admitted, request_id)
         headers = notes | _told(answer.facts)
-        broken = functools.partial(self._broken_stream, request_id=request_id)
+        broken = functools.partial(self._broken_stream, scope=scope)
         return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
 
-    def _broken_stream(self, error: Exception, request_id: str) -> ApiError:
-        api_error = report(error, request_id)
-        self.metrics.broken_streams.labels(api_error.code).inc()
+    def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
+        api_error = report(error, request_id_of(scope))
+        self.metrics.http.broken_streams[api_error.code,] += 1
+        note_failure(scope, api_error.code)
         return api_error
 
     async def embed(self, http_request: Request) -> Response:
@@ -220,16 +218,17 @@ class _Routes:
         return JsonResponse(await self.health.check_ready())
 
     async def render_metrics(self, _: Request) -> Response:
-        self._take_over_gauges()
+        self._take_over_numbers()
         names = list(self._engine.engines)
         numbers = await asyncio.gather(*map(self._numbers_of, names))
         rendered = await self.metrics.render(dict(zip(names, numbers, strict=True)))
         return Response(rendered, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    async def _numbers_of(self, engine: str) -> dict[str, float] | None:
-        """Returns an engine's counts; None, which is shown as shmring_engine_up 0, if it does not answer."""
+    async def _numbers_of(self, engine: str) -> EngineNumbers | None:
+        """Returns an engine's numbers; None, which is shown as shmring_engine_up 0, if it does not answer."""
         try:
-            return await self._engine.statistics(engine=engine)
+            counts = await self._engine.statistics(engine=engine)
+            return EngineNumbers(counts, await self._engine.times(engine=engine))
         except (shmring.ShmringError, TimeoutError):
             return None
 
@@ -247,7 +246,9 @@ def _told(facts: Facts) -> dict[str, str]:
 async def _answer_error(http_request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router: it says no more than "Not Found"
         error = _of_the_router(error, http_request.method, http_request.scope["path"])
-    return error_response(report(error, request_id_of(http_request.scope)))
+    answer = report(error, request_id_of(http_request.scope))
+    note_failure(http_request.scope, answer.code)
+    return error_response(answer)
 
 
 def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:

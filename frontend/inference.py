@@ -24,6 +24,7 @@ from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.metrics import AnswerStatistics
 from shmring.frontend.openai.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -77,16 +78,35 @@ class Answer:
         facts: about it.
     """
 
-    def __init__(self, first: GenerateOutput, others: AsyncGenerator[GenerateOutput, None], facts: Facts) -> None:
+    def __init__(
+        self,
+        first: GenerateOutput,
+        others: AsyncGenerator[GenerateOutput, None],
+        facts: Facts,
+        arrived_at: float,
+        statistics: AnswerStatistics,
+    ) -> None:
         self._first = first
         self._others = others
+        self._arrived_at = arrived_at
+        self._first_at = time.monotonic()
+        self._statistics = statistics
         self.facts = facts
+        statistics.first_token.add(self._first_at - arrived_at)
 
     async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
         """Iterates over all pieces, the first one included; once."""
-        yield self._first
-        async for output in self._others:
-            yield output
+        last, last_at = self._first, self._first_at
+        yield last
+        async for last in self._others:
+            now = time.monotonic()
+            if count := len(last.token_ids):
+                self._statistics.inter_token.add((now - last_at) / count, count)
+            last_at = now
+            yield last
+        if last.finish_reason is not None:
+            self._statistics.success[last.finish_reason,] += 1
+            self._statistics.whole.add(last_at - self._arrived_at)
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
@@ -104,13 +124,22 @@ class Inference:
         model: what it is called, and what it takes.
         intake: for media; its owner closes it.
         settings: limits.
+        statistics: where answers are counted.
     """
 
-    def __init__(self, engine: EngineClient, model: ServedModel, intake: MediaIntake, settings: FrontendSettings) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        intake: MediaIntake,
+        settings: FrontendSettings,
+        statistics: AnswerStatistics,
+    ) -> None:
         self._engine = engine
         self._model = model
         self._intake = intake
         self._settings = settings
+        self._statistics = statistics
         self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
 
     async def complete(self, request: ChatRequest, admitted: Admitted, request_id: str) -> tuple[ChatCompletion, Facts]:
@@ -139,7 +168,7 @@ class Inference:
                     raise
             if first is None:
                 raise _unfinished()
-            return Answer(first, outputs, facts)
+            return Answer(first, outputs, facts, admitted.arrived_at, self._statistics)
 
     async def embed(self, request: EmbeddingRequest, admitted: Admitted, request_id: str) -> tuple[list[bytes], Facts]:
         """Embeds the inputs of a request.
@@ -170,6 +199,8 @@ class Inference:
                 finally:
                     filled.clear()
                 facts.copies = self._engine.copies - before
+        self._statistics.success["stop",] += 1
+        self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
         return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
 
     @contextlib.asynccontextmanager

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import shmring
 from shmring.engine.client import EngineClient, MediaMemory
+from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium
 from shmring.frontend.admission import Admitted
 from shmring.frontend.media.decoder_pool import DecoderStatistics
@@ -42,6 +43,9 @@ class IntakeStatistics:
         decoded_nbytes: memory of requests whose media are decoded, or being decoded, and not in the slab yet.
         decoded_waiting: requests that wait for such memory.
         decoded: media that were decoded so far.
+        fetch: how long media took to be fetched.
+        preparation: how long they took to be decoded, by kind.
+        slot_wait: how long requests waited for slots.
         passed_over: media that were decoded and not given to the engine to keep, since keeping was in vain lately.
     """
 
@@ -50,6 +54,9 @@ class IntakeStatistics:
     decoded_waiting: int
     decoded: int
     passed_over: int
+    fetch: Distribution = dataclasses.field(default_factory=Distribution)
+    preparation: Mapping[tuple[str, ...], Distribution] = dataclasses.field(default_factory=dict)
+    slot_wait: Distribution = dataclasses.field(default_factory=Distribution)
 
 
 class MediaIntake:
@@ -73,7 +80,16 @@ class MediaIntake:
         """Returns how busy the decoders are, and how much memory decoded media take."""
         preparation, memory = self._preparation, self._preparation.decoded_memory
         decoders = preparation.decoders.statistics()
-        return IntakeStatistics(decoders, memory.nbytes, memory.waiting, preparation.decoded, self._passed_over)
+        return IntakeStatistics(
+            decoders,
+            memory.nbytes,
+            memory.waiting,
+            preparation.decoded,
+            self._passed_over,
+            self._arrivals.fetch_s,
+            preparation.preparation_s,
+            preparation.slot_wait_s,
+        )
 
     async def close(self) -> None:
         """Starts nothing more."""

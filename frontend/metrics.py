@@ -1,66 +1,45 @@
-"""A frontend's counters, for Prometheus. :mod:`shmring.frontend.observation` counts requests.
+"""The numbers of a server, for Prometheus: those of its frontends, and those of its engines.
+
+A request is counted in plain records (:class:`HttpStatistics` and others), which costs a quarter of a microsecond a value. Five
+times a second, and for each scrape, :class:`FrontendMetrics` takes over what has come since. ``prometheus_client`` itself
+would take ten microseconds of each request.
 
 Several frontends share one port, so a scrape may reach any of them. Under the supervisor, ``prometheus_client`` therefore
 runs in its multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each frontend answers for all. For each scrape,
-the engine's own numbers are fetched, as ``shmring_engine_*``. Of several engines, all of this has the label ``engine``.
+the engines' numbers are fetched. Of several engines, all of this has the label ``engine``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
+import itertools
 import operator
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 import shmring
+from shmring.engine.distributions import TIMES_S, Distribution
 from shmring.frontend.counted import COUNTED, Counted
 from shmring.frontend.intake import IntakeStatistics
 
-__all__ = ["FrontendMetrics"]
+__all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics"]
 
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-[_UP] = (counted for counted in COUNTED if counted.name == "shmring_engine_up")
-
-
-class _EngineCollector(Collector):
-    """The engines' numbers, as gauges."""
-
-    def __init__(self, numbers: Mapping[str, Mapping[str, float] | None]) -> None:
-        self._numbers = numbers
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        up = {engine: {"up": 0.0 if numbers is None else 1.0} for engine, numbers in self._numbers.items()}
-        yield from self._families(up, _UP.help)
-        answers = {engine: numbers for engine, numbers in self._numbers.items() if numbers is not None}
-        yield from self._families(answers, "The engine's {}.")
-
-    def _families(self, numbers: Mapping[str, Mapping[str, float]], text: str) -> Iterator[GaugeMetricFamily]:
-        labels = _labels(self._numbers)
-        for name in dict.fromkeys(name for each in numbers.values() for name in each):
-            family = GaugeMetricFamily(f"shmring_engine_{name}", text.format(name), labels=labels)
-            for engine, each in numbers.items():
-                if name in each:
-                    family.add_metric([engine] if labels else [], each[name])
-            yield family
+_OF_ENGINES = ("engine", "ring", "times", "")
+_BOUNDS = (*map(str, TIMES_S), "+Inf")
 
 
-def _labels(engines: Collection[str]) -> list[str]:
-    """The label that tells engines apart, where there are several."""
-    return ["engine"] if len(engines) > 1 else []
-
-
-class FrontendMetrics:
-    """A frontend's counters.
-
-    Args:
-        engines: their names. If there are several, numbers of the clients of each have the name as a label.
+@dataclasses.dataclass(slots=True)
+class HttpStatistics:
+    """A frontend's requests. What has labels is by route, by route and status, or by route and reason.
 
     Attributes:
         in_flight: requests being answered, those that wait for their turn included.
@@ -68,23 +47,124 @@ class FrontendMetrics:
         seconds: how long they took.
         aborted: requests that hung up, or stopped reading, before their answer was complete.
         broken_streams: answers that ended with an error after they had begun, by its code. Their status was 200 by then.
+        failures: requests that got an error, broken streams included, by route and code.
+    """
+
+    in_flight: int = 0
+    requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    seconds: dict[tuple[str, ...], Distribution] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(Distribution)
+    )
+    aborted: int = 0
+    broken_streams: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    failures: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(slots=True)
+class AnswerStatistics:
+    """A frontend's answers and embeddings; times in seconds.
+
+    Attributes:
+        first_token: from the end of a request's body to the first part of its answer.
+        inter_token: between two tokens of an answer.
+        whole: from the end of a request's body to the last part of its answer.
+        success: answers by the reason why they ended.
+    """
+
+    first_token: Distribution = dataclasses.field(default_factory=Distribution)
+    inter_token: Distribution = dataclasses.field(default_factory=Distribution)
+    whole: Distribution = dataclasses.field(default_factory=Distribution)
+    success: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineNumbers:
+    """What an engine says for a scrape.
+
+    Attributes:
+        counts: its counts by name; those of its ring begin with ``ring_``.
+        times: how long the parts of requests took, by name.
+    """
+
+    counts: Mapping[str, float]
+    times: Mapping[str, Distribution]
+
+    def of(self, counted: Counted) -> float | Distribution | None:
+        """Returns a number; None if the engine does not say it."""
+        source, _, field = counted.source.partition(".")
+        if source == "times":
+            return self.times.get(field)
+        return self.counts.get(f"ring_{field}" if source == "ring" else field) if source else 1.0
+
+
+class _EngineCollector(Collector):
+    """The engines' numbers."""
+
+    def __init__(self, numbers: Mapping[str, EngineNumbers | None]) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[Any]:
+        names = _labels(self._numbers)
+        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        for counted in COUNTED:
+            if not _is_of_engines(counted):
+                continue
+            family: Any = families[counted.kind](counted.name, counted.help, labels=names)
+            for engine, numbers in self._numbers.items():
+                labels = [engine] if names else []
+                value = numbers.of(counted) if numbers is not None else None if counted.source else 0.0
+                if isinstance(value, Distribution):
+                    counts = itertools.accumulate(value.counts)
+                    family.add_metric(labels, list(zip(_BOUNDS, counts, strict=True)), value.total)
+                elif value is not None:
+                    family.add_metric(labels, value)
+            if family.samples:
+                yield family
+
+
+def _is_of_engines(counted: Counted) -> bool:
+    return counted.source.partition(".")[0] in _OF_ENGINES
+
+
+def _labels(engines: Collection[str]) -> list[str]:
+    """The label that tells engines apart, where there are several."""
+    return ["engine"] if len(engines) > 1 else []
+
+
+class _AddedHistogram(Histogram):
+    """A histogram that is given counts, not values."""
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Adds counts of values, and their sum. What the base class keeps for each bound is the same."""
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(total)
+
+
+class FrontendMetrics:
+    """A frontend's numbers.
+
+    Args:
+        engines: their names. If there are several, numbers of the clients of each have the name as a label.
+
+    Attributes:
+        http: its requests.
+        answers: its answers.
     """
 
     def __init__(self, engines: Collection[str]) -> None:
+        self.http = HttpStatistics()
+        self.answers = AnswerStatistics()
         self._labels = _labels(engines)
-        self._seen: dict[tuple[str, str], float] = {}
+        self._seen: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
-        self._metrics = {counted.name: self._made(counted) for counted in COUNTED if counted.name != _UP.name}
-        self.in_flight: Gauge = self._metrics["shmring_http_in_flight"]
-        self.requests: Counter = self._metrics["shmring_http_requests"]
-        self.seconds: Histogram = self._metrics["shmring_http_request_seconds"]
-        self.aborted: Counter = self._metrics["shmring_http_aborted"]
-        self.broken_streams: Counter = self._metrics["shmring_http_broken_streams"]
+        self._metrics = {counted.name: self._made(counted) for counted in COUNTED if not _is_of_engines(counted)}
 
     def _made(self, counted: Counted) -> Any:
         labels = self._labels if counted.source.startswith("client.") else counted.labels
         if counted.kind == "histogram":
-            return Histogram(counted.name, counted.help, labels, buckets=_BUCKETS, registry=self.registry)
+            return _AddedHistogram(counted.name, counted.help, labels, buckets=TIMES_S, registry=self.registry)
         if counted.kind == "counter":
             return Counter(counted.name, counted.help, labels, registry=self.registry)
         mode = counted.across_frontends
@@ -92,27 +172,42 @@ class FrontendMetrics:
 
     def take_over(self, engine: str, statistics: shmring.ClientStatistics) -> None:
         """Updates the numbers of the client of an engine."""
-        self._take_over("client", statistics, engine)
+        self._take_over("client", statistics, (engine,) if self._labels else (), engine)
 
-    def take_over_media(self, statistics: IntakeStatistics) -> None:
-        """Updates the numbers of decoders and of decoded media."""
-        self._take_over("intake", statistics, "")
+    def take_over_own(self, media: IntakeStatistics | None = None) -> None:
+        """Updates the numbers of requests, answers and media."""
+        self._take_over("http", self.http)
+        self._take_over("answers", self.answers)
+        if media is not None:
+            self._take_over("intake", media)
 
-    def _take_over(self, source: str, statistics: object, engine: str) -> None:
+    def _take_over(self, source: str, statistics: object, labels: tuple[str, ...] = (), engine: str = "") -> None:
         for counted in COUNTED:
             whose, _, field = counted.source.partition(".")
             if whose != source:
                 continue
-            metric, value = self._metrics[counted.name], operator.attrgetter(field)(statistics)
-            if engine and self._labels:
-                metric = metric.labels(engine)
-            if counted.kind == "gauge":
-                metric.set(value)
-            else:
-                metric.inc(value - self._seen.get((counted.name, engine), 0))
-                self._seen[counted.name, engine] = value
+            value = operator.attrgetter(field)(statistics)
+            for key, part in value.items() if counted.labels else [(labels, value)]:
+                self._update(counted, key, part, (counted.name, engine, *key))
 
-    async def render(self, engine_numbers: Mapping[str, Mapping[str, float] | None]) -> bytes:
+    def _update(self, counted: Counted, labels: tuple[str, ...], value: Any, seen: tuple[str, ...]) -> None:
+        metric = self._metrics[counted.name]
+        if counted.kind == "gauge":
+            (metric.labels(*labels) if labels else metric).set(value)
+            return
+        now = (*value.counts, value.total) if isinstance(value, Distribution) else (value,)
+        before = self._seen.get(seen)
+        if now == before:
+            return  # most have not changed, and looking a metric up takes longer than this
+        self._seen[seen] = now
+        *counts, total = map(operator.sub, now, before) if before else now
+        metric = metric.labels(*labels) if labels else metric
+        if isinstance(value, Distribution):
+            metric.add(counts, total)
+        else:
+            metric.inc(total)
+
+    async def render(self, engine_numbers: Mapping[str, EngineNumbers | None]) -> bytes:
         """Returns all numbers as Prometheus reads them.
 
         Args:
@@ -120,7 +215,7 @@ class FrontendMetrics:
         """
         return await asyncio.to_thread(self._render, engine_numbers)  # it reads files
 
-    def _render(self, engine_numbers: Mapping[str, Mapping[str, float] | None]) -> bytes:
+    def _render(self, engine_numbers: Mapping[str, EngineNumbers | None]) -> bytes:
         registry = self.registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()

@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
-from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.metrics import HttpStatistics
 from shmring.frontend.responses import error_response
 from shmring.frontend.sse import CONTENT_TYPE, event
 
-__all__ = ["Observation", "ObservedRoute", "request_id_of"]
+__all__ = ["Observation", "ObservedRoute", "note_failure", "request_id_of"]
 
 _HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
@@ -29,13 +29,13 @@ class Observation:
 
     Args:
         app: what answers.
-        metrics: where it is counted.
+        http: where it is counted.
         headers_for: returns the CORS headers of an answer that is made here.
     """
 
-    def __init__(self, app: ASGIApp, metrics: FrontendMetrics, headers_for: HeadersFor) -> None:
+    def __init__(self, app: ASGIApp, http: HttpStatistics, headers_for: HeadersFor) -> None:
         self._app = app
-        self._metrics = metrics
+        self._http = http
         self._headers_for = headers_for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,34 +60,39 @@ class Observation:
             await send(message)
 
         started = time.perf_counter()
-        with self._metrics.in_flight.track_inprogress():
-            try:
-                await self._app(scope, receive, observed_send)
-            except asyncio.CancelledError:
-                # Only the server cancels a request, when it shuts down and the time for running requests is over.
-                if status == _HUNG_UP:
-                    answer = error_response(_SHUTTING_DOWN)
-                    answer.raw_headers += self._headers_for(scope["headers"])
-                    await answer(scope, receive, observed_send)
-                elif streaming:
-                    self._metrics.broken_streams.labels(_SHUTTING_DOWN.code).inc()
-                    last = event(_SHUTTING_DOWN.envelope())
-                    await observed_send({"type": "http.response.body", "body": last, "more_body": False})
-                else:
-                    complete = True  # an error of the caller
-                    raise
-            except Exception:
-                status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500
+        self._http.in_flight += 1
+        try:
+            await self._app(scope, receive, observed_send)
+        except asyncio.CancelledError:
+            # Only the server cancels a request, when it shuts down and the time for running requests is over.
+            if status == _HUNG_UP:
+                note_failure(scope, _SHUTTING_DOWN.code)
+                answer = error_response(_SHUTTING_DOWN)
+                answer.raw_headers += self._headers_for(scope["headers"])
+                await answer(scope, receive, observed_send)
+            elif streaming:
+                self._http.broken_streams[_SHUTTING_DOWN.code,] += 1
+                note_failure(scope, _SHUTTING_DOWN.code)
+                last = event(_SHUTTING_DOWN.envelope())
+                await observed_send({"type": "http.response.body", "body": last, "more_body": False})
+            else:
+                complete = True  # an error of the caller
                 raise
-            finally:
-                self._count(scope, status, time.perf_counter() - started)
-                if not complete:
-                    self._metrics.aborted.inc()
+        except Exception:
+            status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500
+            raise
+        finally:
+            self._http.in_flight -= 1
+            self._http.aborted += not complete
+            self._count(scope, status, time.perf_counter() - started)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        label = str(scope["state"].get("route", _UNMATCHED))
-        self._metrics.requests.labels(label, str(status)).inc()
-        self._metrics.seconds.labels(label).observe(seconds)
+        state = scope["state"]
+        route = str(state.get("route", _UNMATCHED))
+        self._http.requests[route, str(status)] += 1
+        self._http.seconds[route,].add(seconds)
+        if "failure" in state:
+            self._http.failures[route, state["failure"]] += 1
 
 
 class ObservedRoute(Route):
@@ -97,6 +102,11 @@ class ObservedRoute(Route):
         """Answers a request."""
         scope.setdefault("state", {})["route"] = self.path_format
         await super().handle(scope, receive, send)
+
+
+def note_failure(scope: Scope, code: str) -> None:
+    """Notes the code of the error that the caller of a request gets; it is counted when the request ends."""
+    scope["state"]["failure"] = code
 
 
 def request_id_of(scope: Scope) -> str:

@@ -87,6 +87,8 @@ async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(c
     await client.request({"do": "echo", "x": tensor(1000), "y": tensor(1000)}, timeout=5)
     now = client.statistics()
     assert (now.inline_payloads, now.slot_nbytes_submitted, now.copies, now.copied_nbytes) == (1, 2024, 3, 3000)
+    [connection] = client.engines.values()
+    assert connection.copies == 3
 
 
 async def test_a_view_of_a_large_tensor_costs_what_it_shows(client: shmring.Client) -> None:

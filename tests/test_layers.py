@@ -51,7 +51,7 @@ ALLOWED |= {
     "shmring.engine": PARTS,
     "shmring.frontend": (
         *PARTS,
-        *(f"shmring.engine.{name}" for name in ("client", "inputs", "protocol")),
+        *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "protocol")),
         # of processes, not of requests
         *(f"shmring.engine.{name}" for name in ("flags", "option_table", "option_types", "options", "settings")),
         *(f"shmring.engine.{name}" for name in ("supervision", "logs")),

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import prometheus_client.parser
+import pytest
 
 import shmring
-from shmring.engine.metrics import EngineMetrics
+from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
-from shmring.frontend.metrics import FrontendMetrics
+from shmring.frontend.metrics import AnswerStatistics, EngineNumbers, FrontendMetrics, HttpStatistics
 from tests.pages import load_maker
 from tests.tables import for_each
 
+TIMES = {"fetch", "preparation", "slot_wait"}
+NAMED_AS_VLLM_S = {"waiting_requests", "running_requests", "prompt_tokens", "generated_tokens"}
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
 
@@ -62,16 +65,18 @@ def test_every_record_of_numbers_has_a_table() -> None:
     pattern = re.compile(r"^class (\w+(?:Statistics|Metrics))\b", re.MULTILINE)
     sources = [path for package in ("shmring", "engine", "frontend") for path in (ROOT / package).rglob("*.py")]
     records = {name for path in sources for name in pattern.findall(path.read_text())}
-    assert records == {record.__name__ for _, record in RECORDS} | {FrontendMetrics.__name__, IntakeStatistics.__name__}
+    assert records == {record.__name__ for _, record in RECORDS} | {
+        record.__name__ for record in (AnswerStatistics, FrontendMetrics, HttpStatistics, IntakeStatistics)
+    }
 
 
 def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None:
     metrics = FrontendMetrics(["test"])
     decoders = DecoderStatistics(total=2, free=3, waiting=4, waiting_s=5.0)
-    metrics.take_over_media(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7, decoded=8, passed_over=9))
+    metrics.take_over_own(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7, decoded=8, passed_over=9))
     values = {sample.value for family in metrics.registry.collect() for sample in family.samples}
     expected = (*dataclasses.astuple(decoders), 6, 7, 8, 9)
-    assert len(expected) == len(names_of(DecoderStatistics)) + len(names_of(IntakeStatistics)) - 1
+    assert len(expected) == len(names_of(DecoderStatistics)) + len(names_of(IntakeStatistics) - {"decoders", *TIMES})
     assert values.issuperset(expected)
 
 
@@ -80,13 +85,34 @@ def test_the_table_of_metrics_is_what_the_code_says() -> None:
     assert make_metrics.PAGE.read_text() == make_metrics.make_page(), "run: python docs/make_metrics.py"
 
 
-async def test_every_metric_is_in_the_table_with_its_type() -> None:
-    families = prometheus_client.parser.text_string_to_metric_families(
-        (await FrontendMetrics(["test"]).render({"test": {}})).decode()
-    )
+def test_the_dashboard_and_the_alerts_are_what_the_code_says() -> None:
+    make_monitoring = load_maker("make_monitoring")
+    make_monitoring.check_names()
+    said = "run: python docs/make_monitoring.py"
+    assert make_monitoring.DASHBOARD.read_text() == make_monitoring.make_dashboard(), said
+    assert make_monitoring.ALERTS.read_text() == make_monitoring.make_alerts(), said
+
+
+def test_a_name_that_no_number_has_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_monitoring = load_maker("make_monitoring")
+    monkeypatch.setattr(make_monitoring, "RULES", [("", "shmring_http_request_total > 0", "", "", "")])
+    with pytest.raises(LookupError, match="shmring_http_request_total"):
+        make_monitoring.check_names()
+
+
+async def test_every_metric_is_in_a_table_with_its_type(serve: Any) -> None:
+    ring = await serve()
+    numbers = EngineNumbers(EngineMetrics().collect(ring.statistics()), EngineTimes().as_dict())
+    text = (await FrontendMetrics(["test"]).render({"test": numbers})).decode()
+    families = prometheus_client.parser.text_string_to_metric_families(text)
     exposed = {family.name + "_total" * (family.type == "counter"): family.type for family in families}
     exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
-    assert {name: columns[0] for name, columns in rows("`GET /metrics`").items()} == exposed
+    listed = {name: columns[0] for name, columns in rows("`GET /metrics`").items()}
+    for heading, prefix in (("`EngineClient.statistics()`", ""), ("`ring.statistics()`", "ring_")):
+        for name, (kind, *_) in rows(heading).items():
+            if kind != "identity" and name not in NAMED_AS_VLLM_S:
+                listed[f"shmring_engine_{prefix}{name}{'_total' * (kind == 'counter')}"] = kind
+    assert exposed == listed
 
 
 @for_each("heading", ["`GET /metrics`", *(heading for heading, _ in RECORDS)])

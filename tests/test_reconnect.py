@@ -128,7 +128,9 @@ async def test_a_client_attaches_to_the_next_engine(serve: Any, connect: Any, ev
         await client.wait_connected(timeout=5)
         assert client.statistics().reconnections == life
     assert client.statistics().epoch == ring.epoch != first_epoch
-    assert client.statistics().submitted == 3, "counters go on"
+    now, [connection] = client.statistics(), client.engines.values()
+    assert (now.submitted, connection.copies) == (3, now.copies), "counters go on"
+    assert now.copies == 3
     await client.close()
     await settled(ring)
 

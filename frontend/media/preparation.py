@@ -16,10 +16,12 @@ the same reason no exception carries a view: its traceback would hold it for as 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import io
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -29,6 +31,7 @@ import torch
 
 import shmring
 from shmring.engine.client import MediaMemory
+from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform, checksum_of
 from shmring.frontend.decoded_memory import DecodedMemory
 from shmring.frontend.errors import unavailable
@@ -59,6 +62,7 @@ class ProbedMedium:
         dtype: of the same.
         header: what its decoder needs to know again.
         cpu_s: processor time that it has taken so far.
+        probe_s: how long finding this out took.
     """
 
     file: MediaFile
@@ -66,6 +70,7 @@ class ProbedMedium:
     dtype: torch.dtype
     header: bytes = dataclasses.field(repr=False)
     cpu_s: float
+    probe_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +114,8 @@ class Preparation:
         decoders: who decodes.
         decoded_memory: of requests whose media are decoded, or being decoded, and not in the slab yet.
         decoded: how many media were decoded so far.
+        preparation_s: how long they took, the wait for a decoder included, by kind.
+        slot_wait_s: how long requests waited for slots.
     """
 
     def __init__(self, settings: FrontendSettings) -> None:
@@ -118,6 +125,8 @@ class Preparation:
         self.decoders = DecoderPool(settings.decoders, self._threads)
         self.decoded_memory = DecodedMemory(settings.max_decoded_nbytes, settings.queue_timeout_s)
         self.decoded = 0
+        self.preparation_s: dict[tuple[str, ...], Distribution] = collections.defaultdict(Distribution)
+        self.slot_wait_s = Distribution()
 
     async def prepare(
         self,
@@ -173,11 +182,12 @@ class Preparation:
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
         job = Probe(file.kind, spec, self._limits, self._settings.media_io_kwargs)
+        started_at = time.monotonic()
         outcome = await self._run(job, file.data, 0, self._limits.max_decode_s)
         probed = outcome.reply
         assert isinstance(probed, Probed), probed
         dtype = torch.float32 if file.kind == "audio" else torch.uint8
-        return ProbedMedium(file, probed.shape, dtype, probed.header, outcome.cpu_s)
+        return ProbedMedium(file, probed.shape, dtype, probed.header, outcome.cpu_s, time.monotonic() - started_at)
 
     async def decode(self, probed: ProbedMedium) -> DecodedMedium:
         """Decodes a medium into memory of its own, which the caller closes. If it is cancelled, decoding ends at once.
@@ -189,7 +199,9 @@ class Preparation:
         """
         kind = probed.file.kind
         job = Decode(kind, probed.header, self._settings.media_io_kwargs)
+        started_at = time.monotonic()
         outcome = await self._run(job, probed.file.data, probed.nbytes, self._limits.max_decode_s - probed.cpu_s)
+        self.preparation_s[kind,].add(time.monotonic() - started_at + probed.probe_s)
         reply = outcome.reply
         assert isinstance(reply, Decoded), reply
         assert outcome.result is not None
@@ -240,11 +252,14 @@ class Preparation:
         if self._settings.disable_mm_shm:
             return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         sizes = [shmring.nbytes_for(shape) for shape in shapes]
+        started_at = time.monotonic()
         try:
             slots = await memory.slots(sizes, timeout=self._settings.slot_timeout_s)
         except TimeoutError:
             message = f"no space for {sum(sizes)} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
             raise unavailable(message, "slab_full") from None
+        finally:
+            self.slot_wait_s.add(time.monotonic() - started_at)
         for slot in slots:
             stack.enter_context(slot)
         return [slot.tensor(shape, dtype) for slot, (shape, dtype) in zip(slots, shapes, strict=True)]

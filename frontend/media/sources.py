@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from shmring.engine.distributions import Distribution
 from shmring.engine.inputs import InputSpec
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
@@ -89,6 +91,9 @@ class Arrivals:
     Args:
         settings: limits, and from where media may come.
         pool: threads to decode base64 and to read files on. They stay the caller's.
+
+    Attributes:
+        fetch_s: how long it took to fetch each medium that was elsewhere.
     """
 
     def __init__(self, settings: FrontendSettings, pool: Executor) -> None:
@@ -96,6 +101,7 @@ class Arrivals:
         self._pool = pool
         self._fetcher = Fetcher(settings.fetch, pool)
         self._fetching = asyncio.Semaphore(_MAX_FETCHING)
+        self.fetch_s = Distribution()
 
     async def files(self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str) -> list[MediaFile]:
         """Brings all files of a request, in the order of their sources; it has its turn if they are large.
@@ -153,7 +159,12 @@ class Arrivals:
             raise MediaError(f"this server's model takes {taken}; it does not take {source.kind}")
         max_nbytes = self._settings.media_limits.max_nbytes(source.kind)
         if source.url is not None:
-            data = await self._fetcher.fetch(source.url, source.kind, max_nbytes)
+            started_at = time.monotonic() if source.is_elsewhere else None
+            try:
+                data = await self._fetcher.fetch(source.url, source.kind, max_nbytes)
+            finally:
+                if started_at is not None:
+                    self.fetch_s.add(time.monotonic() - started_at)
         else:
             assert source.base64 is not None, "a source has a URL or base64"
             loop = asyncio.get_running_loop()

@@ -52,6 +52,12 @@ class EngineConnection:
         """Why the last engine went away, as far as it is known; None if none has."""
         return self._attachment.lost_error
 
+    @property
+    def copies(self) -> int:
+        """How many tensors were copied for sending so far. It is in :meth:`statistics` too, which costs far more."""
+        session = self._attachment.session
+        return self._attachment.counters.copies + (0 if session is None else session.end.copies)
+
     def statistics(self) -> ClientStatistics:
         """Returns gauges of the present state, and counters since the start.
 

@@ -352,6 +352,7 @@ class EngineConnection(Blocking[connection_in_loop.EngineConnection]):
     client_id = read_through(connection_in_loop.EngineConnection.client_id)
     epoch = read_through(connection_in_loop.EngineConnection.epoch)
     kept_nbytes = read_through(connection_in_loop.EngineConnection.kept_nbytes)
+    copies = read_through(connection_in_loop.EngineConnection.copies)
     lost_error = read_through(connection_in_loop.EngineConnection.lost_error)
     statistics = done_in_loop(connection_in_loop.EngineConnection.statistics)
 

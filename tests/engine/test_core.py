@@ -207,6 +207,23 @@ async def test_the_loop_goes_on_while_a_step_runs(socket_dir: Path) -> None:
         assert (core.metrics.steps, core.metrics.finished_requests) == (1, 1)
 
 
+async def test_the_times_of_requests_are_counted_from_their_arrival(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(0)))]
+        await until(lambda: gate.seen)
+        answers.append(asyncio.create_task(encode(client, request_of(1))))
+        await until(lambda: core._scheduler.waiting == 1)
+        await asyncio.sleep(0.05)  # it waits, and the other one is in its step
+        gate.let()
+        await asyncio.gather(*answers)
+        times = await client.times(engine="core")
+        assert {name: sum(each.counts) for name, each in times.items()} == {"queue": 2, "prefill": 2, "decode": 0, "step": 2}
+        assert times["queue"].total >= 0.05
+        assert times["prefill"].total >= 0.05
+        assert 0.05 <= times["step"].total <= (await client.statistics())["step_seconds"]  # the latter has more than steps
+
+
 async def test_requests_that_wait_share_a_step(socket_dir: Path) -> None:
     sizes: list[int] = []
     gate = Gate(lambda batch: sizes.append(len(batch)) or means(batch))

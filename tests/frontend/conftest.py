@@ -148,6 +148,9 @@ async def open_engine(serve: Any, socket_dir: Path) -> AsyncIterator[OpenEngine]
             async def statistics() -> dict[str, float]:
                 return {"ring_slots_in_use": ring.statistics().slots_in_use}
 
+            async def times() -> dict[str, Any]:
+                return {}
+
             async def is_paused() -> bool:
                 return False
 
@@ -155,6 +158,7 @@ async def open_engine(serve: Any, socket_dir: Path) -> AsyncIterator[OpenEngine]
                 Calls.HEALTH: health,
                 Calls.DESCRIBE: describe,
                 Calls.STATISTICS: statistics,
+                Calls.TIMES: times,
                 Calls.IS_PAUSED: is_paused,
             }
             ring = await serve(handler, payload_type=EngineRequestPayload, calls=calls, **{"slab_nbytes": "4MiB", **options})

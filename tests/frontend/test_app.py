@@ -240,6 +240,7 @@ async def test_a_full_slab_is_waited_for_and_then_reported(open_engine: Any, ope
         response = await http.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))
         assert error_of(response, 503)["code"] == "slab_full"
         assert int(response.headers["retry-after"]) >= 1
+    assert 'shmring_request_failure_total{reason="slab_full",route="/v1/embeddings"} 1.0' in (await http.get("/metrics")).text
     assert (await patient.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))).status_code == 200
 
 
@@ -374,6 +375,12 @@ async def test_metrics_count_what_happened(open_engine: Any, open_app: OpenApp, 
         'shmring_http_requests_total{route="/v1/embeddings",status="400"} 1.0',
         'shmring_http_requests_total{route="unmatched",status="404"} 1.0',
         'shmring_http_request_seconds_count{route="/v1/embeddings"} 2.0',
+        'shmring_request_failure_total{reason="invalid_value",route="/v1/embeddings"} 1.0',
+        'shmring_request_failure_total{reason="not_found",route="unmatched"} 1.0',
+        'shmring_request_success_total{finished_reason="stop"} 1.0',
+        "shmring_e2e_request_latency_seconds_count 1.0",
+        'shmring_media_preparation_seconds_count{kind="image"} 3.0',
+        "shmring_slot_wait_seconds_count 1.0",
     ):
         assert line in response.text
 

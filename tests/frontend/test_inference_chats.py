@@ -157,6 +157,26 @@ async def test_an_answer_without_an_end_is_an_error(open_engine: Any, open_app: 
     assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_error")
 
 
+async def test_the_times_of_an_answer_are_counted(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
+    http = await open_app(await open_core())
+    for stream in (True, False):
+        response = await http.post("/v1/chat/completions", json=chat_of(PIXELS[0], stream=stream, max_tokens=5))
+        assert response.status_code == 200, response.text
+    lines = (await http.get("/metrics")).text.splitlines()
+    for line in (
+        "shmring_time_to_first_token_seconds_count 2.0",
+        "shmring_inter_token_latency_seconds_count 8.0",  # the first of five has no token before it
+        "shmring_e2e_request_latency_seconds_count 2.0",
+        'shmring_request_success_total{finished_reason="length"} 2.0',
+        "shmring_request_queue_time_seconds_count 2.0",
+        "shmring_request_prefill_time_seconds_count 2.0",
+        "shmring_request_decode_time_seconds_count 2.0",
+        "shmring_generation_tokens_total 10.0",
+    ):
+        assert line in lines
+    assert any(line.startswith("shmring_prompt_tokens_total ") and float(line.split()[1]) > 0 for line in lines)
+
+
 async def test_what_fails_on_the_way_is_the_last_event(
     open_engine: Any, open_app: OpenApp, chat_of: Any, eventually: Any
 ) -> None:
@@ -172,7 +192,9 @@ async def test_what_fails_on_the_way_is_the_last_event(
     assert so_far["choices"][0]["delta"] == {"content": "so far"}
     assert last["error"]["code"] == "engine_error"
     assert "the executor broke" in last["error"]["message"]
-    assert 'shmring_http_broken_streams_total{code="engine_error"} 1.0' in (await http.get("/metrics")).text
+    numbers = (await http.get("/metrics")).text
+    assert 'shmring_http_broken_streams_total{code="engine_error"} 1.0' in numbers
+    assert 'shmring_request_failure_total{reason="engine_error",route="/v1/chat/completions"} 1.0' in numbers
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 

@@ -16,6 +16,7 @@ from shmring.frontend.admission import Admission, Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.inference import Inference
 from shmring.frontend.intake import MediaIntake
+from shmring.frontend.metrics import AnswerStatistics
 from shmring.frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest, EmbeddingResponse
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
@@ -57,7 +58,7 @@ async def open_service() -> AsyncIterator[Any]:
     def make(engine: Any, **settings: Any) -> Inference:
         frontend_settings = FrontendSettings(**settings)
         intakes.append(MediaIntake(engine.client, frontend_settings))
-        return Inference(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings)
+        return Inference(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings, AnswerStatistics())
 
     yield make
     for intake in intakes:

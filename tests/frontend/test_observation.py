@@ -31,12 +31,16 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def count(metrics: FrontendMetrics, status: int) -> float:
-    labels = {"route": "/a/route", "status": str(status)}
-    return metrics.registry.get_sample_value("shmring_http_requests_total", labels) or 0
+    return value(metrics, "shmring_http_requests_total", route="/a/route", status=str(status)) or 0
+
+
+def value(metrics: FrontendMetrics, name: str, **labels: str) -> float | None:
+    metrics.take_over_own()
+    return metrics.registry.get_sample_value(name, labels)
 
 
 async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> None:
-    await Observation(app, metrics, lambda headers: [(b"asked", value) for _, value in headers])(
+    await Observation(app, metrics.http, lambda headers: [(b"asked", value) for _, value in headers])(
         exchange.scope, exchange.receive, exchange.send
     )
 
@@ -46,15 +50,15 @@ async def test_a_request_is_counted_timed_and_named() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert request_id_of(scope) == "mine"
-        assert metrics.registry.get_sample_value("shmring_http_in_flight") == 1
+        assert value(metrics, "shmring_http_in_flight") == 1
         await answer(scope, receive, send)
 
     await observe(metrics, app, exchange)
     assert exchange.sent[0]["headers"] == [(b"own", b"1"), (b"x-request-id", b"mine")]
     assert count(metrics, 204) == 1
-    assert metrics.registry.get_sample_value("shmring_http_request_seconds_count", {"route": "/a/route"}) == 1
-    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
-    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 0
+    assert value(metrics, "shmring_http_request_seconds_count", route="/a/route") == 1
+    assert value(metrics, "shmring_http_in_flight") == 0
+    assert value(metrics, "shmring_http_aborted_total") == 0
 
 
 async def test_a_request_without_an_answer_hung_up() -> None:
@@ -65,7 +69,7 @@ async def test_a_request_without_an_answer_hung_up() -> None:
 
     await observe(metrics, leave, exchange)
     assert count(metrics, 499) == 1
-    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+    assert value(metrics, "shmring_http_aborted_total") == 1
 
 
 async def test_an_answer_that_is_not_complete_hung_up() -> None:
@@ -77,7 +81,7 @@ async def test_an_answer_that_is_not_complete_hung_up() -> None:
 
     await observe(metrics, leave, exchange)
     assert count(metrics, 200) == 1
-    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+    assert value(metrics, "shmring_http_aborted_total") == 1
 
 
 async def test_a_bug_is_counted_and_comes_through() -> None:
@@ -89,7 +93,7 @@ async def test_a_bug_is_counted_and_comes_through() -> None:
     with pytest.raises(KeyError):
         await observe(metrics, break_down, exchange)
     assert count(metrics, 500) == 1
-    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
+    assert value(metrics, "shmring_http_in_flight") == 0
 
 
 async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
@@ -109,6 +113,7 @@ async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
     assert (b"asked", b"https://chat.example.org") in exchange.sent[0]["headers"]  # else a browser shows nothing of it
     assert b'"code":"shutting_down"' in exchange.sent[1]["body"]
     assert count(metrics, 503) == 1
+    assert value(metrics, "shmring_request_failure_total", route="/a/route", reason="shutting_down") == 1
 
 
 async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
@@ -146,7 +151,7 @@ async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
     assert last["body"].startswith(b'data: {"error":')
     assert b'"code":"shutting_down"' in last["body"]
     assert not last["more_body"]
-    assert metrics.registry.get_sample_value("shmring_http_broken_streams_total", {"code": "shutting_down"}) == 1
+    assert value(metrics, "shmring_http_broken_streams_total", code="shutting_down") == 1
 
 
 async def test_what_is_no_request_passes_through() -> None:

@@ -114,7 +114,7 @@ async def test_a_killed_engine_breaks_its_own_streams_and_is_replaced(server: Se
     streams = [Stream(http, tokens) for _ in range(8)]
     await asyncio.gather(*(stream.begun.wait() for stream in streams))
     before = await metrics_of(http)
-    running = {name: before["shmring_engine_running_requests", name] for name in NAMES}
+    running = {name: before["shmring_num_requests_running", name] for name in NAMES}
     assert sum(running.values()) == 8
     assert min(running.values()) >= 1
     victim = pid_of(server, 0)
@@ -129,7 +129,7 @@ async def test_a_killed_engine_breaks_its_own_streams_and_is_replaced(server: Se
     await until(one_is_left)
     seen = await metrics_of(http)
     assert (seen["shmring_engine_up", FIRST], seen["shmring_engine_up", SECOND]) == (0, 1)
-    assert ("shmring_engine_steps", FIRST) not in seen
+    assert ("shmring_engine_steps_total", FIRST) not in seen
     answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=stream_body(2)) for _ in range(6)))
     assert {answer.status_code for answer in answers} == {200}
     await asyncio.gather(*(stream.reading for stream in streams))
@@ -149,7 +149,7 @@ async def test_a_killed_engine_breaks_its_own_streams_and_is_replaced(server: Se
     await until(both_frontends_have_said_so)
     answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=stream_body(2)) for _ in range(12)))
     assert {answer.status_code for answer in answers} == {200}
-    assert (await metrics_of(http))["shmring_engine_finished_requests", FIRST] >= 1, "it is used again"
+    assert (await metrics_of(http))["shmring_engine_finished_requests_total", FIRST] >= 1, "it is used again"
 
 
 async def test_pictures_that_a_killed_engine_had_are_answered_by_the_other(server: Server, http: httpx.AsyncClient) -> None:
@@ -186,10 +186,10 @@ async def test_a_stopped_engine_is_unresponsive_and_the_other_one_answers(server
         await until(is_noticed)
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["engine"]) == (200, "running")
-        before = (await metrics_of(http))["shmring_engine_finished_requests", FIRST]
+        before = (await metrics_of(http))["shmring_engine_finished_requests_total", FIRST]
         asking = [asyncio.create_task(http.post("/v1/chat/completions", json=stream_body(2))) for _ in range(12)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        after = (await metrics_of(http))["shmring_engine_finished_requests", FIRST]
+        after = (await metrics_of(http))["shmring_engine_finished_requests_total", FIRST]
         assert after > before
     finally:
         os.kill(pid, signal.SIGCONT)
