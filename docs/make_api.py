@@ -44,7 +44,7 @@ SECTIONS = (
         shmring.Ring,
         shmring.threads.Ring,
         "claim claim_nowait claim_many run run_batches drain take untaken wait_workers ranks broadcast broadcast_nowait "
-        "gather drop_worker statistics close name config epoch",
+        "gather drop_worker statistics inspect add_to_snapshots close name config epoch",
     ),
     Section(
         "`Claim`: a request at the engine",
@@ -68,7 +68,7 @@ SECTIONS = (
         "engine",
         shmring.EngineConnection,
         shmring.threads.EngineConnection,
-        "name connected client_id epoch lost_error kept_nbytes statistics",
+        "name connected client_id epoch lost_error kept_nbytes copies statistics",
     ),
     Section(
         "`EngineLoad`: what `client.loads()` says of an engine",
@@ -120,7 +120,7 @@ def make_page() -> str:
     assert heading
     opening = [
         _call(f"shmring.{name}", getattr(shmring, name), f"shmring.threads.{name}", getattr(shmring.threads, name, None))
-        for name in ("serve", "connect", "join", "nbytes_for")
+        for name in ("serve", "connect", "join", "inspect", "nbytes_for")
     ]
     parts = [_table(_OPENING, opening)]
     parts.extend(_table(section.heading, [_row(section, name) for name in section.members.split()]) for section in SECTIONS)

@@ -214,7 +214,7 @@ RULES: list[tuple[str, str, str, str, str]] = [
         "shmring_frontend_decoder_waiting_seconds > 5",
         "2m",
         "warning",
-        "Media wait for a decoder for more than five seconds, and /ready fails. Raise --decoders or --frontends.",
+        "Media wait for a decoder for more than five seconds, and /ready fails. Raise --decoders or --api-server-count.",
     ),
     (
         "ShmringProtocolErrors",

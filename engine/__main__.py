@@ -38,7 +38,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
             link, settings = SupervisorLink.open(supervisor_fd, EngineSettings)
         except (EOFError, OSError) as error:
             raise SystemExit(f"shmring engine: {error}") from None
-    configure_logging(settings.log_level, "engine")
+    configure_logging(settings.log_level, "engine", settings.log_format)
     if link is None and (notice := notice_of(values, "shmring engine")):
         click.echo(f"shmring engine: {notice}", err=True)
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)

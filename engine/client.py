@@ -131,8 +131,8 @@ class EngineClient:
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
-    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics`` and ``times`` are ours: media travel
-    in slots.
+    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics``, ``times`` and ``inspect`` are
+    ours: media travel in slots.
 
     Attributes:
         ring: the client beneath.
@@ -278,6 +278,10 @@ class EngineClient:
         times = await self.ring.call(Calls.TIMES, engine=engine, timeout=timeout)
         parts = msgspec.convert(times, dict[str, tuple[list[int], float]])
         return {name: Distribution(counts, total) for name, (counts, total) in parts.items()}
+
+    async def inspect(self, engine: str, timeout: float = 2.0) -> shmring.RingSnapshot:
+        """Returns what an engine is doing now, for people; see :func:`shmring.inspect`."""
+        return await shmring.inspect(engine, socket_dir=self.ring.config.socket_dir, timeout=timeout)
 
     async def do_log_stats(self, timeout: float = 2.0) -> None:
         """Has the engine log its counts."""

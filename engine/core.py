@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -28,6 +29,7 @@ import msgspec
 import shmring
 from shmring.engine.answers import checked, without_frames
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
+from shmring.engine.logs import concerned
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply
@@ -39,6 +41,9 @@ __all__ = ["EngineCore", "PausedError"]
 logger = logging.getLogger("shmring.engine.core")
 
 _Result = TypeVar("_Result")
+
+_RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
+_MAX_NAMES = 8  # of requests, in a line of the log
 
 # Life-cycle methods of an executor, which no remote call may reach.
 _NOT_REMOTE = frozenset({"describe", "execute", "forget", "close"})
@@ -70,7 +75,7 @@ class EngineCore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
-        self._to_forget: list[int] = []
+        self._to_forget: dict[int, str] = {}  # the names of requests that have ended, by number
         self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
         self._ended = False
         self._paused = False
@@ -78,6 +83,7 @@ class EngineCore:
         self._work = asyncio.Event()  # there may be work
         self._boundary = asyncio.Condition()  # notified between two steps
         self._ring: shmring.Ring | None = None
+        self._recent_steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     @property
     def ring(self) -> shmring.Ring:
@@ -113,6 +119,7 @@ class EngineCore:
         scheduling = scheduler_config or SchedulerConfig(max_num_seqs=executor.describe().max_batch_size)
         core = cls(executor, scheduling, step_timeout_s=step_timeout_s, profiler_dir=profiler_dir)
         core._ring = await shmring.serve(name, ring_config, payload_type=EngineRequestPayload, calls=core._calls(), **overrides)
+        core._ring.add_to_snapshots(core._describe)
         return core
 
     def _calls(self) -> Mapping[str, Callable[..., Any]]:
@@ -222,10 +229,11 @@ class EngineCore:
             elif request.expired and not request.ended:
                 request.time_out()
             self._scheduler.finish(request)
-            self._to_forget.append(request.number)
+            self._to_forget[request.number] = request.claim.name
 
     async def _step(self, batch: list[EngineRequest]) -> None:
-        outputs = await self._execute([StepInput(request.number, request.payload) for request in batch])
+        names = {request.number: request.claim.name for request in batch}
+        outputs = await self._execute([StepInput(request.number, request.payload) for request in batch], names)
         now = time.monotonic()
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
@@ -247,7 +255,7 @@ class EngineCore:
             task.add_done_callback(self._flushing.discard)
         if output.finished:
             self._scheduler.finish(request)
-            self._to_forget.append(request.number)
+            self._to_forget[request.number] = request.claim.name
 
     def _count(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         reply = output.reply
@@ -264,14 +272,14 @@ class EngineCore:
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
 
-    async def _execute(self, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
-        to_forget, self._to_forget = self._to_forget, []
+    async def _execute(self, batch: list[StepInput], names: Mapping[int, str]) -> Sequence[StepOutput | Exception]:
+        to_forget, self._to_forget = self._to_forget, {}
         started = time.monotonic()
         is_step = bool(batch)
         self.metrics.steps += is_step
         self.metrics.step_requests += len(batch)
         try:
-            return await self._on_thread("a step", _execute, self._executor, to_forget, batch)
+            return await self._on_thread("a step", _execute, self._executor, to_forget, batch, names)
         except ExecutorDeadError as error:
             self.dead_error = error
             raise
@@ -281,6 +289,7 @@ class EngineCore:
             self.metrics.step_seconds += seconds
             if is_step:
                 self.times.step.add(seconds)
+                self._recent_steps_s.append(seconds)
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Runs on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
@@ -323,6 +332,22 @@ class EngineCore:
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = self._scheduler.running
         return self.metrics.collect(self.ring.statistics())
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns what snapshots of the ring say of the engine."""
+        description, busy = self._executor.describe(), self._busy
+        return {
+            "executor": description.executor,
+            "model": description.model,
+            "paused": self._paused,
+            "waiting": self._scheduler.waiting,
+            "running": self._scheduler.running,
+            "step": None if busy is None else {"what": busy[0], "age_s": time.monotonic() - busy[1]},
+            "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
+            "generated_tokens": self.metrics.generated_tokens,
+            "finished_requests": self.metrics.finished_requests,
+            "failed_requests": self.metrics.failed_requests,
+        }
 
     async def collect_times(self) -> dict[str, tuple[list[int], float]]:
         """Returns how long the parts of requests took, by name: counts and sum."""
@@ -407,24 +432,36 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapp
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-def _execute(executor: Executor, to_forget: list[int], batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
-    """One step, on the executor's thread. Its errors have no frames, which would keep the batch's slots."""
-    for number in to_forget:
+def _execute(
+    executor: Executor, to_forget: Mapping[int, str], batch: list[StepInput], names: Mapping[int, str]
+) -> Sequence[StepOutput | Exception]:
+    """One step, on the executor's thread. Its errors have no frames, which would keep the batch's slots.
+
+    Args:
+        executor: computes.
+        to_forget, names: the names of requests that have ended, and of those of the step, by number; for the log.
+        batch: the step.
+    """
+    for number, name in to_forget.items():
+        concerned.set(name)
         try:
             executor.forget(number)
         except Exception:
             logger.exception("the executor could not forget request %d", number)
     try:
-        return _execute_batch(executor, batch) if batch else []
+        return _execute_batch(executor, batch, names) if batch else []
     except ExecutorDeadError as error:
         reason = str(error)
     except BaseException as error:  # noqa: BLE001 - it ends the engine, with the reason
         logger.critical("the executor has died\n%s", traceback.format_exc())
         reason = f"{type(error).__name__}: {error}"
+    finally:
+        concerned.set("")
     raise ExecutorDeadError(reason)
 
 
-def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
+def _execute_batch(executor: Executor, batch: list[StepInput], names: Mapping[int, str]) -> Sequence[StepOutput | Exception]:
+    concerned.set(_listed([names[part.request_id] for part in batch]))
     try:
         outputs = list(executor.execute(batch))
     except ExecutorDeadError:
@@ -438,4 +475,11 @@ def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepO
         if len(outputs) != len(batch):
             return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
         return [checked(output, part.payload) for output, part in zip(outputs, batch, strict=True)]
-    return [output for part in batch for output in _execute_batch(executor, [part])]
+    return [output for part in batch for output in _execute_batch(executor, [part], names)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the names of a step's requests, of which a line of the log can have only so many."""
+    named = [name for name in names[:_MAX_NAMES] if name]
+    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    return ", ".join([*named, *more])

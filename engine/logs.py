@@ -6,50 +6,115 @@ line, with their number and the last one. A kind is a logger, a level and a text
 server's own faults, and all of them are written; so is everything at the level DEBUG.
 
 Texts must therefore be constants, with what differs (who, why) as arguments, and errors that a peer can provoke at will are
-warnings.
+warnings. Only the log of accesses (``--access-log``) has a line for each request.
+
+A line that concerns a request ends with its name (``X-Request-Id``). Code that works for a request need not say it: a frontend
+and an engine's step set :data:`concerned`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
+import json
 import logging
+import os
+import signal
 import sys
 import threading
-from typing import TextIO
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, TextIO
 
 from shmring.core.printable import printable_lines
 
-__all__ = ["CollapsingHandler", "PrintableFormatter", "configure_logging"]
+__all__ = ["ACCESS", "CollapsingHandler", "JsonFormatter", "PrintableFormatter", "concerned", "configure_logging"]
 
+#: The logger of accesses.
+ACCESS = "shmring.frontend.access"
+
+#: The name of the request that the running code works for; of a step, the names of its requests. Empty: none.
+concerned: ContextVar[str] = ContextVar("concerned", default="")
+
+_STDERR_FD = 2
 _INTERVAL_S = 10.0
 _MAX_KINDS = 256  # the sources have some fifty kinds; a text that is no constant would make any number of them
 
 
-def configure_logging(level: str, process: str) -> None:
-    """Sets up logging for a process of the server.
+def configure_logging(level: str, process: str, log_format: str = "text") -> None:
+    """Sets up logging for a process of the server. On SIGUSR1, it writes the stacks of its threads there as well.
 
     Args:
         level: of all loggers; a name in any case.
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
+        log_format: ``text`` or ``json``.
     """
     handler = CollapsingHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else PrintableFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger(ACCESS).setLevel(logging.INFO)  # it has an option of its own, and no level
+    faulthandler.register(signal.SIGUSR1, file=_STDERR_FD)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Makes a text printable: callers can put escape sequences into it, and a terminal would carry them out."""
+    """A line for people. Its text is made printable: callers can put escape sequences into it, and a terminal would carry them
+    out.
+
+    Args:
+        process: what it is.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process}: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Returns the line without what is below it, such as a traceback."""
+        line = super().formatMessage(record)
+        name = _name_of(record)
+        return line if not name or name in line else f"{line} [request {name}]"
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
 
 
+class JsonFormatter(logging.Formatter):
+    """A line for programs: an object with ``time``, ``level``, ``process``, ``pid``, ``logger`` and ``message``, and where it
+    has one ``request_id``; of an access also its parts.
+
+    Args:
+        process: what it is.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "message": super().format(record),  # with the traceback
+        }
+        if name := _name_of(record):
+            line["request_id"] = name
+        return json.dumps(line | getattr(record, "parts", {}))
+
+
+def _name_of(record: logging.LogRecord) -> str:
+    """Returns the name of the request that a line concerns."""
+    return str(getattr(record, "request_id", ""))
+
+
 @dataclasses.dataclass(slots=True)
 class _Repetitions:
-    """Records of one kind that were not written in this interval: how many, and the last."""
+    """Records of one kind that were not written in this interval: how many, and the last one with its request."""
 
     count: int = 0
     last_text: str = ""
+    last_request_id: str = ""
 
 
 class CollapsingHandler(logging.StreamHandler[TextIO]):
@@ -68,13 +133,16 @@ class CollapsingHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record, or counts it. The caller holds the handler's lock."""
-        if not logging.DEBUG < record.levelno < logging.ERROR:
+        if not hasattr(record, "request_id"):
+            record.request_id = concerned.get()
+        if not logging.DEBUG < record.levelno < logging.ERROR or record.name == ACCESS:
             super().emit(record)
             return
         kind = (record.name, record.levelno, str(record.msg))
         repetitions = self._kinds.get(kind)
         if repetitions is not None:
             repetitions.count += 1
+            repetitions.last_request_id = _name_of(record)
             try:
                 repetitions.last_text = record.getMessage()
             except Exception:  # noqa: BLE001 - arguments that do not fit their text; logging never fails its caller
@@ -119,7 +187,9 @@ class CollapsingHandler(logging.StreamHandler[TextIO]):
             name, level, _ = kind
             summary = f"{repetitions.count} more of this kind within {self._interval_s:g} s; this is the last"
             text = f"{repetitions.last_text} ({summary})"
-            super().emit(logging.LogRecord(name, level, __file__, 0, text, None, None))
+            last = logging.LogRecord(name, level, __file__, 0, text, None, None)
+            last.request_id = repetitions.last_request_id
+            super().emit(last)
 
     def _locked(self) -> threading.RLock:
         assert self.lock is not None, "a handler has a lock from its creation on"

@@ -14,7 +14,7 @@ from shmring.config import RingConfig, validate_name
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
 
-__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "LogLevel", "engine_names"]
+__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "LogFormat", "LogLevel", "engine_names"]
 
 #: The built-in executors, by name.
 EXECUTORS = {
@@ -29,6 +29,7 @@ DEFAULT_EXECUTOR = "fingerprints"
 MAX_ENGINES = 64
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 _LOADS_A_MODEL = "transformers"  # of the built-in ones
 _ITS_PACKAGES = ("transformers", "jinja2", "PIL")
@@ -79,6 +80,7 @@ class EngineSettings:
         step_timeout_s: Seconds from which a running step makes the engine report ill health.
         profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
         log_level: What is logged, to stderr.
+        log_format: How: text for people, or json, an object in a line.
     """
 
     name: str = "shmring"
@@ -95,6 +97,7 @@ class EngineSettings:
     step_timeout_s: float = 60.0
     profiler_dir: str | None = None
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
     def check(self) -> None:
         """Looks, without importing anything large, whether the executor and its model are there.

@@ -39,7 +39,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
             link, settings = SupervisorLink.open(supervisor_fd, ProcessSettings)
         except (EOFError, OSError) as error:
             raise SystemExit(f"shmring frontend: {error}") from None
-    configure_logging(settings.log_level, "frontend")
+    configure_logging(settings.log_level, "frontend", settings.log_format)
     logger.info("starting for the engine %s", settings.name)
     from shmring.frontend.process import run  # takes a second or more to import
 

@@ -9,7 +9,7 @@ the engine. It includes copies for other requests: it is exact for a request tha
 request that this server does not know. ``X-Shmring-Media-Shortfall`` names the media of which a part is missing.
 
 What ``/health`` and ``/ready`` say: :mod:`shmring.frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
-``/docs``.
+``/docs``. The page ``/status`` is :mod:`shmring.frontend.status`.
 
 Starlette routes, and nothing more: bodies are msgspec's, and the OpenAPI document is ours.
 """
@@ -54,6 +54,7 @@ from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import EventStream
+from shmring.frontend.status import Feed, status_routes
 
 __all__ = ["Application", "create_app"]
 
@@ -75,9 +76,9 @@ class Application:
         headers_for: returns the CORS headers of answers that the server makes itself.
     """
 
-    def __init__(self, app: CrossOrigin, routes: _Routes) -> None:
+    def __init__(self, app: CrossOrigin, routes: _Routes, *, access_log: bool) -> None:
         self.headers_for = app.headers_for
-        self._app = Observation(app, routes.metrics.http, app.headers_for)
+        self._app = Observation(app, routes.metrics.http, app.headers_for, access_log=access_log)
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,6 +88,7 @@ class Application:
     def begin_shutdown(self) -> None:
         """Makes ``/ready`` say that the process is shutting down. Requests in flight, and new ones, are still answered."""
         self._routes.health.shutting_down = True
+        self._routes.feed.close()
 
 
 def create_app(
@@ -112,6 +114,7 @@ def create_app(
             ObservedRoute("/ready", routes.check_ready),
             ObservedRoute("/metrics", routes.render_metrics),
             ObservedRoute("/version", routes.version),
+            *status_routes(routes.feed, keys),
             ObservedRoute(DOCS_PATH, routes.documentation.page),
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
@@ -121,7 +124,7 @@ def create_app(
         lifespan=lambda _: routes.running(),
     )
     app.router.redirect_slashes = False  # a redirect of a POST has no body in some clients
-    return Application(CrossOrigin(app, settings.cors), routes)
+    return Application(CrossOrigin(app, settings.cors), routes, access_log=settings.access_log)
 
 
 class _Routes:
@@ -135,6 +138,7 @@ class _Routes:
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(settings, self._model)
+        self.feed = Feed(engine)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
         self._inference = Inference(engine, self._model, self._intake, settings, self.metrics.answers)
@@ -147,6 +151,7 @@ class _Routes:
             yield
         finally:
             sampling.cancel()
+            self.feed.close()
             await self._intake.close()
 
     async def _sample(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 
 import click
 
@@ -93,6 +94,34 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int
     else:
         show(checks, Console(width=None if sys.stdout.isatty() else 132))
     raise SystemExit(1 if has_problem(checks) else 0)
+
+
+def _of_a_ring(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument and the option of a command that looks at a ring."""
+    place = click.option("--socket-dir", default=None, help="Where its socket lies.  [default: the user's runtime directory]")
+    return click.argument("name", default="shmring")(place(command))
+
+
+@main.command()
+@_of_a_ring
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a RingSnapshot, as docs/operations.md describes it.")
+def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
+    """Shows what an engine is doing now: its memory block by block, frontends, the oldest requests, the last errors.
+
+    NAME is the engine's; it may be any ring of this user, whatever program serves it. The engine lends nothing for it.
+    """
+    from shmring.frontend.top import print_once
+
+    raise SystemExit(print_once(name, socket_dir, as_json=as_json))
+
+
+@main.command()
+@_of_a_ring
+def top(name: str, socket_dir: str | None) -> None:
+    """Shows the same each second, with rates, until Ctrl-C."""
+    from shmring.frontend.top import watch
+
+    raise SystemExit(watch(name, socket_dir))
 
 
 @main.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -10,6 +11,7 @@ import time
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shmring.engine.logs import ACCESS, concerned
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
 from shmring.frontend.metrics import HttpStatistics
@@ -18,6 +20,8 @@ from shmring.frontend.sse import CONTENT_TYPE, event
 
 __all__ = ["Observation", "ObservedRoute", "note_failure", "request_id_of"]
 
+_ACCESS = logging.getLogger(ACCESS)
+_MAX_PATH_CHARACTERS = 200  # of what a line repeats
 _HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
 _SHUTTING_DOWN = unavailable("the server is shutting down", "shutting_down")
@@ -31,12 +35,14 @@ class Observation:
         app: what answers.
         http: where it is counted.
         headers_for: returns the CORS headers of an answer that is made here.
+        access_log: whether each request is a line of the log.
     """
 
-    def __init__(self, app: ASGIApp, http: HttpStatistics, headers_for: HeadersFor) -> None:
+    def __init__(self, app: ASGIApp, http: HttpStatistics, headers_for: HeadersFor, *, access_log: bool = False) -> None:
         self._app = app
         self._http = http
         self._headers_for = headers_for
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request (or runs the application's lifespan)."""
@@ -45,6 +51,7 @@ class Observation:
             return
         request_id = _requested_id(scope) or secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
+        concerned.set(request_id)
         status = _HUNG_UP
         streaming = complete = False
 
@@ -93,6 +100,18 @@ class Observation:
         self._http.seconds[route,].add(seconds)
         if "failure" in state:
             self._http.failures[route, state["failure"]] += 1
+        if self._access_log:
+            _log_access(scope, status, seconds)
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    address = f"{client[0]}:{client[1]}" if client else "-"
+    path = scope["path"]
+    path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
+    parts = {"client": address, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4)}
+    extra = {"request_id": scope["state"]["request_id"], "parts": parts}
+    _ACCESS.info("%s %s %s %d %.4f s", *parts.values(), extra=extra)
 
 
 class ObservedRoute(Route):

@@ -63,7 +63,7 @@ def serve(**values: Any) -> None:
     one of several engines.
     """
     options = _options_of(values)
-    configure_logging(values["log_level"], "supervisor")
+    configure_logging(values["log_level"], "supervisor", values["log_format"])
     try:
         run_server(options)
     except ServeError as error:

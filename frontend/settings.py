@@ -12,7 +12,7 @@ import re
 from typing import Annotated, Any
 
 from shmring.engine.flags import NO_OPTION, Flag
-from shmring.engine.settings import MAX_ENGINES, LogLevel
+from shmring.engine.settings import MAX_ENGINES, LogFormat, LogLevel
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
@@ -194,6 +194,7 @@ class FrontendSettings:
 
             Each keeps one core busy. With two or more, one is kept for small pictures and recordings.
         disable_mm_shm: Decode media into private memory, and copy them to shared memory when they are sent; to compare with.
+        access_log: Write a line for each request to stderr, whatever --log-level says: caller, method, path, status, seconds.
         media_limits: what media may be.
         media_io_kwargs: How media are read, as JSON: {"video": {"num_frames": 32}}.
         fetch: where they may come from.
@@ -218,6 +219,7 @@ class FrontendSettings:
     engine_retries: Annotated[int, Flag(least=0, most=MAX_ENGINES)] = 1
     decoders: int = 4
     disable_mm_shm: bool = False
+    access_log: bool = False
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
     media_io_kwargs: Annotated[MediaIoKwargs, Flag(default="{}", metavar="JSON")] = dataclasses.field(
         default_factory=MediaIoKwargs
@@ -269,6 +271,7 @@ class ProcessSettings:
         shutdown_timeout_s: Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once,
             they are aborted. A server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
         log_level: What is logged, to stderr.
+        log_format: How: text for people, or json, an object in a line.
         http: what it serves, and its limits.
     """
 
@@ -285,6 +288,7 @@ class ProcessSettings:
     connect_timeout_s: Annotated[float, Flag(least=0)] = 30.0
     shutdown_timeout_s: Annotated[float, Flag(least=0)] = 2.0
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shmring.client.client import Client
     from shmring.client.connecting import connect
     from shmring.client.connection import EngineConnection
+    from shmring.client.inspecting import inspect
     from shmring.client.kept import Kept
     from shmring.client.routing import EngineLoad
     from shmring.client.slot import Slot
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from shmring.ring.claim import Claim
     from shmring.ring.ring import Ring
     from shmring.ring.serving import serve
+    from shmring.snapshot import RingSnapshot
     from shmring.statistics import ClientStatistics, RingStatistics, WorkerStatistics
     from shmring.worker.worker import Message, Worker, join
 
@@ -53,6 +55,7 @@ __all__ = [
     "serve",
     "connect",
     "join",
+    "inspect",
     "Ring",
     "Client",
     "EngineConnection",
@@ -67,6 +70,7 @@ __all__ = [
     "RingConfig",
     "ClientConfig",
     "WorkerConfig",
+    "RingSnapshot",
     "RingStatistics",
     "ClientStatistics",
     "EngineLoad",
@@ -102,6 +106,7 @@ _MODULES = {
     "EngineLoad": "shmring.client.routing",
     "Client": "shmring.client.client",
     "RingConfig": "shmring.config",
+    "RingSnapshot": "shmring.snapshot",
     "RingStatistics": "shmring.statistics",
     "Slot": "shmring.client.slot",
     "Submission": "shmring.client.submission",
@@ -110,6 +115,7 @@ _MODULES = {
     "WorkerConfig": "shmring.config",
     "WorkerStatistics": "shmring.statistics",
     "connect": "shmring.client.connecting",
+    "inspect": "shmring.client.inspecting",
     "join": "shmring.worker.worker",
     "nbytes_for": "shmring.memory.tensors",
     "serve": "shmring.ring.serving",

@@ -24,7 +24,15 @@ LINKED = ("engine", "frontend")  # which are packages of shmring
 
 CORE = ("shmring.core", "shmring.errors", "shmring.config")
 WAITING = ("shmring.cancellation", "shmring.line")
-ENDS_STAND_ON = ("shmring.gpu", "shmring.memory", "shmring.transport", *CORE, *WAITING, "shmring.statistics")
+ENDS_STAND_ON = (
+    "shmring.gpu",
+    "shmring.memory",
+    "shmring.transport",
+    *CORE,
+    *WAITING,
+    "shmring.statistics",
+    "shmring.snapshot",
+)
 
 # What each part may import of this repository beside itself: other parts, or single modules of them. "shmring" is the package
 # itself, shmring/__init__.py, which has what everybody may use.
@@ -32,12 +40,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.errors": (),
     "shmring.config": (),
     "shmring.statistics": (),
+    "shmring.snapshot": (),
     "shmring.cancellation": (),
     "shmring.line": (),
     "shmring.processes": (),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, *WAITING),
-    "shmring.transport": CORE,
+    "shmring.transport": (*CORE, "shmring.snapshot"),
     "shmring.gpu": (*CORE, *WAITING, "shmring.memory"),
     "shmring.ring": ENDS_STAND_ON,
     "shmring.client": ENDS_STAND_ON,

@@ -21,6 +21,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import logging
@@ -71,6 +72,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     av.logging.set_level(None)  # libav would write about every damaged packet
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2))  # decoders, too, write their stacks to the log
     gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     own_pid = os.getpid()

@@ -48,6 +48,7 @@ __all__ = [
     "KEY_NBYTES",
     "Keep",
     "KeptKey",
+    "Inspect",
     "Join",
     "LeaseGrant",
     "LeaseRecall",
@@ -201,6 +202,12 @@ class Hello(_Message, frozen=True, tag=1):
     version: int
     lease_nbytes: Unsigned
     name: ShortText = ""
+
+
+class Inspect(_Message, frozen=True, tag=9):
+    """The first and only message of a connection that wants to know what the engine is doing."""
+
+    version: int
 
 
 class Abort(_Message, frozen=True, tag=3):
@@ -465,7 +472,7 @@ _Decoded = TypeVar("_Decoded")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_message(message: FrontendMessage | WorkerMessage | EngineMessage) -> bytes:
+def encode_message(message: FrontendMessage | Inspect | WorkerMessage | EngineMessage) -> bytes:
     """Returns a message as a record of bytes."""
     return _encoder.encode(message)
 
@@ -485,8 +492,10 @@ def _by(decoder: msgspec.msgpack.Decoder[_Decoded]) -> Callable[[bytes], _Decode
     return decode
 
 
-#: The first message of a connection: :class:`Hello` or :class:`Join`, if the peer keeps to the rules.
-decode_first_message: Callable[[bytes], FrontendMessage | Join] = _by(msgspec.msgpack.Decoder(FrontendMessage | Join))
+#: The first message of a connection: :class:`Hello`, :class:`Join` or :class:`Inspect`, if the peer keeps to the rules.
+decode_first_message: Callable[[bytes], FrontendMessage | Join | Inspect] = _by(
+    msgspec.msgpack.Decoder(FrontendMessage | Join | Inspect)
+)
 
 #: Read messages of a frontend, a worker (except for replies) and an engine.
 decode_frontend_message: Callable[[bytes], FrontendMessage] = _by(msgspec.msgpack.Decoder(FrontendMessage))

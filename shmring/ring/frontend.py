@@ -286,6 +286,7 @@ class Frontend(BaseFrontend):
             return
         self._life.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", self, error)
+        self._life.note_error(f"{self} broke the protocol and is disconnected: {error}")
         self.dismiss(self.describe(error)[1])
 
     def dismiss(self, reason: str) -> None:

@@ -125,4 +125,6 @@ def _log_failure(claims: list[Claim]) -> None:
     It logs text, not the exception: a log handler that keeps the exception would keep its frames, and the views in them.
     """
     requests = ", ".join(f"{claim.request_id} of client {claim.client_id}" for claim in claims)
-    logger.error("the handler of request %s failed\n%s", requests, printable_lines(traceback.format_exc()))
+    names = ", ".join(claim.name for claim in claims if claim.name)
+    text = printable_lines(traceback.format_exc())
+    logger.error("the handler of request %s failed\n%s", requests, text, extra={"request_id": names})

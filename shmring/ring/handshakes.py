@@ -23,7 +23,7 @@ from shmring.memory.slab import Slab
 from shmring.ring import limits
 from shmring.ring.frontend import Frontend
 from shmring.ring.life import Life
-from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome
+from shmring.transport.endpoint import Listener, Peer, answer_inspection, describe_peer, greet, refuse, send_welcome
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.rings import map_rings, sealed_rings
 
@@ -49,6 +49,7 @@ class Handshakes:
         frontends: that are there, by id; new ones are put there.
         make_frontend: makes one of its id, its peer, the watch of its process, and the memory of the rings from it and to it.
         admit_worker: makes a peer a worker.
+        inspect: returns what a peer is told that asks what the engine is doing.
 
     Attributes:
         refused: connections that were refused so far.
@@ -66,6 +67,7 @@ class Handshakes:
         frontends: dict[int, Frontend],
         make_frontend: Callable[[int, Peer, ProcessWatch, RingMemory, RingMemory], Frontend],
         admit_worker: Callable[[Peer], Awaitable[None]],
+        inspect: Callable[[], bytes],
     ) -> None:
         self.refused = 0
         self._life = life
@@ -79,6 +81,7 @@ class Handshakes:
         self._frontends = frontends
         self._make_frontend = make_frontend
         self._admit_worker = admit_worker
+        self._inspect = inspect
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of peers that are no frontends yet
@@ -129,7 +132,10 @@ class Handshakes:
                     peer = await greet(connected, allowed)
             finally:
                 self._greeting -= 1
-            if isinstance(peer.hello, Join):
+            if peer is None:
+                async with asyncio.timeout(limits.HANDSHAKE_S):
+                    await answer_inspection(connected, self._inspect())
+            elif isinstance(peer.hello, Join):
                 await self._admit_worker(peer)
             else:
                 self._admit(peer, peer.hello)
@@ -137,6 +143,7 @@ class Handshakes:
             self.refused += 1
             reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             logger.warning("a connection of %s was refused: %s", description, reason)
+            self._life.note_error(f"a connection of {description} was refused: {reason}")
             connected.close()
         except BaseException:
             connected.close()

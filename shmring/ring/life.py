@@ -4,15 +4,20 @@ process."""
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 
 from shmring.config import RingConfig
 from shmring.core.compiled import BaseClaim, Origin, largest_record_nbytes
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError
 from shmring.ring import limits
+from shmring.snapshot import MAX_ERRORS
 from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
 
 __all__ = ["Life"]
+
+_MAX_ERROR_CHARACTERS = 500  # of an error in a snapshot; the log has the rest
 
 
 class Life:
@@ -28,6 +33,7 @@ class Life:
         offload_nbytes: copies larger than this are made on a thread.
         is_over: whether the ring is closed.
         protocol_errors: how often a frontend or a worker broke the rules.
+        errors: the last ones of any kind, with their times, for ``ring.inspect()``.
     """
 
     def __init__(self, name: str, config: RingConfig, epoch: int, offload_nbytes: int | None = None) -> None:
@@ -40,7 +46,12 @@ class Life:
         self.offload_nbytes = limits.COPY_OFFLOAD_NBYTES if offload_nbytes is None else offload_nbytes
         self.is_over = False
         self.protocol_errors = 0
+        self.errors: deque[tuple[float, str]] = deque(maxlen=MAX_ERRORS)
         self._origin = Origin()
+
+    def note_error(self, text: str) -> None:
+        """Notes what went wrong."""
+        self.errors.append((time.monotonic(), text[:_MAX_ERROR_CHARACTERS]))
 
     @property
     def is_forked(self) -> bool:

@@ -19,6 +19,7 @@ from shmring.errors import ClosedError, WouldBlock
 from shmring.ring.claim import Claim
 from shmring.ring.handling import handle_batches, handle_claims
 from shmring.ring.shell import Shell
+from shmring.snapshot import RingSnapshot
 from shmring.statistics import RingStatistics
 
 __all__ = ["Ring"]
@@ -245,6 +246,24 @@ class Ring(EngineCalls, Generic[_Payload]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    def inspect(self) -> RingSnapshot:
+        """Returns what the ring is doing now, for people who look for a fault: who has which blocks, the oldest requests, what
+        went wrong. :func:`shmring.inspect` and ``shmring inspect NAME`` ask for it from another process.
+
+        Raises:
+            ClosedError: the ring is closed, or belongs to the process that forked this one.
+        """
+        self._shell.life.check_open()
+        return self._shell.inspection.inspect()
+
+    def add_to_snapshots(self, describe_program: Callable[[], dict[str, Any]]) -> None:
+        """Has snapshots say more (``RingSnapshot.program``).
+
+        Args:
+            describe_program: returns it, as JSON can have it.
+        """
+        self._shell.inspection.describe_program = describe_program
 
     def statistics(self) -> RingStatistics:
         """Returns gauges of the present state, and counters since the start.

@@ -52,6 +52,7 @@ from shmring.ring import limits
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
 from shmring.ring.handshakes import Handshakes
 from shmring.ring.host_claims import ClaimedMemory, HostClaims
+from shmring.ring.inspection import Inspection
 from shmring.ring.life import Life
 from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
@@ -95,6 +96,7 @@ class Shell:
         replies: that are on their way.
         workers: that have joined.
         uploads: copies of claims to GPUs.
+        inspection: what the ring is doing, for people.
     """
 
     def __init__(
@@ -160,7 +162,9 @@ class Shell:
             self._frontends,
             make_frontend,
             self.workers.admit,
+            lambda: msgspec.json.encode(self.inspection.inspect()),
         )
+        self.inspection = Inspection(life, self._book, end, geometry, self._frontends, self.statistics)
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -240,10 +244,18 @@ class Shell:
         if isinstance(error, CudaError):
             kind = "error"
             # Logged as text: a log handler that keeps the error would keep its frames, and so the views of the request's slots.
-            logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
+            logger.error(
+                "request %d of client %d can't be taken up: %s",
+                request_id,
+                client_id,
+                str(error),
+                extra={"request_id": claim.name},
+            )
         elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
             text = printable_lines("".join(traceback.format_exception(error)))
-            logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
+            logger.error(
+                "decoding request %d of client %d failed\n%s", request_id, client_id, text, extra={"request_id": claim.name}
+            )
         self._end_request(claim, RequestEvent.ERROR, kind, error)
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
@@ -275,7 +287,13 @@ class Shell:
     def log_drain(self, submit: Submit) -> None:
         """For the end, in debug mode: a claim is released while views of it live."""
         lent = lent_tensors(submit.content, self._slab.address, SLOT_HEADER_NBYTES)
-        logger.warning("request %d is left with living views of its payload; it was %s", submit.request_id, report(lent))
+        why = report(lent)
+        logger.warning(
+            "request %d is left with living views of its payload; it was %s",
+            submit.request_id,
+            why,
+            extra={"request_id": submit.name},
+        )
 
     def refuse(self, claim: BaseClaim) -> None:
         """For the end: raises the error that says why a request can't be answered any more."""
@@ -370,6 +388,7 @@ class Shell:
         self.life.check_loop()
         self.life.is_over = True
         self.end.is_open = False
+        self.inspection.close()
         try:
             await self._handshakes.close()
         finally:

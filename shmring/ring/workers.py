@@ -519,6 +519,7 @@ class Workers:
         """Ends the connection of a worker that broke the rules."""
         self.life.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
+        self.life.note_error(f"{worker} broke the protocol and is disconnected: {error}")
         worker.link.send(Refused(f"RemoteProtocolError: {error}"[:1024]))
         self.part(worker, "broke the protocol")
         worker.link.close()

@@ -585,6 +585,8 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
 
     drop_worker = done_in_loop(ring_in_loop.Ring.drop_worker)
     statistics = done_in_loop(ring_in_loop.Ring.statistics)
+    inspect = done_in_loop(ring_in_loop.Ring.inspect)
+    add_to_snapshots = done_in_loop(ring_in_loop.Ring.add_to_snapshots)
 
     @property
     def untaken(self) -> int:

@@ -34,6 +34,7 @@ from shmring.core.messages import (
     EngineMessage,
     FrontendMessage,
     Hello,
+    Inspect,
     Join,
     RankTaken,
     Refused,
@@ -46,6 +47,7 @@ from shmring.core.messages import (
 )
 from shmring.core.printable import printable
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RankTakenError, RemoteProtocolError
+from shmring.snapshot import MAX_SNAPSHOT_NBYTES
 from shmring.transport.liveness import open_peer_pidfd
 
 __all__ = [
@@ -53,12 +55,14 @@ __all__ = [
     "JoinedEngine",
     "Listener",
     "Peer",
+    "answer_inspection",
     "answer_peer",
     "attach_engine",
     "describe_peer",
     "give_up",
     "greet",
     "handshake_frame",
+    "inspect_engine",
     "join_engine",
     "send_welcome",
     "socket_path",
@@ -315,8 +319,11 @@ class Peer:
     hello: Hello | Join
 
 
-async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer:
+async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer | None:
     """Reads a new connection's hello and identifies its process. The caller bounds the time, and closes on any error.
+
+    Returns:
+        The process; None if it only asks what the engine is doing (:func:`answer_inspection`).
 
     Raises:
         RemoteProtocolError: it is not allowed, or neither a frontend nor a worker of this protocol version. It has got the
@@ -328,10 +335,12 @@ async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer:
         raise _refusal(connected, f"uid {uid} is not allowed to connect to this engine")
     body = await _receive_frame(connected)
     hello = decode_first_message(body)
-    if not isinstance(hello, Hello | Join):
+    if not isinstance(hello, Hello | Join | Inspect):
         raise _refusal(connected, f"a connection starts with Hello, not {type(hello).__name__}")
     if hello.version != PROTOCOL_VERSION:
         raise _refusal(connected, f"protocol version {hello.version} is not spoken here, only {PROTOCOL_VERSION}")
+    if isinstance(hello, Inspect):
+        return None
     return Peer(connected, pid, uid, open_peer_pidfd(connected, pid), hello)
 
 
@@ -376,7 +385,14 @@ def answer_peer(peer: Peer, answer: EngineMessage, fds: Sequence[int]) -> None:
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
 
 
-def handshake_frame(message: FrontendMessage | WorkerMessage | EngineMessage) -> bytes:
+async def answer_inspection(connected: socket.socket, answer: bytes) -> None:
+    """Answers a connection that wants to know what the engine is doing, and ends it. The caller bounds the time."""
+    with contextlib.suppress(OSError):  # it may be gone
+        await asyncio.get_running_loop().sock_sendall(connected, _PREFIX.pack(len(answer)) + answer)
+    connected.close()
+
+
+def handshake_frame(message: FrontendMessage | WorkerMessage | EngineMessage | Inspect) -> bytes:
     """Returns what a message of the handshake is on the socket."""
     record = encode_message(message)
     assert len(record) <= _HANDSHAKE_NBYTES, "a handshake's fields are bounded"
@@ -457,6 +473,30 @@ async def join_engine(path: Path, join: Join, engine_uids: frozenset[int]) -> Jo
     return JoinedEngine(connected, pidfd, (fds[0], fds[1], fds[2]), (fds[3], fds[4]), fds[5], welcome)
 
 
+async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> bytes:
+    """Asks the engine at ``path`` what it is doing; returns its answer, which is JSON. The caller bounds the time.
+
+    Raises:
+        EngineDeadError, PermissionError, RemoteProtocolError: as :func:`attach_engine`.
+    """
+    _check_socket(path, engine_uids)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
+        connected.setblocking(False)
+        try:
+            await _greet_engine(connected, path, Inspect(PROTOCOL_VERSION), engine_uids)
+            (length,) = _PREFIX.unpack(await _receive_exactly(connected, _PREFIX.size))
+            if length > MAX_SNAPSHOT_NBYTES:
+                raise RemoteProtocolError(f"a snapshot of {length} bytes exceeds {MAX_SNAPSHOT_NBYTES}")
+            answer = await _receive_exactly(connected, length)
+        except PeerLostError as error:
+            raise EngineDeadError(f"the engine at {path} went away: {error}", engine=path.stem) from error
+    if not answer.startswith(b"{"):  # a message of the handshake, which is no JSON
+        refusal = decode_engine_message(answer)
+        reason = printable(refusal.reason) if isinstance(refusal, Refused) else "its answer is no snapshot"
+        raise RemoteProtocolError(f"the engine at {path} tells nothing: {reason}")
+    return answer
+
+
 _Attached = tuple[socket.socket, int, list[int], Welcome | WorkerWelcome]
 
 
@@ -489,6 +529,18 @@ def _check_socket(path: Path, engine_uids: frozenset[int]) -> None:
 async def _shake_hands(
     connected: socket.socket, path: Path, hello: Hello | Join, engine_uids: frozenset[int], descriptors: int
 ) -> _Attached:
+    pid = await _greet_engine(connected, path, hello, engine_uids)
+    try:
+        return await _receive_welcome(connected, pid, Welcome if isinstance(hello, Hello) else WorkerWelcome, descriptors)
+    except BaseException:
+        give_up(connected)
+        raise
+
+
+async def _greet_engine(
+    connected: socket.socket, path: Path, hello: Hello | Join | Inspect, engine_uids: frozenset[int]
+) -> int:
+    """Connects, and sends the first message; returns the engine's pid."""
     loop = asyncio.get_running_loop()
     try:
         await loop.sock_connect(connected, os.fspath(path))
@@ -500,11 +552,7 @@ async def _shake_hands(
         raise
     except OSError as error:
         raise EngineDeadError(f"no engine listens at {path}: {error}", engine=path.stem) from error
-    try:
-        return await _receive_welcome(connected, pid, Welcome if isinstance(hello, Hello) else WorkerWelcome, descriptors)
-    except BaseException:
-        give_up(connected)
-        raise
+    return pid
 
 
 def give_up(connected: socket.socket) -> None:

@@ -35,6 +35,7 @@ from shmring.core.messages import (
     FrontendMessage,
     Goodbye,
     Hello,
+    Inspect,
     Join,
     Keep,
     LeaseGrant,
@@ -231,8 +232,8 @@ def test_what_a_worker_sends_arrives(message: WorkerMessage) -> None:
     assert decode_worker_message(encode_message(message)) == message
 
 
-def test_a_connection_starts_as_a_frontends_or_a_workers() -> None:
-    for first in (FRONTEND_MESSAGES[0], WORKER_MESSAGES[0]):
+def test_a_connection_starts_as_a_frontends_or_a_workers_or_with_a_question() -> None:
+    for first in (FRONTEND_MESSAGES[0], WORKER_MESSAGES[0], Inspect(1)):
         assert decode_first_message(encode_message(first)) == first
 
 
@@ -321,6 +322,7 @@ GOLDEN: list[tuple[FrontendMessage | EngineMessage | WorkerMessage, str]] = [
         f"99 0d 31 c420 {KEY.hex()} 32 33 34 {LARGEST_HEX} c3 c401c0",
     ),
     (Unpin(generations=(0x31, 0x31)), "92 0e 92 31 31"),
+    (Inspect(version=0x31), "92 09 31"),
     (Join(version=0x31, rank=0x32, name="tp"), "94 1f 31 32 a27470"),
     (AnswerFailed(sequence=0x31, type_name="KeyError", message="'x'"), "94 21 31 a84b65794572726f72 a3277827"),
     (AnswerPart(data=b"abc", more=True), "93 22 c403616263 c3"),
@@ -389,13 +391,17 @@ def golden_id(value: object) -> str:
 def test_a_message_is_these_bytes(message: Any, record_hex: str) -> None:
     record = bytes.fromhex(record_hex)
     assert encode_message(message).hex() == record.hex()
-    decoders = {FrontendMessage: decode_frontend_message, EngineMessage: decode_engine_message}
+    decoders: Any = {
+        FrontendMessage: decode_frontend_message,
+        EngineMessage: decode_engine_message,
+        Inspect: decode_first_message,
+    }
     decode: Any = next((decoders[union] for union in decoders if isinstance(message, union)), decode_worker_message)
     assert decode(record) == message
 
 
 def test_every_message_is_written_down() -> None:
-    assert {type(message) for message, _ in GOLDEN} == set((FrontendMessage | EngineMessage | WorkerMessage).__args__)
+    assert {type(message) for message, _ in GOLDEN} == set((FrontendMessage | EngineMessage | WorkerMessage | Inspect).__args__)
 
 
 @for_each(("message", "record_hex"), GOLDEN, ids=golden_id)

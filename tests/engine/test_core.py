@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
+from shmring.engine.logs import concerned
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -331,6 +333,38 @@ async def test_too_many_or_too_few_embeddings_fail_their_request(socket_dir: Pat
             _ = [output async for output in client.encode(EncodeRequest([Text("a"), Text("b")]))]
         assert raised.value.type_name == "RuntimeError"
         assert (core.metrics.failed_requests, core.metrics.finished_requests) == (1, 0)
+
+
+async def test_lines_about_a_step_and_a_request_name_them(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    named: list[tuple[str, str]] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            named.append((concerned.get(), record.getMessage().splitlines()[0]))
+
+    def fail(batch: Sequence[StepInput]) -> Sequence[Output]:
+        if any(value_of(part) == 1 for part in batch):
+            raise ArithmeticError
+        return means(batch)
+
+    gate, handler = Gate(fail), Noting()
+    logging.getLogger("shmring.engine.core").addHandler(handler)
+    try:
+        async with engine_and_client(gate, socket_dir) as (core, client):
+            answers = [asyncio.create_task(encode(client, request_of(5), request_id="first"))]
+            await until(lambda: gate.seen)
+            answers += [
+                asyncio.create_task(encode(client, request_of(number), request_id=f"request-{number}")) for number in range(2)
+            ]
+            await until(lambda: core._scheduler.waiting == 2)
+            gate.let()
+            await asyncio.gather(*answers, return_exceptions=True)
+    finally:
+        logging.getLogger("shmring.engine.core").removeHandler(handler)
+    assert named == [
+        ("request-0, request-1", "the executor failed a step of 2"),
+        ("request-1", "the executor failed a step of 1"),
+    ]
 
 
 async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path) -> None:

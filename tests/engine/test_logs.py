@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
+import json
 import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shmring.engine.logs import CollapsingHandler, PrintableFormatter
+from shmring.engine.logs import ACCESS, CollapsingHandler, JsonFormatter, PrintableFormatter, concerned
 
 OpenHandler = Callable[..., CollapsingHandler]
 
@@ -86,9 +91,78 @@ def test_what_a_caller_has_got_into_a_text_is_printed_and_not_carried_out(
 ) -> None:
     stream = io.StringIO()
     handler = open_handler(logger, stream)
-    handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(PrintableFormatter("engine"))
     logger.error("a body of %s was refused\n%s", "\x1b]0;title\x07", "a traceback")
-    assert stream.getvalue() == "ERROR: a body of \\x1b]0;title\\x07 was refused\na traceback\n"
+    assert stream.getvalue().endswith(" ERROR engine: a body of \\x1b]0;title\\x07 was refused\na traceback\n")
+
+
+def test_a_line_ends_with_the_request_that_it_concerns(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream)
+    handler.setFormatter(PrintableFormatter("engine"))
+
+    def work() -> None:
+        concerned.set("my-id")
+        logger.error("it failed")
+        logger.error("my-id failed")
+        logger.error("another failed", extra={"request_id": "other-id"})
+        logger.warning("a warning")
+
+    contextvars.copy_context().run(work)
+    logger.warning("a warning", extra={"request_id": "last-id"})
+    handler.close()
+    lines = [line.partition(" engine: ")[2] for line in lines_of(stream)]
+    assert lines == [
+        "it failed [request my-id]",
+        "my-id failed",
+        "another failed [request other-id]",
+        "a warning [request my-id]",
+        "a warning (1 more of this kind within 60 s; this is the last) [request last-id]",
+    ]
+
+
+def test_a_line_of_json_has_its_parts(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    open_handler(logger, stream).setFormatter(JsonFormatter("engine"))
+    try:
+        raise ValueError("a\nbug")
+    except ValueError:
+        logger.exception("%s \x1b[2J", "failed", extra={"request_id": "my-id", "parts": {"status": 500}})
+    logger.info("nothing of a request")
+    first, second = map(json.loads, lines_of(stream))
+    assert first["message"].startswith("failed \x1b[2J\nTraceback")
+    assert first["message"].endswith("ValueError: a\nbug")
+    assert (first["level"], first["process"], first["pid"]) == ("ERROR", "engine", os.getpid())
+    assert (first["request_id"], first["status"], first["logger"]) == ("my-id", 500, "tests.logs")
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+    assert "request_id" not in second
+
+
+def test_each_access_is_a_line(open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    logger = logging.getLogger(ACCESS)
+    logger.setLevel(logging.INFO)
+    open_handler(logger, stream)
+    for number in range(20):
+        logger.info("%d", number)
+    assert lines_of(stream) == [str(number) for number in range(20)]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_writes_its_log_in_its_format_and_its_stacks_on_sigusr1(log_format: str) -> None:
+    program = """if True:
+        import logging, os, signal, sys
+        from shmring.engine.logs import configure_logging
+        configure_logging("warning", "engine", sys.argv[1])
+        def the_function_that_hangs():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        the_function_that_hangs()
+        logging.getLogger("any").warning("it goes on")
+    """
+    result = subprocess.run([sys.executable, "-c", program, log_format], capture_output=True, text=True, check=True)
+    assert "in the_function_that_hangs" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert json.loads(last)["message"] == "it goes on" if log_format == "json" else last.endswith("WARNING engine: it goes on")
 
 
 def test_each_interval_has_its_line(logger: logging.Logger, open_handler: OpenHandler) -> None:

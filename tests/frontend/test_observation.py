@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from typing import Any
 
 import pytest
 
-from shmring.frontend.metrics import FrontendMetrics
+from shmring.engine.logs import ACCESS
+from shmring.frontend.metrics import FrontendMetrics, HttpStatistics
 from shmring.frontend.observation import Observation, request_id_of
 
 
@@ -152,6 +155,19 @@ async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
     assert b'"code":"shutting_down"' in last["body"]
     assert not last["more_body"]
     assert value(metrics, "shmring_http_broken_streams_total", code="shutting_down") == 1
+
+
+async def test_an_access_is_a_line_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=ACCESS)
+    for access_log in (False, True):
+        exchange = Exchange([(b"x-request-id", b"mine")])
+        exchange.scope |= {"method": "POST", "path": "/a/route", "client": ("127.0.0.1", 4711), "query_string": b"key=secret"}
+        observation = Observation(answer, HttpStatistics(), lambda _: [], access_log=access_log)
+        await observation(exchange.scope, exchange.receive, exchange.send)
+    [record] = caplog.records
+    assert re.fullmatch(r"127\.0\.0\.1:4711 POST /a/route 204 \d\.\d{4} s", record.getMessage())
+    assert record.request_id == "mine"
+    assert {"method": "POST", "path": "/a/route", "status": 204}.items() <= record.parts.items()
 
 
 async def test_what_is_no_request_passes_through() -> None:

@@ -1,0 +1,160 @@
+"""``/status``: a page that shows what the engines are doing, and the stream of snapshots that it draws.
+
+The page, its script and its style are files beside this one, and hold no facts. The facts come by ``/status/snapshots``, which
+needs a key like ``/v1``: one line of JSON each second, as long as the caller reads. However many watch, each engine is asked
+once a second, and not at all while nobody does. Nothing may be loaded from elsewhere, and no page may frame this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+import shmring
+from shmring.engine.client import EngineClient
+from shmring.frontend.errors import unavailable
+from shmring.frontend.observation import ObservedRoute
+
+__all__ = ["Feed", "status_routes"]
+
+_EACH_S = 1.0
+_MAX_VIEWERS = 32  # of one frontend; a page that was closed is noticed at once
+_FILES = Path(__file__).with_name("status_page")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+class Feed:
+    """Asks the engines for snapshots while anybody watches.
+
+    Args:
+        engine: whose.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Ends all streams. A second call does nothing."""
+        self._is_closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+        for viewer in self._viewers:
+            _put(viewer, None)
+
+    def check_room(self) -> None:
+        """Raises ApiError if too many watch, or the server is shutting down."""
+        if self._is_closed:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if len(self._viewers) >= _MAX_VIEWERS:
+            raise unavailable(f"{_MAX_VIEWERS} callers watch this process already", "overloaded")
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[asyncio.Queue[bytes | None]]:
+        """Yields a queue of lines; None is the end. A slow viewer misses snapshots, so nothing piles up."""
+        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
+        self._viewers.add(viewer)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+
+    async def _ask(self) -> None:
+        while self._viewers:
+            line = msgspec.json.encode(dict(zip(self._engine.engines, await self._snapshots(), strict=True))) + b"\n"
+            for viewer in self._viewers:
+                _put(viewer, line)
+            await asyncio.sleep(_EACH_S)
+
+    async def _snapshots(self) -> list[Any]:
+        return await asyncio.gather(*map(self._snapshot_of, self._engine.engines))
+
+    async def _snapshot_of(self, name: str) -> Any:
+        try:
+            return await self._engine.inspect(name)
+        except (shmring.ShmringError, TimeoutError, OSError, msgspec.ValidationError) as error:
+            return {"error": str(error) or "it does not answer"}
+
+
+def _put(viewer: asyncio.Queue[bytes | None], line: bytes | None) -> None:
+    """The last line takes the place of one that was not read."""
+    if viewer.full():
+        viewer.get_nowait()
+    viewer.put_nowait(line)
+
+
+class _SnapshotStream(Response):
+    """Lines of a feed, until the caller has gone or the feed ends."""
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(headers=_HEADERS | {"content-type": "application/x-ndjson", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for line in self._lines(receive):
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _lines(self, receive: Receive) -> AsyncIterator[bytes]:
+        leaving = asyncio.ensure_future(_hang_up(receive))
+        try:
+            with self._feed.watched() as lines:
+                while True:
+                    reading = asyncio.ensure_future(lines.get())
+                    await asyncio.wait((leaving, reading), return_when=asyncio.FIRST_COMPLETED)
+                    if leaving.done() or (line := reading.result()) is None:
+                        reading.cancel()
+                        return
+                    yield line
+        finally:
+            leaving.cancel()
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def status_routes(feed: Feed, keys: Middleware) -> list[ObservedRoute]:
+    """Returns the routes of the page, its files, and its snapshots, which need a key."""
+
+    def file_route(path: str, name: str) -> ObservedRoute:
+        content = (_FILES / name).read_bytes()
+        headers = _HEADERS | {"content-type": f"{_TYPES[Path(name).suffix]}; charset=utf-8", "content-security-policy": _POLICY}
+
+        async def answer(_: Request) -> Response:
+            return Response(content, headers=headers)
+
+        return ObservedRoute(path, answer)
+
+    async def snapshots(_: Request) -> Response:
+        feed.check_room()
+        return _SnapshotStream(feed)
+
+    return [
+        file_route("/status", "status.html"),
+        file_route("/status/status.css", "status.css"),
+        file_route("/status/status.js", "status.js"),
+        ObservedRoute("/status/snapshots", snapshots, middleware=[keys]),
+    ]

@@ -1,0 +1,256 @@
+"use strict";
+// Draws snapshots (shmring.RingSnapshot), one a second. Texts of callers are only ever set as textContent.
+const ROWS = 12; // of the drawn slab
+const SERIES = 180; // points of a plot: three minutes
+const OLD_S = 30; // from which a request or a slot is marked
+const STATES = { leased: "leased, not in a slot", published: "submitted", claimed: "claimed", draining: "left, still viewed",
+  quarantined: "of a frontend that is gone", kept: "kept", kept_pinned: "kept, in use", replies: "for replies", free: "free" };
+const $ = id => document.getElementById(id);
+const color = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const bytes = n => !n ? "0" : n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : (n / 1024).toFixed(0) + " KiB";
+const seconds = s => s < 1 ? "< 1 s" : s < 120 ? s.toFixed(0) + " s" : (s / 60).toFixed(0) + " min";
+const quantile = (values, share) => values.length ? [...values].sort((a, b) => a - b)[Math.min(values.length - 1, Math.floor(share * values.length))] : 0;
+let key = "", paused = false, shown = null, before = null, chosen = -1, series = {};
+
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function context(canvas) {
+  const ratio = devicePixelRatio;
+  canvas.width = Math.round(canvas.clientWidth * ratio);
+  canvas.height = Math.round(canvas.clientHeight * ratio);
+  return canvas.getContext("2d");
+}
+
+// -- the slab: rows of blocks, one below the other -----------------------------------------------------------------------
+
+const isSlot = run => run[4] !== 0;
+const runs = () => shown ? [...shown.runs].sort((a, b) => isSlot(a) - isSlot(b) || a[0] - b[0]) : []; // slots lie on their leases
+
+function drawSlab() {
+  if (!shown) return;
+  const canvas = $("slab"), brush = context(canvas), { width, height } = canvas, row = height / ROWS, per = shown.blocks / ROWS;
+  brush.fillStyle = color("free");
+  brush.fillRect(0, 0, width, height);
+  const fill = ([start, blocks], inset) => {
+    for (let at = start, end = start + blocks; at < end;) {
+      const r = Math.min(ROWS - 1, Math.floor(at / per)), stop = Math.min(end, (r + 1) * per);
+      brush.fillRect((at - r * per) / per * width, r * row + inset, Math.max(2, (stop - at) / per * width), row - 2 * inset);
+      if (stop <= at) break;
+      at = stop;
+    }
+  };
+  for (const run of runs()) { brush.fillStyle = color(run[2]); fill(run, isSlot(run) ? 2 : 1); }
+  const run = runs()[chosen];
+  if (run) { brush.fillStyle = color("fg"); fill(run, row / 2 - 1); }
+}
+
+function describe(run) {
+  if (!run) return "";
+  const [start, blocks, state, client, generation] = run;
+  const owner = shown.clients.find(each => each.client_id === client);
+  const request = shown.requests.find(each => each.slots.includes(generation)) || shown.draining.find(each => each.generation === generation);
+  return [`${STATES[state]}: blocks ${start} to ${start + blocks - 1}, ${bytes(blocks * shown.block_nbytes)}`,
+    client ? `frontend ${client}${owner ? ` (${owner.name || "unnamed"}, pid ${owner.pid})` : ""}` : "",
+    request && generation ? `request ${request.name || request.request || request.number || "unknown"}, ${seconds(request.age_s)}` : ""].filter(Boolean).join("; ");
+}
+
+$("slab").addEventListener("pointermove", event => {
+  if (!shown) return;
+  const box = $("slab").getBoundingClientRect(), per = shown.blocks / ROWS;
+  const at = Math.floor((event.clientY - box.top) / box.height * ROWS) * per + (event.clientX - box.left) / box.width * per;
+  chosen = runs().findLastIndex(([start, blocks]) => at >= start && at < start + blocks);
+  $("run").textContent = chosen < 0 ? `free: block ${Math.floor(at)}` : describe(runs()[chosen]);
+  drawSlab();
+});
+$("slab").addEventListener("keydown", event => {
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key], count = runs().length;
+  if (!step || !count) return;
+  event.preventDefault();
+  chosen = ((chosen < 0 ? (step > 0 ? -1 : 0) : chosen) + step + count) % count;
+  $("run").textContent = describe(runs()[chosen]);
+  drawSlab();
+});
+
+// -- numbers, plots, tables -----------------------------------------------------------------------------------------------
+
+function drawTiles() {
+  const now = shown.statistics, program = shown.program;
+  const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : "idle";
+  const tiles = [["requests running", now.running], ["not yet claimed", now.waiting], ["waiting for a step", program.waiting], ["the step", step, program.step && program.step.age_s > OLD_S],
+    ["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
+    ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining], ["failed so far", now.failed], ["aborted so far", now.aborted],
+    ["protocol errors", now.protocol_errors, now.protocol_errors > 0]];
+  $("tiles").replaceChildren(...tiles.filter(([, value]) => value !== null && value !== undefined).map(([name, value, alarm]) => {
+    const tile = element("div");
+    tile.append(element("dt", name), element("dd", value, alarm ? "alarm" : ""));
+    return tile;
+  }));
+}
+
+function plot(name, value, unit) {
+  const points = series[name] ||= [];
+  points.push(value);
+  if (points.length > SERIES) points.shift();
+  let figure = [...$("plots").children].find(each => each.dataset.name === name);
+  if (!figure) {
+    figure = element("figure");
+    figure.dataset.name = name;
+    const caption = element("figcaption");
+    caption.append(element("span", name), element("b"));
+    figure.append(caption, element("canvas"));
+    $("plots").append(figure);
+  }
+  figure.querySelector("b").textContent = `${value.toFixed(value < 10 ? 2 : 0)} ${unit}`;
+  const canvas = figure.querySelector("canvas"), brush = context(canvas), { width, height } = canvas, top = Math.max(...points) || 1, ratio = devicePixelRatio;
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `${name}: now ${value.toFixed(2)} ${unit}, at most ${top.toFixed(2)}`);
+  brush.strokeStyle = color("claimed");
+  brush.lineWidth = 1.5 * ratio;
+  brush.beginPath();
+  points.forEach((point, i) => brush.lineTo(width - (points.length - 1 - i) * width / SERIES, height - 2 * ratio - point / top * (height - 4 * ratio)));
+  brush.stroke();
+}
+
+function drawPlots() {
+  if (before && before.epoch === shown.epoch && shown.time_s > before.time_s) {
+    const rate = read => Math.max(0, (read(shown) - read(before)) / (shown.time_s - before.time_s)), steps = shown.program.steps_s;
+    plot("requests finished", rate(each => each.statistics.finished), "/s");
+    plot("into the slab", rate(each => each.statistics.received_nbytes) / 1e6, "MB/s");
+    if (steps) {
+      plot("tokens", rate(each => each.program.generated_tokens), "/s");
+      plot("step, p50", 1e3 * quantile(steps, .5), "ms");
+      plot("step, p99", 1e3 * quantile(steps, .99), "ms");
+    }
+  }
+  before = shown;
+}
+
+function table(id, columns, rows, total, nothing) {
+  const body = $(id), head = element("tr");
+  head.append(...columns.map(([name, kind]) => element("th", name, kind)));
+  const lines = rows.map(([cells, alarm]) => {
+    const line = element("tr", undefined, alarm ? "alarm" : "");
+    line.append(...cells.map((cell, i) => { const made = element("td", cell, columns[i][1]); made.title = cell; return made; }));
+    return line;
+  });
+  if (!lines.length) { const line = element("tr"), cell = element("td", nothing, "none"); cell.colSpan = columns.length; line.append(cell); lines.push(line); }
+  const header = element("thead"), content = element("tbody");
+  header.append(head);
+  content.append(...lines);
+  body.replaceChildren(...(rows.length ? [header] : []), content);
+  body.closest("section").querySelector(".count").textContent = total > rows.length ? `${rows.length} of ${total}` : rows.length ? rows.length : "";
+}
+
+function drawTables() {
+  const s = shown, owner = id => { const client = s.clients.find(each => each.client_id === id); return client ? `${id} (pid ${client.pid})` : id; };
+  table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
+    s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
+  table("draining", [["age", "number"], ["request", "text"], ["frontend"], ["generation", "number"], ["memory", "number"]],
+    s.draining.slice(0, 20).map(r => [[seconds(r.age_s), r.request || "unknown", owner(r.client_id), r.generation, bytes(r.nbytes)], r.age_s > OLD_S]), s.draining_count, "none");
+  $("draining-section").hidden = !s.draining_count;
+  table("clients", [["frontend", "text"], ["state"], ["pid", "number"], ["leases", "number"], ["leased", "number"], ["slots", "number"], ["requests", "number"], ["pins", "number"], ["waits for"]],
+    s.clients.slice(0, 40).map(c => [[`${c.client_id} ${c.name}`, c.state, c.pid, c.leases, bytes(c.leased_nbytes), c.slots, c.requests, c.pins, c.wants_nbytes ? `${bytes(c.wants_nbytes)}, ${seconds(c.waits_s)}` : ""], c.state !== "connected" || c.waits_s > 2]), s.client_count, "none is connected");
+  table("workers", [["rank", "number"], ["pid", "number"], ["state"], ["behind", "number"], ["memory", "number"]],
+    s.workers.map(w => [[w.rank, w.pid, w.is_stopped ? "stopped" : w.is_member ? "member" : "left", w.unacknowledged, bytes(w.unacknowledged_nbytes)], w.is_stopped]), s.workers.length, "none");
+  $("workers-section").hidden = !s.workers.length;
+  table("errors", [["ago", "number"], ["what", "text"]], s.errors.map(e => [[seconds(e.age_s), e.text], false]), s.errors.length, "none");
+}
+
+function draw() {
+  if (!shown) return;
+  $("ring").textContent = shown.name;
+  $("size").textContent = `${bytes(shown.blocks * shown.block_nbytes)}, engine pid ${shown.pid}${shown.program.model ? `, ${shown.program.model}` : ""}`;
+  drawSlab();
+  drawTiles();
+  drawTables();
+}
+
+// -- the stream -------------------------------------------------------------------------------------------------------------
+
+function say(text, lost) {
+  $("live").textContent = text;
+  $("live").className = lost ? "lost" : "";
+}
+
+function choose(names) {
+  const select = $("engine");
+  if (select.length !== names.length) select.replaceChildren(...names.map(name => new Option(name, name)));
+  $("choice").hidden = names.length < 2;
+  return select.value;
+}
+
+function hear(engines) {
+  const snapshot = engines[choose(Object.keys(engines))];
+  if (snapshot.error) return say(`the engine does not answer: ${snapshot.error}`, true);
+  if (paused) return;
+  if (shown && shown.epoch !== snapshot.epoch) { series = {}; $("plots").replaceChildren(); }
+  shown = snapshot;
+  drawPlots();
+  draw();
+  say(`live, ${new Date().toLocaleTimeString()}`, false);
+}
+
+async function watch() { // EventSource can't send a key
+  const answer = await fetch("status/snapshots", { headers: key ? { authorization: `Bearer ${key}` } : {}, cache: "no-store" });
+  if (answer.status === 401) {
+    say("a key is needed", true);
+    $("login").hidden = false;
+    $("key").focus();
+    return false;
+  }
+  if (!answer.ok) throw new Error(`status ${answer.status}`);
+  $("login").hidden = true;
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let text = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return true;
+    const lines = (text + value).split("\n");
+    text = lines.pop();
+    if (lines.length) hear(JSON.parse(lines.at(-1)));
+  }
+}
+
+async function keepWatching() {
+  for (;;) {
+    try {
+      if (!await watch()) return;
+      say("the stream has ended, trying again", true);
+    } catch (error) {
+      say(`no connection (${error.message}), trying again`, true);
+    }
+    await new Promise(resolve => setTimeout(resolve, 2000));
+  }
+}
+
+function login() { key = $("key").value.trim(); $("key").value = ""; keepWatching(); }
+
+function drawLegend() {
+  $("legend").replaceChildren(...Object.entries(STATES).map(([state, text]) => {
+    const item = element("li"), sample = element("canvas");
+    sample.width = sample.height = 12;
+    const brush = sample.getContext("2d");
+    brush.fillStyle = color(state);
+    brush.fillRect(0, 0, 12, 12);
+    item.append(sample, text);
+    return item;
+  }));
+}
+
+$("enter").addEventListener("click", login);
+$("key").addEventListener("keydown", event => { if (event.key === "Enter") login(); });
+$("engine").addEventListener("change", () => { series = {}; shown = before = null; $("plots").replaceChildren(); });
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  $("pause").setAttribute("aria-pressed", paused);
+  $("pause").textContent = paused ? "Go on" : "Pause";
+  if (paused) say("paused", false);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLegend(); draw(); });
+addEventListener("resize", draw);
+drawLegend();
+keepWatching();

@@ -1,0 +1,34 @@
+"""Looking at a ring from outside: ``shmring.inspect``. The engine lends nothing for it, and counts no frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import msgspec
+
+from shmring.snapshot import RingSnapshot
+from shmring.transport.endpoint import inspect_engine, socket_path
+
+__all__ = ["inspect"]
+
+
+async def inspect(name: str, *, socket_dir: str | None = None, timeout: float = 5.0) -> RingSnapshot:
+    """Asks the engine of a name what it is doing now: who has which memory, which requests are old, what went wrong.
+
+    It works for any ring of this user, whatever program serves it, and also while the slab is full.
+
+    Args:
+        name: the engine's name.
+        socket_dir: where its socket is; None: the user's runtime directory.
+        timeout: seconds.
+
+    Raises:
+        EngineDeadError: there is no engine of that name.
+        PermissionError: its socket, or the directory of that, is not safe.
+        RemoteProtocolError: it is of a version that can't be asked.
+        TimeoutError: its loop does not run; ``kill -USR1`` has a server's process write its stacks to its log.
+    """
+    async with asyncio.timeout(timeout):
+        answer = await inspect_engine(socket_path(name, socket_dir), frozenset({os.getuid()}))
+    return msgspec.json.decode(answer, type=RingSnapshot)

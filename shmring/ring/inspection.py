@@ -1,0 +1,278 @@
+"""What a ring is doing now, from its books: ``ring.inspect()``, and the warning that says who keeps the slab full.
+
+No message is timed for this. Once a second, :class:`Inspection` looks at the books and notes what it has not seen before. So an
+age is exact to a second, and what lives for less than a second costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shmring.core.compiled import EngineBook, EngineEnd
+from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.printable import printable
+from shmring.core.states import EngineSlot
+from shmring.ring.frontend import Frontend
+from shmring.ring.life import Life
+from shmring.snapshot import (
+    MAX_CLIENTS,
+    MAX_REQUESTS,
+    MAX_RUNS,
+    ClientSnapshot,
+    ErrorSnapshot,
+    RequestSnapshot,
+    RingSnapshot,
+    Run,
+    SlotSnapshot,
+    WorkerSnapshot,
+)
+from shmring.statistics import RingStatistics
+
+__all__ = ["Inspection"]
+
+logger = logging.getLogger("shmring.ring")
+
+_LOOK_S = 1.0
+_FULL_S = 2.0  # a lease request that waits for longer than several steps take is no ordinary wait
+_FULL_AGAIN_S = 30.0  # between two lines about the same full slab
+_MAX_NAMED = 4  # holders in such a line
+
+_Key = tuple[int, int]
+_SLOT_STATES = {EngineSlot.PUBLISHED: "published", EngineSlot.CLAIMED: "claimed", EngineSlot.DRAINING: "draining"}
+
+
+class Inspection:
+    """See above. It begins to look at once.
+
+    Args:
+        life, book, end: of the engine.
+        geometry: of its slab.
+        frontends: by id.
+        statistics: returns the ring's.
+
+    Attributes:
+        describe_program: returns what the engine's program adds to a snapshot.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        book: EngineBook,
+        end: EngineEnd,
+        geometry: Geometry,
+        frontends: Mapping[int, Frontend],
+        statistics: Callable[[], RingStatistics],
+    ) -> None:
+        self.describe_program: Callable[[], dict[str, Any]] = dict
+        self._life = life
+        self._book = book
+        self._end = end
+        self._geometry = geometry
+        self._frontends = frontends
+        self._statistics = statistics
+        self._requests: dict[_Key, float] = {}  # since when they are known
+        self._slots: dict[int, tuple[float, str]] = {}  # by generation: likewise, and the name of the request
+        self._waits: dict[int, float] = {}  # clients that wait for a lease
+        self._warned_at = -_FULL_AGAIN_S
+        self._timer: asyncio.TimerHandle | None = life.loop.call_later(_LOOK_S, self._look_again)
+
+    def close(self) -> None:
+        """Looks no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_again(self) -> None:
+        if self._life.is_over or self._life.is_forked:
+            return
+        now = time.monotonic()
+        self._look(now)
+        if self._waits and now - min(self._waits.values()) >= _FULL_S and now - self._warned_at >= _FULL_AGAIN_S:
+            self._warned_at = now
+            logger.warning("the slab is full: %s", self._describe_full(now))
+        self._timer = self._life.loop.call_later(_LOOK_S, self._look_again)
+
+    def _look(self, now: float) -> None:
+        """Notes what is new, and forgets what has gone."""
+        claims = {**self._end.claims, **self._end.waiting}  # of two that are as old, the one in hands came first
+        self._requests = {key: self._requests.get(key, now) for key in claims}
+        slots: dict[int, tuple[float, str]] = {}
+        for client_id, client in self._book.clients.items():
+            for request_id, request in client.requests.items():
+                claim = claims.get((client_id, request_id))
+                for generation in request.generations:
+                    if generation in client.slots:
+                        slots[generation] = self._slots.get(generation) or (now, claim.name if claim is not None else "")
+            for generation in client.slots:
+                if generation not in slots:
+                    slots[generation] = self._slots.get(generation) or (now, "")
+        self._slots = slots
+        wants = {client_id for _, client_id in self._wants()}
+        self._waits = {client_id: self._waits.get(client_id, now) for client_id in wants}
+
+    def _wants(self) -> Iterator[tuple[int, int]]:
+        """The leases that callers wait for: bytes, and the client."""
+        for lending in self._book.lendings:
+            for want in lending._wants.values():
+                if want.waits:
+                    yield want.blocks * BLOCK_NBYTES, want.client_id
+
+    # -- a snapshot ---------------------------------------------------------------------------------------------------
+
+    def inspect(self) -> RingSnapshot:
+        """Returns what the ring is doing now. Nothing is changed."""
+        now = time.monotonic()
+        self._look(now)
+        runs = list(self._runs())
+        statistics = self._statistics()
+        clients = sorted(self._clients(now), key=lambda client: (-client.waits_s, -client.leased_nbytes))
+        draining = list(self._draining(now))
+        return RingSnapshot(
+            name=self._life.name,
+            epoch=self._life.epoch,
+            pid=os.getpid(),
+            time_s=now,
+            block_nbytes=BLOCK_NBYTES,
+            blocks=self._geometry.slab_nbytes // BLOCK_NBYTES,
+            reply_blocks=self._geometry.reply_nbytes // BLOCK_NBYTES,
+            runs=runs[:MAX_RUNS],
+            run_count=len(runs),
+            clients=clients[:MAX_CLIENTS],
+            client_count=len(clients),
+            workers=[
+                WorkerSnapshot(
+                    worker.rank,
+                    worker.pid,
+                    worker.is_member,
+                    worker.is_stopped,
+                    worker.unacknowledged,
+                    worker.unacknowledged_nbytes,
+                )
+                for worker in statistics.workers
+            ],
+            requests=self._oldest_requests(now),
+            request_count=len(self._requests),
+            draining=heapq.nlargest(MAX_REQUESTS, draining, key=lambda slot: slot.age_s),
+            draining_count=len(draining),
+            errors=[ErrorSnapshot(now - at, text) for at, text in reversed(self._life.errors)],
+            statistics={
+                name: value
+                for name, value in statistics.as_dict().items()
+                if name != "epoch" and isinstance(value, int | float)
+            },
+            program=self.describe_program(),
+        )
+
+    def _runs(self) -> Iterator[Run]:
+        host = self._book.lendings[0]
+        for client_id, client in self._book.clients.items():
+            state = "leased" if client.connected else "quarantined"
+            for lease in client.leases.values():
+                if lease.memory == 0:
+                    yield Run(lease.start, lease.blocks, state, client_id)  # type: ignore[arg-type]  # one of these two
+            for generation, slot in client.slots.items():
+                is_host = slot.lease is None or slot.lease.memory == 0
+                if is_host and (slot_state := _SLOT_STATES.get(slot.state)) is not None:
+                    yield Run(slot.start, slot.blocks, slot_state, client_id, generation)  # type: ignore[arg-type]  # as above
+        for piece in host._by_start:
+            if piece.kept is not None:
+                yield Run(piece.start, piece.blocks, "kept_pinned" if piece.kept.pins else "kept", 0, piece.kept.generation)
+        reply_blocks = self._geometry.reply_nbytes // BLOCK_NBYTES
+        yield Run(self._geometry.slab_nbytes // BLOCK_NBYTES - reply_blocks, reply_blocks, "replies")
+
+    def _clients(self, now: float) -> Iterator[ClientSnapshot]:
+        wants = {client_id: nbytes for nbytes, client_id in self._wants()}
+        for client_id, client in self._book.clients.items():
+            frontend = self._frontends.get(client_id)
+            yield ClientSnapshot(
+                client_id,
+                frontend.name if frontend is not None else "",
+                frontend.pid if frontend is not None else 0,
+                "connected" if client.connected else "quarantined",
+                len(client.leases),
+                sum(client.leased_blocks) * BLOCK_NBYTES,
+                len(client.slots),
+                len(client.requests),
+                len(client.replies),
+                client.pin_count,
+                wants.get(client_id, 0),
+                now - self._waits.get(client_id, now),
+            )
+
+    def _oldest_requests(self, now: float) -> list[RequestSnapshot]:
+        waiting = self._end.waiting
+        claims = {**self._end.claims, **waiting}
+        oldest = heapq.nsmallest(MAX_REQUESTS, self._requests.items(), key=lambda item: item[1])
+        return [
+            self._request(key, claims[key].name, "waiting" if key in waiting else "running", now - since)
+            for key, since in oldest
+            if key in claims and key[0] in self._book.clients
+        ]
+
+    def _request(self, key: _Key, name: str, state: Any, age_s: float) -> RequestSnapshot:
+        client = self._book.clients[key[0]]
+        record = client.requests.get(key[1])
+        slots = [client.slots[generation] for generation in record.generations if generation in client.slots] if record else []
+        nbytes = sum(slot.blocks for slot in slots) * BLOCK_NBYTES
+        return RequestSnapshot(*key, printable(name), state, age_s, [slot.generation for slot in slots], nbytes)
+
+    def _draining(self, now: float) -> Iterator[SlotSnapshot]:
+        for client_id, client in self._book.clients.items():
+            for generation, slot in client.slots.items():
+                if slot.state == EngineSlot.DRAINING:
+                    since, name = self._slots.get(generation, (now, ""))
+                    yield SlotSnapshot(client_id, generation, printable(name), now - since, slot.blocks * BLOCK_NBYTES)
+
+    # -- a full slab --------------------------------------------------------------------------------------------------
+
+    def _describe_full(self, now: float) -> str:
+        """Says who waits, who holds what, and what to do."""
+        snapshot = self.inspect()
+        waiting = [client for client in snapshot.clients if client.wants_nbytes]
+        first, others = waiting[0], len(waiting) - 1
+        parts = [
+            f"{_named(first)} has waited for {first.waits_s:.0f} s for {_mib(first.wants_nbytes)}"
+            f"{f', and {others} more wait' if others else ''}"
+        ]
+        holders = sorted(snapshot.clients, key=lambda client: -client.leased_nbytes)[:_MAX_NAMED]
+        parts += [
+            f"{_named(client)} has {_mib(client.leased_nbytes)} with {client.slots} slots"
+            f"{' and has disconnected' if client.state == 'quarantined' else ''}"
+            for client in holders
+            if client.leased_nbytes
+        ]
+        if nbytes := snapshot.statistics["kept_pinned_nbytes"]:
+            parts.append(f"kept content in use has {_mib(nbytes)}")
+        parts += _oldest(snapshot.requests, snapshot.draining)
+        slab = _mib(snapshot.blocks * BLOCK_NBYTES)
+        return f"{'; '.join(parts)}; have a slab of more than {slab} (slab_nbytes), or fewer requests at a time"
+
+
+def _named(client: ClientSnapshot) -> str:
+    return f"client {client.client_id} ({client.name or 'unnamed'}, pid {client.pid})"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _oldest(requests: Sequence[RequestSnapshot], draining: Sequence[SlotSnapshot]) -> list[str]:
+    texts = [
+        f"the oldest request with slots, {request.name or request.number}, is {request.state} for {request.age_s:.0f} s with "
+        f"{_mib(request.nbytes)}"
+        for request in requests
+        if request.nbytes
+    ][:1]
+    if draining:
+        first, nbytes = draining[0], sum(slot.nbytes for slot in draining)
+        texts.append(
+            f"{len(draining)} slots with {_mib(nbytes)} are left and still viewed, the oldest for {first.age_s:.0f} s "
+            f"(request {first.request or 'unknown'}): delete its tensors"
+        )
+    return texts

@@ -1,0 +1,173 @@
+"""What a ring is doing now: the record that ``ring.inspect()`` and :func:`shmring.inspect` return, for who looks for a fault.
+
+It is bounded: :data:`MAX_RUNS` and the other limits say how much of each list there is at most, and the counts beside say how
+much there was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "MAX_CLIENTS",
+    "MAX_ERRORS",
+    "MAX_REQUESTS",
+    "MAX_RUNS",
+    "MAX_SNAPSHOT_NBYTES",
+    "ClientSnapshot",
+    "ErrorSnapshot",
+    "RequestSnapshot",
+    "RingSnapshot",
+    "Run",
+    "SlotSnapshot",
+    "WorkerSnapshot",
+]
+
+MAX_RUNS = 4096  # a page or a terminal shows no more
+MAX_CLIENTS = 256
+MAX_REQUESTS = 64
+MAX_ERRORS = 16
+MAX_SNAPSHOT_NBYTES = 4 << 20  # as JSON: ten times what the limits allow together
+
+#: What a run of blocks is: lent and in no slot; a slot in one of its states; lent to a frontend whose connection has ended;
+#: kept content, in use or not; the part for replies.
+RunState = Literal["leased", "published", "claimed", "draining", "quarantined", "kept", "kept_pinned", "replies"]
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks in one state, side by side. Blocks in no run are free. A slot lies within the run of its lease.
+
+    Attributes:
+        start, blocks: where they are.
+        state: what they are.
+        client_id: whose they are; 0: the engine's.
+        generation: of the slot; 0: it is none.
+    """
+
+    start: int
+    blocks: int
+    state: RunState
+    client_id: int = 0
+    generation: int = 0
+
+
+class ClientSnapshot(msgspec.Struct, frozen=True):
+    """A frontend.
+
+    Attributes:
+        client_id, name, pid: which one.
+        state: ``quarantined``: its connection has ended, and its memory waits for the end of its process.
+        leases, leased_nbytes: that it has.
+        slots, requests, replies, pins: of it, at the engine.
+        wants_nbytes, waits_s: the lease that it waits for, and for how long; 0: none.
+    """
+
+    client_id: int
+    name: str
+    pid: int
+    state: Literal["connected", "quarantined"]
+    leases: int
+    leased_nbytes: int
+    slots: int
+    requests: int
+    replies: int
+    pins: int
+    wants_nbytes: int = 0
+    waits_s: float = 0.0
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True):
+    """A request that has not ended. Ages are exact to a second.
+
+    Attributes:
+        client_id, number: which one.
+        name: its ``request_id=``.
+        state: whether it was claimed.
+        age_s: since it came.
+        slots: the generations of its slots that the engine holds.
+        nbytes: of those.
+    """
+
+    client_id: int
+    number: int
+    name: str
+    state: Literal["waiting", "running"]
+    age_s: float
+    slots: list[int]
+    nbytes: int
+
+
+class SlotSnapshot(msgspec.Struct, frozen=True):
+    """A slot that drains: it was left, and a view of it lives.
+
+    Attributes:
+        client_id, generation: which one.
+        request: the name of the request that it came with, if that lived for a second.
+        age_s: since it was first seen at the engine.
+        nbytes: of it.
+    """
+
+    client_id: int
+    generation: int
+    request: str
+    age_s: float
+    nbytes: int
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """A worker, as in :class:`shmring.WorkerStatistics`."""
+
+    rank: int
+    pid: int
+    is_member: bool
+    is_stopped: bool
+    unacknowledged: int
+    unacknowledged_nbytes: int
+
+
+class ErrorSnapshot(msgspec.Struct, frozen=True):
+    """Something that went wrong, and how long ago."""
+
+    age_s: float
+    text: str
+
+
+class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring at one moment.
+
+    Attributes:
+        name, epoch, pid: which life of which engine, in which process.
+        time_s: of ``time.monotonic()``, for rates between two snapshots.
+        block_nbytes, blocks, reply_blocks: how the slab is divided: replies lie at its end.
+        runs, run_count: what lies where.
+        clients, client_count: frontends; those that wait for memory come first.
+        workers: that have joined.
+        requests, request_count: the oldest requests first.
+        draining, draining_count: slots that drain, the oldest first.
+        errors: the last ones, the last one first.
+        statistics: numbers of :class:`shmring.RingStatistics`, without its workers.
+        program: what the engine's program says of itself. The server's: ``executor``, ``model``, ``paused``, ``waiting``,
+            ``running``, ``step`` (what its thread does, and for how long) and ``steps_s`` (of the last steps).
+    """
+
+    name: str
+    epoch: int
+    pid: int
+    time_s: float
+    block_nbytes: int
+    blocks: int
+    reply_blocks: int
+    runs: list[Run]
+    run_count: int
+    clients: list[ClientSnapshot]
+    client_count: int
+    workers: list[WorkerSnapshot]
+    requests: list[RequestSnapshot]
+    request_count: int
+    draining: list[SlotSnapshot]
+    draining_count: int
+    errors: list[ErrorSnapshot]
+    statistics: dict[str, int | float]
+    program: dict[str, Any] = {}

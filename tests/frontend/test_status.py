@@ -1,0 +1,107 @@
+"""The page ``/status``, its policy, and its stream of snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from shmring.frontend import status
+from shmring.frontend.status import Feed
+
+
+async def lines_of(url: str, count: int) -> list[Any]:
+    stream = httpx.AsyncClient().stream("GET", f"{url}/status/snapshots")
+    async with asyncio.timeout(20), stream as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "application/x-ndjson"
+        lines = []
+        async for line in response.aiter_lines():
+            lines.append(json.loads(line))
+            if len(lines) == count:
+                break
+    return lines
+
+
+async def test_the_page_loads_nothing_from_elsewhere(open_engine: Any, open_app: Any) -> None:
+    http = await open_app(await open_engine())
+    page = await http.get("/status")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    linked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    for path in linked:
+        if path != "data:,":
+            file = await http.get(f"/{path}")
+            assert file.status_code == 200, path
+            assert "content-security-policy" in file.headers
+            assert "http:" not in file.text
+            assert "https:" not in file.text
+    assert len(linked) == 3
+    assert not re.search(r"<script>|<style|style=|\son\w+=", page.text), "the policy forbids what stands in the page itself"
+
+
+async def test_each_line_is_a_snapshot_of_each_engine(
+    open_engine: Any, open_server: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    engine = await open_engine()
+    url = await open_server(engine)
+    first, second = await lines_of(url, 2)
+    [snapshot] = first.values()
+    assert list(first) == list(engine.client.engines) == [snapshot["name"]]
+    assert snapshot["statistics"]["clients"] == 1
+    assert second["test"]["time_s"] > snapshot["time_s"]
+
+
+async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
+    open_engine: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    engine = await open_engine()
+    asked = 0
+
+    async def inspect(name: str) -> Any:
+        nonlocal asked
+        asked += 1
+        return {"asked": asked}
+
+    monkeypatch.setattr(engine.client, "inspect", inspect)
+    feed = Feed(engine.client)
+    with feed.watched() as first, feed.watched() as second:
+        for _ in range(3):
+            assert await asyncio.wait_for(first.get(), 5) == await asyncio.wait_for(second.get(), 5)
+        before = asked
+        await eventually(lambda: asked > before + 2)  # nobody reads, and nothing piles up
+        assert first.qsize() == 1
+    assert feed._asking is not None
+    await asyncio.wait_for(feed._asking, 5)
+    with feed.watched() as third:
+        assert await asyncio.wait_for(third.get(), 5)
+        feed.close()
+        assert await asyncio.wait_for(third.get(), 5) is None
+
+
+async def test_snapshots_need_a_key_and_the_page_does_not(open_engine: Any, open_app: Any) -> None:
+    http = await open_app(await open_engine(), api_keys=("secret",))
+    assert (await http.get("/status")).status_code == 200
+    assert (await http.get("/status/snapshots")).status_code == 401
+    assert (await http.get("/status/snapshots", headers={"authorization": "Bearer wrong"})).status_code == 401
+
+
+async def test_only_so_many_may_watch(open_engine: Any, open_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_MAX_VIEWERS", 0)
+    http = await open_app(await open_engine())
+    response = await http.get("/status/snapshots")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+
+
+async def test_an_engine_that_has_gone_is_a_line_with_the_reason(open_engine: Any, open_server: Any, eventually: Any) -> None:
+    engine = await open_engine()
+    url = await open_server(engine)
+    await engine.ring.close()
+    [line] = await lines_of(url, 1)
+    assert "no engine listens" in line["test"]["error"]
