@@ -79,7 +79,7 @@ class ClientSnapshot(msgspec.Struct, frozen=True):
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
-    """A request that has not ended. Ages are exact to a second.
+    """A request that has not ended. Its age is a second too small at most, and ten after a pause of the ring.
 
     Attributes:
         client_id, number: which one.

@@ -82,6 +82,8 @@ _FAN_OUT: dict[str, Call] = {
     "claim": lambda ring: ring.claim(),
     "claim_nowait": lambda ring: ring.claim_nowait(),
     "statistics": lambda ring: ring.statistics(),
+    "inspect": lambda ring: ring.inspect(),
+    "add_to_snapshots": lambda ring: ring.add_to_snapshots(dict),
 }
 
 #: What raises ClosedError, by class: how each name is called. What stands in brackets behind a name is another way to call it.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.messages import Inspect
+from shmring.core.messages import PROTOCOL_VERSION, Inspect
 from shmring.ring import inspection
 from shmring.transport.endpoint import handshake_frame
 
@@ -106,16 +106,23 @@ async def test_who_may_not_ask_is_refused_with_the_reason(serve: Any, socket_dir
 
 
 async def test_who_asks_and_does_not_read_keeps_nobody_waiting(
-    serve: Any, connect: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.ring.limits.HANDSHAKE_S", 0.05)
     ring = await serve()
     ring.add_to_snapshots(lambda: {"large": "x" * (2 << 20)})  # more than a socket's buffer
-    with socket.socket(socket.AF_UNIX) as silent:
+
+    def ask(silent: socket.socket) -> None:
         silent.connect(str(socket_dir / f"{ring.name}.sock"))
-        silent.sendall(handshake_frame(Inspect(version=5)))
+        silent.sendall(handshake_frame(Inspect(version=PROTOCOL_VERSION)))
+
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        ask(first)
         assert len((await shmring.inspect(ring.name, socket_dir=str(socket_dir))).program["large"]) == 2 << 20
+        assert ring.statistics().refused == 0
+        monkeypatch.setattr("shmring.ring.limits.HANDSHAKE_S", 0.05)
+        ask(second)
         await eventually(lambda: ring.statistics().refused == 1)
+    assert "did not read it in time" in ring.inspect().errors[0].text
 
 
 async def test_a_snapshot_is_bounded(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +153,25 @@ async def test_kept_content_and_a_frontend_that_has_gone_are_shown(serve: Any, c
     session.link.abort()
     await eventually(lambda: [each.state for each in ring.inspect().clients] == ["quarantined"])
     assert "quarantined" in states(ring.inspect())
+
+
+async def test_a_ring_with_nothing_to_do_is_looked_at_less_often(
+    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_LOOK_S", 0.001)
+    monkeypatch.setattr(inspection, "_REST_S", 0.016)
+    ring = await serve()
+    looking = ring._shell.inspection
+    await eventually(lambda: looking._pause_s == 0.016)
+    client = await connect()
+    answer = asyncio.create_task(client.request(1, request_id="seen"))
+    with await ring.claim() as claim:
+        await eventually(lambda: looking._pause_s == 0.001)
+        assert list(looking._requests) == [(client.client_id, claim.request_id)]
+        await claim.reply(1)
+    await answer
+    del claim
+    await eventually(lambda: looking._pause_s == 0.016 and not looking._requests)
 
 
 async def test_a_full_slab_is_one_line_that_names_who_waits_and_who_has_it(

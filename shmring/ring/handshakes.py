@@ -133,8 +133,11 @@ class Handshakes:
             finally:
                 self._greeting -= 1
             if peer is None:
-                async with asyncio.timeout(limits.HANDSHAKE_S):
-                    await answer_inspection(connected, self._inspect())
+                try:
+                    async with asyncio.timeout(limits.HANDSHAKE_S):
+                        await answer_inspection(connected, self._inspect())
+                except TimeoutError:
+                    raise PeerLostError("it asked for a snapshot, and did not read it in time") from None
             elif isinstance(peer.hello, Join):
                 await self._admit_worker(peer)
             else:

@@ -1,7 +1,8 @@
 """What a ring is doing now, from its books: ``ring.inspect()``, and the warning that says who keeps the slab full.
 
 No message is timed for this. Once a second, :class:`Inspection` looks at the books and notes what it has not seen before. So an
-age is exact to a second, and what lives for less than a second costs nothing.
+age is at most a second too small, and what lives for less than a second costs nothing. A ring that has nothing to do is looked
+at less and less often, to let its process sleep: the first request after a pause may seem up to ten seconds younger than it is.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = ["Inspection"]
 logger = logging.getLogger("shmring.ring")
 
 _LOOK_S = 1.0
+_REST_S = 10.0  # between two looks at a ring that has had nothing to do for long
 _FULL_S = 2.0  # a lease request that waits for longer than several steps take is no ordinary wait
 _FULL_AGAIN_S = 30.0  # between two lines about the same full slab
 _MAX_NAMED = 4  # holders in such a line
@@ -80,6 +82,7 @@ class Inspection:
         self._slots: dict[int, tuple[float, str]] = {}  # by generation: likewise, and the name of the request
         self._waits: dict[int, float] = {}  # clients that wait for a lease
         self._warned_at = -_FULL_AGAIN_S
+        self._pause_s = _LOOK_S
         self._timer: asyncio.TimerHandle | None = life.loop.call_later(_LOOK_S, self._look_again)
 
     def close(self) -> None:
@@ -96,7 +99,9 @@ class Inspection:
         if self._waits and now - min(self._waits.values()) >= _FULL_S and now - self._warned_at >= _FULL_AGAIN_S:
             self._warned_at = now
             logger.warning("the slab is full: %s", self._describe_full(now))
-        self._timer = self._life.loop.call_later(_LOOK_S, self._look_again)
+        is_busy = bool(self._requests or self._slots or self._waits)
+        self._pause_s = _LOOK_S if is_busy else min(2 * self._pause_s, _REST_S)
+        self._timer = self._life.loop.call_later(self._pause_s, self._look_again)
 
     def _look(self, now: float) -> None:
         """Notes what is new, and forgets what has gone."""

@@ -262,7 +262,11 @@ class Ring(EngineCalls, Generic[_Payload]):
 
         Args:
             describe_program: returns it, as JSON can have it.
+
+        Raises:
+            ClosedError: as :meth:`inspect`.
         """
+        self._shell.life.check_open()
         self._shell.inspection.describe_program = describe_program
 
     def statistics(self) -> RingStatistics:

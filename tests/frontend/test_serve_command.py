@@ -68,7 +68,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    shared = {"--name", "--socket-dir", "--log-level"}
+    shared = {"--name", "--socket-dir", "--log-level", "--log-format"}
     assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS} - shared
     [engine] = options_of(*(f"{option}={value}" for option, value in options_given.items())).engines
     assert engine == EngineSettings(
@@ -97,10 +97,12 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
 
 def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) -> None:
     options = options_of(
-        "--name=x", "--log-level=error", "--socket-dir=/run/x", "--request-timeout=7", "--max-image-nbytes=1MiB"
+        *("--name=x", "--log-level=error", "--log-format=json", "--socket-dir=/run/x"),
+        *("--request-timeout=7", "--max-image-nbytes=1MiB", "--access-log"),
     )
     for settings in (options.engines[0], options.frontend):
-        assert (settings.name, settings.log_level) == ("x", "error")
+        assert (settings.name, settings.log_level, settings.log_format) == ("x", "error", "json")
+    assert options.frontend.http.access_log
     assert options.engines[0].ring.socket_dir == options.frontend.socket_dir == "/run/x"
     http = options.frontend.http
     assert (http.request_timeout_s, http.media_limits.max_image_nbytes) == (7, 1 << 20)
