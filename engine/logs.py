@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TextIO
 
-from shmring.core.printable import printable_lines
+from shmring.core.printable import printable, printable_lines
 
 __all__ = ["ACCESS", "CollapsingHandler", "JsonFormatter", "PrintableFormatter", "concerned", "configure_logging"]
 
@@ -71,7 +71,7 @@ class PrintableFormatter(logging.Formatter):
         """Returns the line without what is below it, such as a traceback."""
         line = super().formatMessage(record)
         name = _name_of(record)
-        return line if not name or name in line else f"{line} [request {name}]"
+        return line if not name or name in record.getMessage().split() else f"{line} [request {name}]"
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
@@ -104,8 +104,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _name_of(record: logging.LogRecord) -> str:
-    """Returns the name of the request that a line concerns."""
-    return str(getattr(record, "request_id", ""))
+    """Returns the name of the request that a line concerns: a caller's text."""
+    return printable(str(getattr(record, "request_id", "")))
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,6 +11,7 @@ import time
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shmring.core.printable import printable
 from shmring.engine.logs import ACCESS, concerned
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
@@ -108,7 +109,7 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
     address = f"{client[0]}:{client[1]}" if client else "-"
     path = scope["path"]
-    path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
+    path = printable(f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path)  # it may have newlines
     parts = {"client": address, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4)}
     extra = {"request_id": scope["state"]["request_id"], "parts": parts}
     _ACCESS.info("%s %s %s %d %.4f s", *parts.values(), extra=extra)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Feed:
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         self._viewers.add(viewer)
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
+            self._asking = asyncio.create_task(self._ask(), context=contextvars.Context())  # for no one request
         try:
             yield viewer
         finally:
@@ -112,23 +113,28 @@ class _SnapshotStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body", "body": b""})
+            return
         async for line in self._lines(receive):
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lines(self, receive: Receive) -> AsyncIterator[bytes]:
         leaving = asyncio.ensure_future(_hang_up(receive))
+        reading: asyncio.Future[bytes | None] | None = None
         try:
             with self._feed.watched() as lines:
                 while True:
                     reading = asyncio.ensure_future(lines.get())
                     await asyncio.wait((leaving, reading), return_when=asyncio.FIRST_COMPLETED)
                     if leaving.done() or (line := reading.result()) is None:
-                        reading.cancel()
                         return
                     yield line
         finally:
             leaving.cancel()
+            if reading is not None:
+                reading.cancel()
 
 
 async def _hang_up(receive: Receive) -> None:

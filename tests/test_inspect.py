@@ -125,6 +125,41 @@ async def test_who_asks_and_does_not_read_keeps_nobody_waiting(
     assert "did not read it in time" in ring.inspect().errors[0].text
 
 
+async def test_only_so_many_may_ask_at_a_time(
+    serve: Any, connect: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.limits.MAX_INSPECTIONS", 1)
+    ring = await serve()
+    ring.add_to_snapshots(lambda: {"large": "x" * (2 << 20)})
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(socket_dir / f"{ring.name}.sock"))
+        silent.sendall(handshake_frame(Inspect(version=PROTOCOL_VERSION)))
+        await eventually(lambda: ring._shell._handshakes._inspecting == 1)
+        with pytest.raises(shmring.RemoteProtocolError, match="ask again"):
+            await shmring.inspect(ring.name, socket_dir=str(socket_dir))
+        await connect()  # has nothing to do with that
+    await eventually(lambda: ring._shell._handshakes._inspecting == 0)
+    assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).clients
+
+
+async def test_what_fails_once_is_looked_at_again(serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_LOOK_S", 0.001)
+    ring = await serve()
+    looking = ring._shell.inspection
+    looks = []
+
+    def look(now: float) -> None:
+        looks.append(now)
+        if len(looks) == 1:
+            raise RuntimeError("once")
+
+    monkeypatch.setattr(looking, "_look", look)
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    await eventually(lambda: len(looks) > 2)
+    assert [str(error) for error in errors] == ["once"]
+
+
 async def test_a_snapshot_is_bounded(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_RUNS", "MAX_CLIENTS", "MAX_REQUESTS"):
         monkeypatch.setattr(inspection, name, 3)
@@ -160,6 +195,7 @@ async def test_a_ring_with_nothing_to_do_is_looked_at_less_often(
 ) -> None:
     monkeypatch.setattr(inspection, "_LOOK_S", 0.001)
     monkeypatch.setattr(inspection, "_REST_S", 0.016)
+    monkeypatch.setattr(inspection, "_PAUSES", 0)
     ring = await serve()
     looking = ring._shell.inspection
     await eventually(lambda: looking._pause_s == 0.016)

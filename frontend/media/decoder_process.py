@@ -72,7 +72,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     av.logging.set_level(None)  # libav would write about every damaged packet
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2))  # decoders, too, write their stacks to the log
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2))
     gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     own_pid = os.getpid()

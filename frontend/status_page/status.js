@@ -2,6 +2,7 @@
 // Draws snapshots (shmring.RingSnapshot), one a second. Texts of callers are only ever set as textContent.
 const ROWS = 12; // of the drawn slab
 const SERIES = 180; // points of a plot: three minutes
+const KEPT_USES = 2 ** 63; // generations of kept content that is in use begin here
 const OLD_S = 30; // from which a request or a slot is marked
 const STATES = { leased: "leased, not in a slot", published: "submitted", claimed: "claimed", draining: "left, still viewed",
   quarantined: "of a frontend that is gone", kept: "kept", kept_pinned: "kept, in use", replies: "for replies", free: "free" };
@@ -53,7 +54,10 @@ function describe(run) {
   if (!run) return "";
   const [start, blocks, state, client, generation] = run;
   const owner = shown.clients.find(each => each.client_id === client);
-  const request = shown.requests.find(each => each.slots.includes(generation)) || shown.draining.find(each => each.generation === generation);
+  // Numbers above 2^53 are rounded here: the client tells most of those apart, and uses of kept content are left out.
+  const isKnown = client && generation < KEPT_USES;
+  const request = isKnown && (shown.requests.find(each => each.client_id === client && each.slots.includes(generation))
+    || shown.draining.find(each => each.client_id === client && each.generation === generation));
   return [`${STATES[state]}: blocks ${start} to ${start + blocks - 1}, ${bytes(blocks * shown.block_nbytes)}`,
     client ? `frontend ${client}${owner ? ` (${owner.name || "unnamed"}, pid ${owner.pid})` : ""}` : "",
     request && generation ? `request ${request.name || request.request || request.number || "unknown"}, ${seconds(request.age_s)}` : ""].filter(Boolean).join("; ");

@@ -85,6 +85,7 @@ class Handshakes:
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of peers that are no frontends yet
+        self._inspecting = 0  # of peers that are being told what the engine does
         accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
         accepting.add_done_callback(self._accepting_ended)
         self._accepting: asyncio.Task[None] | None = accepting
@@ -133,11 +134,7 @@ class Handshakes:
             finally:
                 self._greeting -= 1
             if peer is None:
-                try:
-                    async with asyncio.timeout(limits.HANDSHAKE_S):
-                        await answer_inspection(connected, self._inspect())
-                except TimeoutError:
-                    raise PeerLostError("it asked for a snapshot, and did not read it in time") from None
+                await self._answer_inspection(connected)
             elif isinstance(peer.hello, Join):
                 await self._admit_worker(peer)
             else:
@@ -151,6 +148,19 @@ class Handshakes:
         except BaseException:
             connected.close()
             raise
+
+    async def _answer_inspection(self, connected: socket.socket) -> None:
+        if self._inspecting >= limits.MAX_INSPECTIONS:
+            refuse(connected, f"{limits.MAX_INSPECTIONS} others are asking what the engine does; ask again")
+            raise RemoteProtocolError("too many connections that ask what the engine does")
+        self._inspecting += 1
+        try:
+            async with asyncio.timeout(limits.HANDSHAKE_S):
+                await answer_inspection(connected, self._inspect())
+        except TimeoutError:
+            raise PeerLostError("it asked for a snapshot, and did not read it in time") from None
+        finally:
+            self._inspecting -= 1
 
     def _admit(self, peer: Peer, hello: Hello) -> None:
         """Makes a peer a frontend, and takes its pidfd over."""

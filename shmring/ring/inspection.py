@@ -1,6 +1,7 @@
 """What a ring is doing now, from its books: ``ring.inspect()``, and the warning that says who keeps the slab full.
 
-No message is timed for this. Once a second, :class:`Inspection` looks at the books and notes what it has not seen before. So an
+No message is timed for this. Once a second, or less often where that takes long, :class:`Inspection` looks at the books and
+notes what it has not seen before. So an
 age is at most a second too small, and what lives for less than a second costs nothing. A ring that has nothing to do is looked
 at less and less often, to let its process sleep: the first request after a pause may seem up to ten seconds younger than it is.
 """
@@ -41,6 +42,7 @@ logger = logging.getLogger("shmring.ring")
 
 _LOOK_S = 1.0
 _REST_S = 10.0  # between two looks at a ring that has had nothing to do for long
+_PAUSES = 100  # as long as a look takes, it is not looked again: a hundredth of the loop at most
 _FULL_S = 2.0  # a lease request that waits for longer than several steps take is no ordinary wait
 _FULL_AGAIN_S = 30.0  # between two lines about the same full slab
 _MAX_NAMED = 4  # holders in such a line
@@ -95,13 +97,16 @@ class Inspection:
         if self._life.is_over or self._life.is_forked:
             return
         now = time.monotonic()
-        self._look(now)
-        if self._waits and now - min(self._waits.values()) >= _FULL_S and now - self._warned_at >= _FULL_AGAIN_S:
-            self._warned_at = now
-            logger.warning("the slab is full: %s", self._describe_full(now))
-        is_busy = bool(self._requests or self._slots or self._waits)
-        self._pause_s = _LOOK_S if is_busy else min(2 * self._pause_s, _REST_S)
-        self._timer = self._life.loop.call_later(self._pause_s, self._look_again)
+        try:
+            self._look(now)
+            if self._waits and now - min(self._waits.values()) >= _FULL_S and now - self._warned_at >= _FULL_AGAIN_S:
+                self._warned_at = now
+                logger.warning("the slab is full: %s", self._describe_full(now))
+        finally:
+            is_busy = bool(self._requests or self._slots or self._waits)
+            took_s = time.monotonic() - now
+            self._pause_s = max(_LOOK_S, _PAUSES * took_s) if is_busy else min(2 * self._pause_s, _REST_S)
+            self._timer = self._life.loop.call_later(self._pause_s, self._look_again)
 
     def _look(self, now: float) -> None:
         """Notes what is new, and forgets what has gone."""
@@ -134,6 +139,9 @@ class Inspection:
         """Returns what the ring is doing now. Nothing is changed."""
         now = time.monotonic()
         self._look(now)
+        return self._snapshot(now, self.describe_program())
+
+    def _snapshot(self, now: float, program: dict[str, Any]) -> RingSnapshot:
         runs = list(self._runs())
         statistics = self._statistics()
         clients = sorted(self._clients(now), key=lambda client: (-client.waits_s, -client.leased_nbytes))
@@ -171,7 +179,7 @@ class Inspection:
                 for name, value in statistics.as_dict().items()
                 if name != "epoch" and isinstance(value, int | float)
             },
-            program=self.describe_program(),
+            program=program,
         )
 
     def _runs(self) -> Iterator[Run]:
@@ -238,7 +246,7 @@ class Inspection:
 
     def _describe_full(self, now: float) -> str:
         """Says who waits, who holds what, and what to do."""
-        snapshot = self.inspect()
+        snapshot = self._snapshot(now, {})
         waiting = [client for client in snapshot.clients if client.wants_nbytes]
         first, others = waiting[0], len(waiting) - 1
         parts = [

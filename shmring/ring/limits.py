@@ -5,10 +5,22 @@ Limits that depend on the machine, on requests or on callers are options (:class
 
 from __future__ import annotations
 
-__all__ = ["COPY_OFFLOAD_NBYTES", "HANDSHAKE_S", "MAX_CALLS", "MAX_KEPT", "MAX_LEASES", "MAX_PINS", "MAX_WORKERS"]
+__all__ = [
+    "COPY_OFFLOAD_NBYTES",
+    "HANDSHAKE_S",
+    "MAX_CALLS",
+    "MAX_INSPECTIONS",
+    "MAX_KEPT",
+    "MAX_LEASES",
+    "MAX_PINS",
+    "MAX_WORKERS",
+]
 
 #: How long a new connection may take to say hello: its process sends that at once, and another one may keep it from the core.
 HANDSHAKE_S = 5.0
+
+#: Connections at a time that are told what the engine does: each has a snapshot of some hundred KiB until it has read it.
+MAX_INSPECTIONS = 8
 
 #: Control calls (health, statistics) that a client may have in flight. A frontend has a few; each is a task here, and its
 #: arguments take up to 64 KiB: 4 MiB together.

@@ -170,6 +170,15 @@ async def test_an_access_is_a_line_with_its_request(caplog: pytest.LogCaptureFix
     assert {"method": "POST", "path": "/a/route", "status": 204}.items() <= record.parts.items()
 
 
+async def test_a_path_makes_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=ACCESS)
+    exchange = Exchange()
+    exchange.scope |= {"method": "GET", "path": "/\n2026 ERROR engine: it is dead", "client": ("127.0.0.1", 4711)}
+    await Observation(answer, HttpStatistics(), lambda _: [], access_log=True)(exchange.scope, exchange.receive, exchange.send)
+    [record] = caplog.records
+    assert r"GET /\n2026 ERROR engine: it is dead 204" in record.getMessage()
+
+
 async def test_what_is_no_request_passes_through() -> None:
     types: list[str] = []
 

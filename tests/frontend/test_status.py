@@ -92,6 +92,13 @@ async def test_snapshots_need_a_key_and_the_page_does_not(open_engine: Any, open
     assert (await http.get("/status/snapshots", headers={"authorization": "Bearer wrong"})).status_code == 401
 
 
+async def test_a_head_has_no_lines(open_engine: Any, open_app: Any) -> None:
+    http = await open_app(await open_engine())
+    async with asyncio.timeout(20):
+        response = await http.head("/status/snapshots")
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/x-ndjson")
+
+
 async def test_only_so_many_may_watch(open_engine: Any, open_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_MAX_VIEWERS", 0)
     http = await open_app(await open_engine())
