@@ -1,7 +1,6 @@
 """Chats: requests and answers of ``POST /v1/chat/completions``, whole and in pieces.
 
-Fields that this server does not implement stand in the types as ``_only`` some values, which change nothing: clients often send
-those. Every field that is not named here is ignored, and the answer names it.
+Fields that this server does not implement: :mod:`shmring.frontend.openai.unsupported`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from shmring.frontend.openai.messages import (
     source_of,
 )
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
     "CHAT_PARSER",
@@ -46,16 +46,6 @@ _MAX_CHARACTERS = 4 << 20  # of all texts together: a million tokens, and a few 
 
 _TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _StopText = Annotated[str, Meta(min_length=1)]
-_NEUTRAL = "neutral"  # in the ``extra`` of a field's ``Meta``
-
-
-def _only(*neutral: Any) -> Meta:
-    """Of a field that is not implemented: the values that change nothing. All others are refused, and null never is."""
-    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-    return Meta(
-        description=f"Not supported: it can be {values}." if neutral else "Not supported: leave it out.",
-        extra={_NEUTRAL: neutral},
-    )
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
@@ -70,8 +60,8 @@ class ChatMessageParam(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart | RefusalPart | str], Meta(max_length=MAX_PARTS)] | None = None
     refusal: Annotated[str | None, Meta(description="What an assistant has said instead of content.")] = None
-    tool_calls: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only([])] = None
+    tool_calls: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only([])] = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -100,41 +90,62 @@ class ChatRequest(msgspec.Struct):
     user: str | None = None
     priority: Priority | None = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
-    n: Annotated[Any, _only(1)] = None
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    logprobs: Annotated[Any, _only(False)] = None
-    top_logprobs: Annotated[Any, _only(0)] = None
-    presence_penalty: Annotated[Any, _only(0)] = None
-    frequency_penalty: Annotated[Any, _only(0)] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
-    best_of: Annotated[Any, _only(1)] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    min_tokens: Annotated[Any, _only(0)] = None
-    stop_token_ids: Annotated[Any, _only([])] = None
-    guided_json: Annotated[Any, _only()] = None
-    guided_regex: Annotated[Any, _only()] = None
-    guided_choice: Annotated[Any, _only()] = None
-    guided_grammar: Annotated[Any, _only()] = None
-    structured_outputs: Annotated[Any, _only()] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
-    chat_template: Annotated[Any, _only()] = None
-    chat_template_kwargs: Annotated[Any, _only({})] = None
-    mm_processor_kwargs: Annotated[Any, _only({})] = None
-    length_penalty: Annotated[Any, _only(1)] = None
-    bad_words: Annotated[Any, _only([])] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
-    echo: Annotated[Any, _only(False)] = None
-    include_stop_str_in_output: Annotated[Any, _only(False)] = None
-    skip_special_tokens: Annotated[Any, _only(True)] = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
+    n: Annotated[Any, only(1)] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    logprobs: Annotated[Any, only(False)] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    best_of: Annotated[Any, only(1)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    stop_token_ids: Annotated[Any, only([])] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    guided_choice: Annotated[Any, only()] = None
+    guided_grammar: Annotated[Any, only()] = None
+    structured_outputs: Annotated[Any, only()] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    bad_words: Annotated[Any, only([])] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    echo: Annotated[Any, only(False)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    thinking_token_budget: Annotated[Any, only()] = None
+    parallel_tool_calls: Annotated[Any, only(True)] = None
+    documents: Annotated[Any, only([])] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
+    truncation_side: Annotated[Any, only()] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    logprob_token_ids: Annotated[Any, only([])] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    watermarking: Annotated[Any, only(False)] = None
+    repetition_detection: Annotated[Any, only()] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    return_token_offsets: Annotated[Any, only(False)] = None
+    return_prompt_text: Annotated[Any, only(False)] = None
+    return_mm_kwargs: Annotated[Any, only(False)] = None
+    kv_transfer_params: Annotated[Any, only()] = None
+    ec_transfer_params: Annotated[Any, only()] = None
+    vllm_xargs: Annotated[Any, only({})] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
 
 
 class Usage(msgspec.Struct):
@@ -199,14 +210,9 @@ class ChatCompletionChunk(msgspec.Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
-def _unsupported_of(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
-    metas = {field.name: getattr(field.type, "__metadata__", ()) for field in msgspec.structs.fields(kind)}
-    return {name: meta.extra[_NEUTRAL] for name, found in metas.items() for meta in found if _NEUTRAL in (meta.extra or {})}
-
-
 #: The fields that are not implemented, each with the values that change nothing.
-_UNSUPPORTED = _unsupported_of(ChatRequest)
-_UNSUPPORTED_OF_MESSAGES = _unsupported_of(ChatMessageParam)
+_UNSUPPORTED = unsupported_of(ChatRequest)
+_UNSUPPORTED_OF_MESSAGES = unsupported_of(ChatMessageParam)
 
 #: For bodies of requests.
 CHAT_PARSER = BodyParser(ChatRequest)
@@ -221,7 +227,7 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     Raises:
         ApiError: the request asks for something that is not implemented.
     """
-    _check_supported(request, _UNSUPPORTED)
+    check_supported(request, _UNSUPPORTED)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
     messages, request.messages = request.messages, []
@@ -247,27 +253,12 @@ def _check_texts(messages: list[ChatMessage]) -> None:
         raise ApiError(400, text, code="text_too_long", param="messages")
 
 
-def _check_supported(given: msgspec.Struct, unsupported: dict[str, tuple[Any, ...]], place: str = "") -> None:
-    for field, neutral in unsupported.items():
-        value = getattr(given, field)
-        if value is None or any(_is_same(value, allowed) for allowed in neutral):
-            continue
-        only = f"; it can be {msgspec.json.encode(neutral[0]).decode()}, or left out" if neutral else ""
-        text = f"{field} is not supported by this server{only}"
-        raise ApiError(400, text, code="unsupported_value", param=f"{place}{field}")
-
-
-def _is_same(value: Any, allowed: Any) -> bool:
-    """Whether two JSON values are equal; Python alone takes 1 for true."""
-    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
 def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:
     """Returns a message as the engine takes it; its media are appended to the sources."""
     if message.role in ("tool", "function"):
         text = f"messages of the role {message.role!r} are not supported: this server does not call tools"
         raise ApiError(400, text, code="unsupported_value", param=f"{param}.role")
-    _check_supported(message, _UNSUPPORTED_OF_MESSAGES, f"{param}.")
+    check_supported(message, _UNSUPPORTED_OF_MESSAGES, f"{param}.")
     content = message.content
     if content is None and message.role == "assistant":
         content = message.refusal or ""  # what clients send back of an answer without content

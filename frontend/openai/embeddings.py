@@ -19,7 +19,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from shmring.frontend.openai.messages import (
     source_of,
 )
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
     "EMBEDDING_PARSER",
@@ -77,6 +78,19 @@ class EmbeddingRequest(msgspec.Struct):
     ] = None
     user: str | None = None
     priority: Priority | None = None
+    add_special_tokens: Annotated[Any, only(True)] = None
+    padding: Annotated[Any, only("do_not_pad")] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    truncation_side: Annotated[Any, only()] = None
+    use_activation: Annotated[Any, only(True)] = None
+    embed_dtype: Annotated[Any, only("float32")] = None
+    endianness: Annotated[Any, only("little", "native")] = None
+    add_generation_prompt: Annotated[Any, only(False)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
 
 
 class Embedding(msgspec.Struct):
@@ -118,6 +132,8 @@ class EmbeddingResponse(msgspec.Struct):
 _NO_DATA = b'"data":[]'
 _PIECE_VALUES = 8192  # in a piece of an answer: 16 embeddings of 512 numbers, which take 1.5 ms
 
+_UNSUPPORTED = unsupported_of(EmbeddingRequest)
+
 #: For bodies of requests.
 EMBEDDING_PARSER = BodyParser(EmbeddingRequest)
 
@@ -126,8 +142,10 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
     """Takes the inputs out of a request, and empties the request, because they are most of its memory.
 
     Raises:
-        ApiError: there are none, too many, or some that can't be embedded.
+        ApiError: there are none, too many, or some that can't be embedded; or the request asks for something that is not
+            implemented.
     """
+    check_supported(request, _UNSUPPORTED)
     texts, messages = request.input, request.messages
     request.input = request.messages = None
     if texts and messages:

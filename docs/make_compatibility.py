@@ -1,0 +1,283 @@
+"""docs/compatibility.md, made of the tables below: ``python docs/make_compatibility.py`` writes it.
+
+``tests/frontend/test_compatibility.py`` asks the application whether each row is true. The names are those of vLLM 0.32.0: its
+routes, and the fields of its requests' types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmring.frontend.openai.chat import ChatRequest
+from shmring.frontend.openai.embeddings import EmbeddingRequest
+from shmring.frontend.openai.unsupported import unsupported_of
+
+PAGE = Path(__file__).with_name("compatibility.md")
+
+_INTRODUCTION = """\
+# What of vLLM's server is here
+
+The routes and fields of vLLM 0.32's OpenAI-compatible server, and what `shmring serve` makes of them. This page is made by
+`python docs/make_compatibility.py`. A test asks the server whether each row is true.
+
+| word | meaning |
+|---|---|
+| works | it has the effect that it has in vLLM |
+| taken | it has no effect on answers, in vLLM neither |
+| refused | only the values in the last column are taken, which change nothing. Others are a 400: `unsupported_value` |
+| named | it is ignored, and the header `X-Shmring-Ignored-Fields` names it. So is every field that is in no table here |
+| not there | a 404 |
+
+A field that can be left out has no effect as `null`.
+"""
+
+#: Routes of vLLM that are here.
+ROUTES = {
+    "GET /health": "a body says why not, if the engine is not well",
+    "GET /metrics": "names of its own ([metrics.md](metrics.md))",
+    "GET /openapi.json": "",
+    "GET /docs": "",
+    "GET /v1/models": "also one model: `GET /v1/models/NAME`",
+    "GET /version": "",
+    "POST /v1/chat/completions": "",
+    "POST /v1/embeddings": "one embedding for each part ([decision 11](decisions/0011-an-embedding-for-each-part.md))",
+}
+
+#: Routes of vLLM that are not here, with what does the same.
+MISSING_ROUTES = {
+    "POST /v1/completions": "",
+    "POST /v1/responses": "",
+    "GET /v1/responses/{response_id}": "",
+    "POST /v1/responses/{response_id}/cancel": "",
+    "POST /v1/messages": "",
+    "POST /v1/messages/count_tokens": "",
+    "POST /v1/chat/completions/batch": "",
+    "POST /v1/chat/completions/render": "",
+    "POST /v1/completions/render": "",
+    "POST /v1/audio/transcriptions": "",
+    "POST /v1/audio/translations": "",
+    "POST /v1/rerank": "",
+    "POST /v2/rerank": "",
+    "POST /rerank": "",
+    "POST /v1/score": "",
+    "POST /score": "",
+    "POST /pooling": "",
+    "POST /classify": "",
+    "POST /v2/embed": "",
+    "POST /cohere/v2/chat": "",
+    "POST /generative_scoring": "",
+    "POST /inference/v1/generate": "",
+    "POST /invocations": "",
+    "POST /tokenize": "",
+    "POST /detokenize": "",
+    "GET /tokenizer_info": "",
+    "GET /ping": "`GET /health`",
+    "POST /ping": "`GET /health`",
+    "GET /load": "`GET /metrics`",
+    "GET /server_info": "",
+    "POST /v1/load_lora_adapter": "",
+    "POST /v1/unload_lora_adapter": "",
+    "POST /start_profile": "`EngineClient.start_profile`",
+    "POST /stop_profile": "`EngineClient.stop_profile`",
+    "POST /pause": "`EngineClient.pause_generation`",
+    "POST /resume": "`EngineClient.resume_generation`",
+    "GET /is_paused": "`GET /health`",
+    "POST /abort_requests": "a caller that hangs up aborts its request",
+    "POST /reset_mm_cache": "`EngineClient.reset_mm_cache`",
+    "POST /reset_prefix_cache": "",
+    "POST /reset_encoder_cache": "",
+    "POST /collective_rpc": "`EngineClient.collective_rpc`",
+    "POST /sleep": "",
+    "POST /wake_up": "",
+    "GET /is_sleeping": "",
+    "POST /scale_elastic_ep": "",
+    "POST /init_weight_transfer_engine": "",
+    "POST /update_weights": "",
+}
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """The fields of vLLM's requests to one route. Each has a value that asks for something: what the test sends.
+
+    Attributes:
+        kind: our type of the request.
+        base: a request that needs nothing else.
+        required: fields that a request must have.
+        works, taken, refused, named: see the page.
+        notes: of fields.
+        beside: what a field needs beside it.
+    """
+
+    kind: type[msgspec.Struct]
+    base: Mapping[str, Any]
+    required: tuple[str, ...]
+    works: Mapping[str, Any]
+    taken: Mapping[str, Any]
+    refused: Mapping[str, Any]
+    named: Mapping[str, Any]
+    notes: Mapping[str, str] = {}
+    beside: Mapping[str, Mapping[str, Any]] = {}
+
+
+MODEL = "a model"
+
+_GENERATION_WORKS = {
+    "ignore_eos": True,
+    "logit_bias": {"5": 1.5},
+    "max_tokens": 3,
+    "min_p": 0.1,
+    "priority": 2,
+    "repetition_penalty": 1.2,
+    "seed": 4,
+    "stop": ["x"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.5,
+    "top_k": 4,
+    "top_p": 0.5,
+}
+
+_GENERATION_REFUSED = {
+    "add_special_tokens": None,  # each type has another value that changes nothing
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "ec_transfer_params": {"a": 1},
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "include_stop_str_in_output": True,
+    "kv_transfer_params": {"a": 1},
+    "length_penalty": 2.0,
+    "logprob_token_ids": [1],
+    "min_tokens": 3,
+    "n": 2,
+    "presence_penalty": 0.5,
+    "prompt_logprobs": 1,
+    "repetition_detection": {"max_pattern_size": 2},
+    "response_format": {"type": "json_object"},
+    "return_mm_kwargs": True,
+    "return_token_ids": True,
+    "return_token_offsets": True,
+    "return_tokens_as_token_ids": True,
+    "routed_experts_prompt_start": 1,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "stop_token_ids": [1],
+    "structured_outputs": {"regex": "a"},
+    "thinking_token_budget": 5,
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+    "use_beam_search": True,
+    "vllm_xargs": {"a": 1},
+    "watermarking": True,
+}
+
+_GENERATION_NAMED = {"cache_salt": "x", "mm_payload": "none", "request_id": "x", "session_id": "x", "stream_interval": 2}
+
+_GENERATION_NOTES = {
+    "priority": "lower is sooner",
+    "request_id": "the header `X-Request-Id` does that",
+    "stream_options": "`continuous_usage_stats` is named",
+}
+
+FIELDS = {
+    "POST /v1/chat/completions": Fields(
+        ChatRequest,
+        base={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+        required=("messages", "model"),
+        works=_GENERATION_WORKS | {"max_completion_tokens": 3},
+        taken={"user": "me"},
+        refused=_GENERATION_REFUSED
+        | {
+            "add_generation_prompt": False,
+            "add_special_tokens": True,
+            "chat_template": "x",
+            "chat_template_kwargs": {"a": 1},
+            "continue_final_message": True,
+            "documents": [{"text": "x"}],
+            "include_reasoning": False,
+            "logprobs": True,
+            "media_io_kwargs": {"video": {"num_frames": 4}},
+            "mm_processor_kwargs": {"a": 1},
+            "parallel_tool_calls": False,
+            "reasoning_effort": "high",
+            "return_prompt_text": True,
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "top_logprobs": 2,
+        },
+        named=_GENERATION_NAMED,
+        notes=_GENERATION_NOTES,
+        beside={"stream_options": {"stream": True}},
+    ),
+    "POST /v1/embeddings": Fields(
+        EmbeddingRequest,
+        base={"model": MODEL, "input": ["a"]},
+        required=("model",),
+        works={
+            "dimensions": 2,
+            "encoding_format": "base64",
+            "input": ["b"],
+            "messages": [{"role": "user", "content": "b"}],
+            "priority": 2,
+        },
+        taken={"user": "me"},
+        refused={
+            "add_generation_prompt": True,
+            "add_special_tokens": False,
+            "chat_template": "x",
+            "chat_template_kwargs": {"a": 1},
+            "continue_final_message": True,
+            "embed_dtype": "float16",
+            "endianness": "big",
+            "media_io_kwargs": {"video": {"num_frames": 4}},
+            "mm_processor_kwargs": {"a": 1},
+            "padding": "max_length",
+            "truncate_prompt_tokens": 5,
+            "truncation_side": "left",
+            "use_activation": False,
+        },
+        named={"cache_salt": "x", "request_id": "x"},
+        notes={
+            "encoding_format": "`float` and `base64`",
+            "input": "texts; arrays of tokens are refused",
+            "messages": "instead of `input`",
+            "priority": _GENERATION_NOTES["priority"],
+            "request_id": _GENERATION_NOTES["request_id"],
+        },
+        beside={"messages": {"input": []}},
+    ),
+}
+
+
+def make_page() -> str:
+    """Returns the page's text."""
+    here = [(f"`{route}`", "works", note) for route, note in ROUTES.items()]
+    missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
+    sections = [_INTRODUCTION, f"## Routes\n\n{_table('route', here + missing)}"]
+    sections += [f"## `{route}`\n\n{_table('field', _rows(fields))}" for route, fields in FIELDS.items()]
+    return "\n".join(sections)
+
+
+def _rows(fields: Fields) -> list[tuple[str, str, str]]:
+    outcomes = dict.fromkeys(fields.required, "works, and is required")
+    for outcome in ("works", "taken", "refused", "named"):
+        outcomes |= dict.fromkeys(getattr(fields, outcome), outcome)
+    possible = {
+        name: " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values)
+        for name, values in unsupported_of(fields.kind).items()
+    }
+    return [(f"`{name}`", outcomes[name], fields.notes.get(name) or possible.get(name, "")) for name in sorted(outcomes)]
+
+
+def _table(first: str, rows: list[tuple[str, str, str]]) -> str:
+    lines = [f"| {first} | here | |", "|---|---|---|"]
+    lines.extend(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page())
