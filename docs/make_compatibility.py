@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from shmring.frontend.openai.chat import ChatRequest
+from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
+from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import unsupported_of
 
 PAGE = Path(__file__).with_name("compatibility.md")
@@ -44,12 +46,17 @@ ROUTES = {
     "GET /v1/models": "also one model: `GET /v1/models/NAME`",
     "GET /version": "",
     "POST /v1/chat/completions": "",
+    "POST /v1/completions": "",
+    "POST /tokenize": "with `--executor transformers`",
+    "POST /detokenize": "with `--executor transformers`",
+    "GET /ping": "as `/health`",
+    "POST /ping": "as `/health`",
+    "GET /load": "requests in the engines, those of all frontends",
     "POST /v1/embeddings": "one embedding for each part ([decision 11](decisions/0011-an-embedding-for-each-part.md))",
 }
 
 #: Routes of vLLM that are not here, with what does the same.
 MISSING_ROUTES = {
-    "POST /v1/completions": "",
     "POST /v1/responses": "",
     "GET /v1/responses/{response_id}": "",
     "POST /v1/responses/{response_id}/cancel": "",
@@ -72,12 +79,7 @@ MISSING_ROUTES = {
     "POST /generative_scoring": "",
     "POST /inference/v1/generate": "",
     "POST /invocations": "",
-    "POST /tokenize": "",
-    "POST /detokenize": "",
     "GET /tokenizer_info": "",
-    "GET /ping": "`GET /health`",
-    "POST /ping": "`GET /health`",
-    "GET /load": "`GET /metrics`",
     "GET /server_info": "",
     "POST /v1/load_lora_adapter": "",
     "POST /v1/unload_lora_adapter": "",
@@ -142,7 +144,6 @@ _GENERATION_WORKS = {
 }
 
 _GENERATION_REFUSED = {
-    "add_special_tokens": None,  # each type has another value that changes nothing
     "allowed_token_ids": [1],
     "bad_words": ["x"],
     "ec_transfer_params": {"a": 1},
@@ -212,6 +213,54 @@ FIELDS = {
         named=_GENERATION_NAMED,
         notes=_GENERATION_NOTES,
         beside={"stream_options": {"stream": True}},
+    ),
+    "POST /v1/completions": Fields(
+        CompletionRequest,
+        base={"model": MODEL, "prompt": "Once"},
+        required=("model", "prompt"),
+        works=_GENERATION_WORKS | {"add_special_tokens": False},
+        taken={"user": "me"},
+        refused=_GENERATION_REFUSED | {"logprobs": 2, "prompt_embeds": "x", "suffix": "x"},
+        named=_GENERATION_NAMED,
+        notes=_GENERATION_NOTES | {"prompt": "one: a text or an array of tokens; several are refused"},
+        beside={"stream_options": {"stream": True}},
+    ),
+    "POST /tokenize": Fields(
+        TokenizeRequest,
+        base={"model": MODEL, "prompt": "Once"},
+        required=("model",),
+        works={
+            "add_special_tokens": False,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "prompt": "Twice",
+        },
+        taken={},
+        refused={
+            "add_generation_prompt": False,
+            "chat_template": "x",
+            "chat_template_kwargs": {"a": 1},
+            "continue_final_message": True,
+            "media_io_kwargs": {"video": {"num_frames": 4}},
+            "mm_processor_kwargs": {"a": 1},
+            "return_token_strs": True,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+        named={},
+        notes={
+            "add_special_tokens": "with `prompt`",
+            "messages": "instead of `prompt`; without media",
+            "prompt": "a text",
+        },
+        beside={"messages": {"prompt": None}},
+    ),
+    "POST /detokenize": Fields(
+        DetokenizeRequest,
+        base={"model": MODEL, "tokens": [1]},
+        required=("model", "tokens"),
+        works={},
+        taken={},
+        refused={},
+        named={},
     ),
     "POST /v1/embeddings": Fields(
         EmbeddingRequest,

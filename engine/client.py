@@ -283,6 +283,13 @@ class EngineClient:
         """Returns what an engine is doing now, for people; see :func:`shmring.inspect`."""
         return await shmring.inspect(engine, socket_dir=self.ring.config.socket_dir, timeout=timeout)
 
+    async def load(self, timeout: float = 2.0) -> int:
+        """Returns how many requests wait or run, in all engines that are attached, of all frontends."""
+        self._check_running()
+        names = [name for name, connection in self.engines.items() if connection.connected]
+        counts = await asyncio.gather(*(self.statistics(timeout, engine=name) for name in names))
+        return int(sum(count["waiting_requests"] + count["running_requests"] for count in counts))
+
     async def do_log_stats(self, timeout: float = 2.0) -> None:
         """Has the engine log its counts."""
         await self._call(Calls.LOG_STATS, timeout=timeout)

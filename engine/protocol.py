@@ -150,7 +150,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
     Attributes:
         executor: its name.
         model: the name of the model in requests, unless the server has another name for it.
-        tasks: what it can be asked for: ``"encode"``, ``"generate"``.
+        tasks: what it can be asked for: ``"encode"``; ``"generate"``, an answer to a conversation; ``"complete"``, a text that
+            goes on from a prompt; ``"tokenize"``.
         input: the inputs that it takes, and how they are prepared.
         max_batch_size: requests it takes in one step.
         embedding_size: dimensions of an embedding; None if it does not encode.
@@ -240,13 +241,23 @@ class SamplingParams(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):
-    """Asks for an answer to a conversation, streamed. ``priority`` and ``deadline`` as in :class:`EncodeRequest`."""
+    """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority`` and
+    ``deadline`` as in :class:`EncodeRequest`.
 
-    messages: list[ChatMessage]
+    Attributes:
+        prompt: a text or its tokens, in place of ``messages``.
+        add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
+        tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
+    """
+
+    messages: list[ChatMessage] = []
     media: list[Picture | Waveform | Spectrogram | Video] = []
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
     deadline: float | None = None
+    prompt: str | list[int] | None = None
+    add_special_tokens: bool = True
+    tokenize: bool = False
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

@@ -46,10 +46,13 @@ from shmring.frontend.inference import Facts, Inference, events_of
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
 from shmring.frontend.observation import Observation, ObservedRoute, note_failure, request_id_of
-from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
+from shmring.frontend.openai.chat import CHAT_FORM
+from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
-from shmring.frontend.openai.models import Version
+from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
+from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
@@ -61,6 +64,7 @@ __all__ = ["Application", "create_app"]
 logger = logging.getLogger("shmring.frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
+_Generation = TypeVar("_Generation", bound=GenerationRequest)
 
 _LARGE_BODY_NBYTES = 16 << 10  # some hundred values
 
@@ -107,11 +111,16 @@ def create_app(
     app = Starlette(
         routes=[
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=[keys, admission]),
             ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=[keys, admission]),
             ObservedRoute("/v1/models", routes.list_models, middleware=[keys]),
             ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
             ObservedRoute("/health", routes.check_health),
             ObservedRoute("/ready", routes.check_ready),
+            ObservedRoute("/ping", routes.check_health, methods=["GET", "POST"]),
+            ObservedRoute("/load", routes.load),
             ObservedRoute("/metrics", routes.render_metrics),
             ObservedRoute("/version", routes.version),
             *status_routes(routes.feed, keys),
@@ -181,25 +190,43 @@ class _Routes:
         return request, {"x-shmring-ignored-fields": text}
 
     async def chat(self, http_request: Request) -> Response:
-        request, notes = await self._read(CHAT_PARSER, http_request)
-        if request.stream:
-            return await self._stream(request, http_request.scope, notes)
-        scope = http_request.scope
-        completion, facts = await self._inference.complete(request, admitted_of(scope), request_id_of(scope))
-        return JsonResponse(completion, headers=notes | _costs(facts) | _told(facts))
+        return await self._generate(CHAT_FORM, http_request)
 
-    async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
+    async def complete(self, http_request: Request) -> Response:
+        return await self._generate(COMPLETION_FORM, http_request)
+
+    async def _generate(self, form: AnswerForm[_Generation], http_request: Request) -> Response:
+        request, notes = await self._read(form.parser, http_request)
+        scope = http_request.scope
+        if request.stream:
+            return await self._stream(form, request, scope, notes)
+        answer, facts = await self._inference.complete(form, request, admitted_of(scope), request_id_of(scope))
+        return JsonResponse(answer, headers=notes | _costs(facts) | _told(facts))
+
+    async def _stream(
+        self, form: AnswerForm[_Generation], request: _Generation, scope: Scope, notes: dict[str, str]
+    ) -> EventStream:
         admitted, request_id = admitted_of(scope), request_id_of(scope)
-        answer = await self._inference.begin(request, admitted, request_id)
+        answer = await self._inference.begin(form, request, admitted, request_id)
         headers = notes | _told(answer.facts)
         broken = functools.partial(self._broken_stream, scope=scope)
-        return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
+        return EventStream(events_of(form, answer, request), answer.aclose, admitted.deadline, broken, headers)
 
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))
         self.metrics.http.broken_streams[api_error.code,] += 1
         note_failure(scope, api_error.code)
         return api_error
+
+    async def tokenize(self, http_request: Request) -> Response:
+        request, notes = await self._read(TOKENIZE_PARSER, http_request)
+        scope = http_request.scope
+        return JsonResponse(await self._inference.tokenize(request, admitted_of(scope), request_id_of(scope)), headers=notes)
+
+    async def detokenize(self, http_request: Request) -> Response:
+        request, notes = await self._read(DETOKENIZE_PARSER, http_request)
+        scope = http_request.scope
+        return JsonResponse(await self._inference.detokenize(request, admitted_of(scope), request_id_of(scope)), headers=notes)
 
     async def embed(self, http_request: Request) -> Response:
         request, notes = await self._read(EMBEDDING_PARSER, http_request)
@@ -221,6 +248,9 @@ class _Routes:
 
     async def check_ready(self, _: Request) -> Response:
         return JsonResponse(await self.health.check_ready())
+
+    async def load(self, _: Request) -> Response:
+        return JsonResponse(Load(await self._engine.load()))
 
     async def render_metrics(self, _: Request) -> Response:
         self._take_over_numbers()

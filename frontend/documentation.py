@@ -25,8 +25,10 @@ from shmring.engine.supervision import FrontendState
 from shmring.frontend.errors import ErrorEnvelope
 from shmring.frontend.health import Health
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from shmring.frontend.openai.completions import Completion, CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
-from shmring.frontend.openai.models import Model, ModelList, Version
+from shmring.frontend.openai.models import Load, Model, ModelList, Version
+from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shmring.frontend.options import limits_of
 from shmring.frontend.responses import JsonResponse
 from shmring.frontend.served_model import ServedModel
@@ -47,11 +49,18 @@ _TYPES = (
     ChatRequest,
     ChatCompletion,
     ChatCompletionChunk,
+    CompletionRequest,
+    Completion,
+    TokenizeRequest,
+    TokenizeResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
     EmbeddingRequest,
     EmbeddingResponse,
     Model,
     ModelList,
     Version,
+    Load,
     Health,
     FrontendState,
     ErrorEnvelope,
@@ -76,8 +85,8 @@ _ERRORS = {
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503, 504)
 
 _STREAM = (
-    "With `stream`: events of the form `data: {...}`, each a ChatCompletionChunk, and `data: [DONE]` at the end. If it fails "
-    'on the way, the last event is `data: {"error": {...}}`, and no `[DONE]` follows.'
+    "With `stream`: events `data: {...}`, each of the type that is named here, and `data: [DONE]` at the end. If it fails on "
+    'the way, the last event is `data: {"error": {...}}`, and no `[DONE]` follows.'
 )
 _REQUEST_ID = {
     "name": "X-Request-Id",
@@ -107,8 +116,7 @@ class Documentation:
     async def document(self, http_request: Request) -> Response:
         """Answers ``GET /openapi.json``, with or without an engine."""
         try:
-            [served] = (await self._model.list()).data
-            name = served.id
+            name = (await self._model.list()).data[0].id
         except (shmring.ShmringError, TimeoutError):
             name = "MODEL"
         return JsonResponse(_encoded(self._settings, name, http_request.scope.get("root_path", "")))
@@ -153,6 +161,9 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
         "components": components,
         "paths": {
             "/v1/chat/completions": {"post": _chat(model) | security},
+            "/v1/completions": {"post": _completions(model) | security},
+            "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
+            "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
             "/v1/embeddings": {"post": _embeddings(model) | security},
             "/v1/models": {"get": _models() | security},
             "/v1/models/{name}": {"get": _model() | security},
@@ -165,11 +176,28 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
 
 
 def _chat(model: str) -> dict[str, Any]:
-    content = {"application/json": _schema("ChatCompletion"), "text/event-stream": _stream()}
-    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
-    answer = _answer("The answer.", content, taken | _TOLD)
+    answer = _text_answer("ChatCompletion", "ChatCompletionChunk")
     body = _body("ChatRequest", {"model": model} | _CHAT_EXAMPLE)
     return _operation("Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _completions(model: str) -> dict[str, Any]:
+    answer = _text_answer("Completion", "Completion")
+    body = _body("CompletionRequest", {"model": model, "prompt": "Once upon a time"})
+    return _operation("Go on from a prompt", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _text_answer(whole: str, event: str) -> dict[str, Any]:
+    content = {"application/json": _schema(whole), "text/event-stream": _stream(event)}
+    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
+    return _answer("The answer.", content, taken | _TOLD)
+
+
+def _tokens(what: str, example: dict[str, Any], model: str) -> dict[str, Any]:
+    headers = {"X-Shmring-Ignored-Fields": _TOLD["X-Shmring-Ignored-Fields"]}
+    answer = _answer("The tokens or the text.", {"application/json": _schema(f"{what}Response")}, headers)
+    body = _body(f"{what}Request", {"model": model} | example)
+    return _operation(what, "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
 def _embeddings(model: str) -> dict[str, Any]:
@@ -195,10 +223,15 @@ def _operations() -> dict[str, Any]:
     version = {"application/json": _schema("Version")}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     health = {"application/json": _schema("Health")}
-    unwell, bugs = _errors((500, 503)), _errors((500,))
+    load = {"application/json": _schema("Load")}
+    unwell, bugs, busy = _errors((500, 503)), _errors((500,)), _errors((500, 503, 504))
     return {
         "/health": {"get": _operation("Whether the engine works", "operations", _answer("It does.", health), unwell)},
         "/ready": {"get": _operation("Whether requests are answered now", "operations", _answer("They are.", health), unwell)},
+        "/ping": {
+            method: _operation("As /health", "operations", _answer("It does.", health), unwell) for method in ("get", "post")
+        },
+        "/load": {"get": _operation("How many requests wait or run", "operations", _answer("So many.", load), busy)},
         "/metrics": {"get": _operation("Numbers for Prometheus", "operations", _answer("The numbers.", plain), bugs)},
         "/version": {"get": _operation("The version", "operations", _answer("The version.", version), bugs)},
     }
@@ -218,11 +251,11 @@ def _schema(name: str) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{name}"}}
 
 
-def _stream() -> dict[str, Any]:
+def _stream(event: str) -> dict[str, Any]:
     # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
     return {
         "schema": {"type": "string", "description": _STREAM},
-        "x-itemSchema": {"$ref": "#/components/schemas/ChatCompletionChunk"},
+        "x-itemSchema": {"$ref": f"#/components/schemas/{event}"},
     }
 
 

@@ -1,4 +1,5 @@
-"""What the routes of ``/v1`` do: answer a conversation, whole or in pieces, and embed inputs. Media go through the slab.
+"""What the routes of ``/v1`` do: answer a conversation or go on from a prompt, whole or in pieces, and embed inputs. Media go
+through the slab.
 
 The slots of a conversation's media are left when the first piece has come. By then the request has been sent. The engine needs
 the media only for the first step, and gives their memory back after it. From then on, only the texts of the request are kept.
@@ -12,6 +13,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -19,23 +21,12 @@ from msgspec import UNSET
 
 import shmring
 from shmring.engine.client import EngineClient, GenerateOutput
-from shmring.engine.protocol import EncodeRequest, FinishReason, Medium, ModelDescription, Text, tensor_of
+from shmring.engine.protocol import EncodeRequest, FinishReason, GenerateRequest, Medium, ModelDescription, Text, tensor_of
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.metrics import AnswerStatistics
-from shmring.frontend.openai.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatRequest,
-    Choice,
-    ChunkChoice,
-    Delta,
-    ResponseMessage,
-    Usage,
-    engine_request,
-)
 from shmring.frontend.openai.embeddings import (
     EmbeddingRequest,
     check_dimensions,
@@ -43,11 +34,22 @@ from shmring.frontend.openai.embeddings import (
     encode_response,
     take_inputs,
 )
+from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
+from shmring.frontend.openai.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    detokenizing,
+    tokenizing,
+)
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
 
 __all__ = ["Answer", "Facts", "Inference", "events_of"]
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
 
 _PART_CHARACTERS = 256 << 10
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
@@ -142,22 +144,25 @@ class Inference:
         self._statistics = statistics
         self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
 
-    async def complete(self, request: ChatRequest, admitted: Admitted, request_id: str) -> tuple[ChatCompletion, Facts]:
-        """Answers a conversation whole."""
+    async def complete(
+        self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str
+    ) -> tuple[msgspec.Struct, Facts]:
+        """Answers a request for text whole."""
         before = self._engine.copies
         async with asyncio.timeout_at(admitted.deadline):
-            answer = await self.begin(request, admitted, request_id)
+            answer = await self.begin(form, request, admitted, request_id)
             async with contextlib.aclosing(answer):
                 pieces = [piece async for piece in answer]
         answer.facts.copies = self._engine.copies - before
-        choice = Choice(ResponseMessage("".join(piece.text for piece in pieces)), _finish_reason(pieces[-1]))
-        return ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(pieces[-1])), answer.facts
+        choice = form.choice(pieces, _finish_reason(pieces[-1]))
+        whole = form.whole(_new_id(form), int(time.time()), request.model, [choice], _usage(pieces[-1]))
+        return whole, answer.facts
 
-    async def begin(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Answer:
-        """Asks the engine, and returns when the first piece of the answer to a conversation has come."""
+    async def begin(self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str) -> Answer:
+        """Asks the engine, and returns when the first piece of the answer has come."""
         async with asyncio.timeout_at(admitted.deadline):
-            description = await self._model.check(request.model, "generate")
-            generate_request, sources = engine_request(request)
+            description = await self._model.check(request.model, form.task)
+            generate_request, sources = form.engine_request(request)
             async with self._media(sources, description, admitted, "messages") as (media, facts):
                 generate_request.media = media  # not a copy: it is emptied when the block is left
                 outputs = self._engine.generate(generate_request, request_id=request_id, timeout=_seconds_left(admitted))
@@ -169,6 +174,24 @@ class Inference:
             if first is None:
                 raise _unfinished()
             return Answer(first, outputs, facts, admitted.arrived_at, self._statistics)
+
+    async def tokenize(self, request: TokenizeRequest, admitted: Admitted, request_id: str) -> TokenizeResponse:
+        """Returns the tokens of a text or conversation."""
+        description = await self._model.check(request.model, "tokenize")
+        output = await self._ask_for_tokens(tokenizing(request), admitted, request_id)
+        return TokenizeResponse(output.token_ids, len(output.token_ids), description.max_model_len)
+
+    async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
+        """Returns the text of tokens."""
+        await self._model.check(request.model, "tokenize")
+        return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
+
+    async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateOutput:
+        outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                return output
+        raise _unfinished()
 
     async def embed(self, request: EmbeddingRequest, admitted: Admitted, request_id: str) -> tuple[list[bytes], Facts]:
         """Embeds the inputs of a request.
@@ -224,26 +247,28 @@ class Inference:
         return torch.cat(parts), prompt_tokens
 
 
-async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:
-    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, and its usage if wanted.
+async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Request) -> AsyncGenerator[bytes, None]:
+    """Yields an answer as OpenAI's events: its opening, its text as it comes, why it ended, and its usage if wanted.
 
     Args:
+        form: of the events.
         answer: stays its owner's, who closes it.
         request: says what else the stream includes.
     """
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     no_usage = None if include_usage else UNSET
-    template = ChatCompletionChunk(_new_id(), int(time.time()), request.model, [], no_usage)
+    template = form.event(_new_id(form), int(time.time()), request.model, [], no_usage)
 
-    def chunk(delta: Delta, reason: FinishReason | None = None) -> bytes:
-        return event(msgspec.structs.replace(template, choices=[ChunkChoice(delta, reason)]))
+    def chunk(choice: msgspec.Struct) -> bytes:
+        return event(msgspec.structs.replace(template, choices=[choice]))
 
-    yield chunk(Delta("assistant", ""))
+    if form.opening is not None:
+        yield chunk(form.opening)
     async for piece in answer:
         last = piece
         if last.text:
-            yield chunk(Delta(content=last.text))
-    yield chunk(Delta(), _finish_reason(last))
+            yield chunk(form.piece(last, None))
+    yield chunk(form.piece(None, _finish_reason(last)))
     if include_usage:
         yield event(msgspec.structs.replace(template, usage=_usage(last)))
     yield DONE
@@ -271,8 +296,8 @@ def _usage(last: GenerateOutput) -> Usage:
     return Usage(last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens)
 
 
-def _new_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
+def _new_id(form: AnswerForm[_Request]) -> str:
+    return f"{form.prefix}-{secrets.token_hex(12)}"
 
 
 def _seconds_left(admitted: Admitted) -> float:

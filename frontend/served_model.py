@@ -1,4 +1,4 @@
-"""The model that is served: its name, and its tasks.
+"""The model that is served: its names, and its tasks.
 
 The frontend asks the engine when a request needs to know it, and never at the start. So a slow engine does not keep a frontend
 from starting, and an engine that replaces another may have another model.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import shmring
 from shmring.engine.client import EngineClient
@@ -20,7 +21,7 @@ __all__ = ["ServedModel"]
 _DESCRIBE_TIMEOUT_S = 10.0  # an engine answers between two events of its loop, whatever its executor does
 _SHOWN_CHARACTERS = 64  # of a name that does not exist
 
-_TASK_NAMES = {"encode": "embeddings", "generate": "chat completions"}
+_TASK_NAMES = {"encode": "embeddings", "generate": "chat completions", "complete": "completions", "tokenize": "tokenizing"}
 
 
 class ServedModel:
@@ -28,12 +29,12 @@ class ServedModel:
 
     Args:
         engine: describes the model.
-        name: the name that requests must use; None: the engine's name for it.
+        names: the names that requests may use; none: the engine's name for it.
     """
 
-    def __init__(self, engine: EngineClient, name: str | None) -> None:
+    def __init__(self, engine: EngineClient, names: Sequence[str]) -> None:
         self._engine = engine
-        self._name = name
+        self._names = names
         self._created = int(time.time())
         self._asking = asyncio.Lock()  # a thousand requests to a new engine are one question
         self._last: ModelDescription | None = None
@@ -53,19 +54,19 @@ class ServedModel:
 
         Args:
             name: what the request calls it.
-            task: ``"encode"`` or ``"generate"``.
+            task: one of :attr:`ModelDescription.tasks`.
 
         Raises:
             ApiError: the model has another name, or can't do the task.
             shmring.ShmringError, TimeoutError: the engine does not answer.
         """
         description = await self.describe()
-        served = self._name or description.model
-        if name != served:
+        served = self._names or [description.model]
+        if name not in served:
             raise _unknown(name, served)
         if task not in description.tasks:
             tasks = " and ".join(_TASK_NAMES.get(name, name) for name in description.tasks)
-            message = f"the model {served!r} does not do {_TASK_NAMES[task]}, it does {tasks or 'nothing'}"
+            message = f"the model {name!r} does not do {_TASK_NAMES[task]}, it does {tasks or 'nothing'}"
             raise ApiError(400, message, code="unsupported_task", param="model")
         return description
 
@@ -82,8 +83,10 @@ class ServedModel:
                 raise
             description = self._last
         owner = "shmring (synthetic: answers are made up)" if description.synthetic else "shmring"
-        name = self._name or description.model
-        return ModelList([Model(name, self._created, owned_by=owner, max_model_len=description.max_model_len)])
+        names = self._names or [description.model]
+        return ModelList(
+            [Model(name, self._created, owned_by=owner, max_model_len=description.max_model_len) for name in names]
+        )
 
     async def retrieve(self, name: str) -> Model:
         """Returns one model of that list.
@@ -95,12 +98,12 @@ class ServedModel:
             ApiError: it is not in the list.
             shmring.ShmringError, TimeoutError: as for the list.
         """
-        [model] = (await self.list()).data
-        if name != model.id:
-            raise _unknown(name, model.id)
-        return model
+        models = {model.id: model for model in (await self.list()).data}
+        if name not in models:
+            raise _unknown(name, list(models))
+        return models[name]
 
 
-def _unknown(name: str, served: str) -> ApiError:
-    message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {served!r}"
+def _unknown(name: str, served: Sequence[str]) -> ApiError:
+    message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, code="model_not_found", param="model")

@@ -146,10 +146,10 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
-    """Limits of one frontend process, and the name of its model.
+    """Limits of one frontend process, and the names of its model.
 
     Attributes:
-        served_model_name: What requests must name as their model. None: the engine's own name of it.
+        served_model_name: What requests may name as their model; several if given several times. Empty: the engine's own name.
         api_keys: what callers of ``/v1`` must have one of. None: anybody may call.
         max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
 
@@ -201,7 +201,7 @@ class FrontendSettings:
         cors: which pages of other sites may call.
     """
 
-    served_model_name: Annotated[str | None, Flag(names=("--served-model-name", "--model-name"))] = None
+    served_model_name: Annotated[tuple[str, ...], Flag(names=("--served-model-name", "--model-name"))] = ()
     api_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
     max_concurrent_requests: int = 1024
     max_concurrent_media: int = 8

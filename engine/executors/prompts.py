@@ -73,6 +73,7 @@ class PromptBuilder:
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
         self._max_model_len = checkpoint.max_model_len
+        self._vocabulary_size = int(checkpoint.model.get_input_embeddings().num_embeddings)
         self._longest_token = _find_longest_token(self._tokenizer)
         self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self.input = self._describe_input()
@@ -84,6 +85,8 @@ class PromptBuilder:
             ValueError: the conversation or its media are not what this model takes.
             ContextLengthError: its texts are too long, whatever tokens they are made of.
         """
+        if request.prompt is not None:
+            return self._continue(request.prompt, request)
         if not request.messages:
             raise ValueError("a conversation has at least one message")
         if not self.has_template:
@@ -94,6 +97,18 @@ class PromptBuilder:
         if not self._sanitizes:
             self._refuse_control_tokens(request)
         return self._apply_template(conversation, videos, add_generation_prompt=True)
+
+    def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
+        """Returns the tokens of a request, or the text of the tokens that are its prompt.
+
+        Raises:
+            ValueError, ContextLengthError: as :meth:`build`.
+        """
+        if isinstance(request.prompt, list):
+            self._check_tokens(request.prompt)
+            return [], self._tokenizer.decode(request.prompt)
+        tokens: list[int] = self.build(request)["input_ids"][0].tolist()
+        return tokens, ""
 
     def build_single(self, item: Text | Medium) -> dict[str, Any]:
         """Makes the inputs of one thing to be embedded, as :meth:`build` does of a request.
@@ -131,6 +146,22 @@ class PromptBuilder:
         except self._template_error as error:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         return dict(inputs)
+
+    def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
+        """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
+        if isinstance(prompt, str):
+            self._check_characters(len(prompt), request.sampling.max_tokens)
+            prompt = self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
+        else:
+            self._check_tokens(prompt)
+        if not prompt:
+            raise ValueError("a prompt can't be empty")
+        return {"input_ids": torch.tensor([prompt])}
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
+        if wrong is not None:
+            raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
 
     def _check_characters(self, characters: int, max_tokens: int | None) -> None:
         """Refuses texts that can't fit the model, before they are tokenised: for megabytes that takes seconds, and all requests

@@ -109,7 +109,7 @@ class SyntheticExecutor:
         return ModelDescription(
             executor="synthetic",
             model="shmring-synthetic",
-            tasks=["encode", "generate"],
+            tasks=["encode", "generate", "complete"],
             input=InputSpec(
                 text=True,
                 picture=PictureSpec(self._media.max_pixels),
@@ -150,8 +150,11 @@ class SyntheticExecutor:
         max_tokens = request.sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
-        prompt_tokens = sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
+        if request.tokenize:
+            raise ValueError("the synthetic executor has no tokens: it counts words")
+        texts = [part.text for message in request.messages for part in message.parts if isinstance(part, TextPart)]
+        prompt = request.prompt.split() if isinstance(request.prompt, str) else request.prompt or []
+        prompt_tokens = len(prompt) + sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
         room = ContextLengthError.check(prompt_tokens, max_tokens, self._options.max_model_len)
         answer_tokens = min(room, self._options.tokens) if max_tokens is None else max_tokens
         return _Answer(prompt_tokens, answer_tokens, StopTexts(request.sampling.stop))

@@ -214,7 +214,12 @@ class TransformersExecutor:
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
-        can = {"generate": self._prompts.has_template, "encode": self._embedder is not None}
+        can = {
+            "generate": self._prompts.has_template,
+            "complete": True,
+            "tokenize": True,
+            "encode": self._embedder is not None,
+        }
         return ModelDescription(
             executor="transformers",
             model=self._checkpoint.name,
@@ -236,6 +241,9 @@ class TransformersExecutor:
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
                 to_encode[part.request_id] = part.payload
+                continue
+            if part.payload is not None and part.payload.tokenize:
+                outputs[part.request_id] = self._tokenize(part.payload)
                 continue
             outputs[part.request_id] = _GOES_ON
             if part.payload is not None:
@@ -264,6 +272,13 @@ class TransformersExecutor:
             self.forget(request_id)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _tokenize(self, request: GenerateRequest) -> StepOutput | Exception:
+        try:
+            tokens, text = self._prompts.tokenize(request)
+        except Exception as error:  # noqa: BLE001 - as for one that is answered
+            return _report(error)
+        return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
 
     def _begin(self, request_id: int, request: GenerateRequest, outputs: dict[int, StepOutput | Exception]) -> None:
         """Prepares a prompt; or has that done, if it takes long."""

@@ -5,21 +5,29 @@ Fields that this server does not implement: :mod:`shmring.frontend.openai.unsupp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
+from shmring.engine.client import GenerateOutput
+from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.generation import (
+    MAX_CHARACTERS,
+    AnswerForm,
+    GenerationRequest,
+    TokenCount,
+    Usage,
+    sampling_of,
+)
 from shmring.frontend.openai.messages import (
-    INT64,
     MAX_MESSAGES,
     MAX_PARTS,
     ContentPart,
-    Priority,
     TextPart,
     check_length,
     source_of,
@@ -28,24 +36,19 @@ from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
+    "CHAT_FORM",
     "CHAT_PARSER",
     "ChatCompletion",
     "ChatCompletionChunk",
+    "ChatMessageParam",
     "ChatRequest",
     "Choice",
     "ChunkChoice",
     "Delta",
     "ResponseMessage",
-    "Usage",
+    "engine_messages",
     "engine_request",
 ]
-
-_MAX_TOKENS = 2**31 - 1
-_MAX_STOP_TEXTS = 4  # as in OpenAI's API
-_MAX_CHARACTERS = 4 << 20  # of all texts together: a million tokens, and a few milliseconds of the loops that they pass
-
-_TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
-_StopText = Annotated[str, Meta(min_length=1)]
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
@@ -64,96 +67,32 @@ class ChatMessageParam(msgspec.Struct):
     function_call: Annotated[Any, only([])] = None
 
 
-class StreamOptions(msgspec.Struct):
-    """What a stream is to tell besides the answer: with `include_usage`, its last chunk says how many tokens were used."""
-
-    include_usage: bool | None = None
-
-
-class ChatRequest(msgspec.Struct):
+class ChatRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/chat/completions`; what OpenAI does not have, such as `top_k` and `priority`, is as in vLLM."""
 
-    model: str
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: _TokenCount | None = None
-    max_completion_tokens: _TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-INT64, le=INT64 - 1)] | None = None
-    stop: _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_STOP_TEXTS)] | None = None
-    user: str | None = None
-    priority: Priority | None = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
-    n: Annotated[Any, only(1)] = None
+    max_completion_tokens: TokenCount | None = None
     tools: Annotated[Any, only([])] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, only(True)] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     logprobs: Annotated[Any, only(False)] = None
     top_logprobs: Annotated[Any, only(0)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
     web_search_options: Annotated[Any, only()] = None
-    best_of: Annotated[Any, only(1)] = None
-    use_beam_search: Annotated[Any, only(False)] = None
-    min_tokens: Annotated[Any, only(0)] = None
-    stop_token_ids: Annotated[Any, only([])] = None
-    guided_json: Annotated[Any, only()] = None
-    guided_regex: Annotated[Any, only()] = None
-    guided_choice: Annotated[Any, only()] = None
-    guided_grammar: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
     continue_final_message: Annotated[Any, only(False)] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
     chat_template: Annotated[Any, only()] = None
     chat_template_kwargs: Annotated[Any, only({})] = None
     mm_processor_kwargs: Annotated[Any, only({})] = None
-    length_penalty: Annotated[Any, only(1)] = None
-    bad_words: Annotated[Any, only([])] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
-    prompt_logprobs: Annotated[Any, only()] = None
-    echo: Annotated[Any, only(False)] = None
-    include_stop_str_in_output: Annotated[Any, only(False)] = None
-    skip_special_tokens: Annotated[Any, only(True)] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    documents: Annotated[Any, only([])] = None
     reasoning_effort: Annotated[Any, only("none")] = None
     include_reasoning: Annotated[Any, only(True)] = None
-    thinking_token_budget: Annotated[Any, only()] = None
-    parallel_tool_calls: Annotated[Any, only(True)] = None
-    documents: Annotated[Any, only([])] = None
-    add_special_tokens: Annotated[Any, only(False)] = None
-    truncation_side: Annotated[Any, only()] = None
-    allowed_token_ids: Annotated[Any, only()] = None
-    logprob_token_ids: Annotated[Any, only([])] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
-    watermarking: Annotated[Any, only(False)] = None
-    repetition_detection: Annotated[Any, only()] = None
-    media_io_kwargs: Annotated[Any, only({})] = None
-    return_token_ids: Annotated[Any, only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
-    return_token_offsets: Annotated[Any, only(False)] = None
     return_prompt_text: Annotated[Any, only(False)] = None
-    return_mm_kwargs: Annotated[Any, only(False)] = None
-    kv_transfer_params: Annotated[Any, only()] = None
-    ec_transfer_params: Annotated[Any, only()] = None
-    vllm_xargs: Annotated[Any, only({})] = None
-    routed_experts_prompt_start: Annotated[Any, only(0)] = None
-
-
-class Usage(msgspec.Struct):
-    """Tokens used; those of media count in the prompt."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
 
 
 class ResponseMessage(msgspec.Struct):
@@ -219,26 +158,28 @@ CHAT_PARSER = BodyParser(ChatRequest)
 
 
 def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
-    """Takes a request apart, and empties its messages, which are most of its memory.
+    """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_request`."""
+    check_supported(request, _UNSUPPORTED)
+    sampling = sampling_of(request, request.max_completion_tokens)
+    messages, request.messages = request.messages, []
+    in_engine, sources = engine_messages(messages)
+    return GenerateRequest(in_engine, sampling=sampling, priority=request.priority or 0), sources
 
-    Returns:
-        The request for the engine, still without its media, and the sources of the media, in order.
+
+def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage], list[MediaSource]]:
+    """Returns a conversation as the engine takes it, and the sources of its media, in order.
 
     Raises:
-        ApiError: the request asks for something that is not implemented.
+        ApiError: it has something that is not implemented, or too much.
     """
-    check_supported(request, _UNSUPPORTED)
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
-    messages, request.messages = request.messages, []
     count = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if count > MAX_PARTS:
         text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
         raise ApiError(400, text, code="too_many_parts", param="messages")
     sources: list[MediaSource] = []
-    engine_messages = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
-    _check_texts(engine_messages)
-    return GenerateRequest(engine_messages, sampling=_sampling(request), priority=request.priority or 0), sources
+    in_engine = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
+    _check_texts(in_engine)
+    return in_engine, sources
 
 
 def _check_texts(messages: list[ChatMessage]) -> None:
@@ -248,8 +189,8 @@ def _check_texts(messages: list[ChatMessage]) -> None:
             if isinstance(part, EngineTextPart):
                 check_length(part.text, f"messages[{index}].content")
                 characters += len(part.text)
-    if characters > _MAX_CHARACTERS:
-        text = f"the messages have {characters} characters of text, at most {_MAX_CHARACTERS} are accepted"
+    if characters > MAX_CHARACTERS:
+        text = f"the messages have {characters} characters of text, at most {MAX_CHARACTERS} are accepted"
         raise ApiError(400, text, code="text_too_long", param="messages")
 
 
@@ -280,18 +221,23 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
     return ChatMessage(message.role, parts)
 
 
-def _sampling(request: ChatRequest) -> SamplingParams:
-    most = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    stop = request.stop or []
-    return SamplingParams(
-        max_tokens=most,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or 0,
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        logit_bias=request.logit_bias or {},
-        seed=request.seed,
-        stop=[stop] if isinstance(stop, str) else stop,
-        ignore_eos=bool(request.ignore_eos),
-    )
+def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason) -> Choice:
+    return Choice(ResponseMessage("".join(piece.text for piece in pieces)), reason)
+
+
+def _piece(output: GenerateOutput | None, reason: FinishReason | None) -> ChunkChoice:
+    return ChunkChoice(Delta() if output is None else Delta(content=output.text), reason)
+
+
+#: How chats are understood and answered.
+CHAT_FORM = AnswerForm(
+    task="generate",
+    prefix="chatcmpl",
+    parser=CHAT_PARSER,
+    engine_request=engine_request,
+    whole=ChatCompletion,
+    event=ChatCompletionChunk,
+    choice=_choice,
+    opening=ChunkChoice(Delta("assistant", "")),
+    piece=_piece,
+)

@@ -1,10 +1,10 @@
-"""The list of models, and the server's version."""
+"""The list of models, the server's version, and its load."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Model", "ModelList", "Version"]
+__all__ = ["Load", "Model", "ModelList", "Version"]
 
 
 class Model(msgspec.Struct):
@@ -28,3 +28,9 @@ class Version(msgspec.Struct):
     """The answer to `GET /version`."""
 
     version: str
+
+
+class Load(msgspec.Struct):
+    """The answer to `GET /load`: requests that wait or run in the engines, those of all frontends."""
+
+    server_load: int

@@ -80,7 +80,7 @@ async def test_base64_is_what_the_official_client_asks_for(
 
 
 async def test_the_model_is_listed_under_its_served_name(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
-    http = await open_app(await open_engine(), served_model_name="a model")
+    http = await open_app(await open_engine(), served_model_name=("a model",))
     [model] = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"]) == ("a model", "model")
     assert (await http.post("/v1/embeddings", json=body_of(PIXELS[0], model="a model"))).status_code == 200
@@ -90,7 +90,7 @@ async def test_the_model_is_listed_under_its_served_name(open_engine: Any, open_
 
 @pytest.mark.parametrize("name", ["model", "Qwen/Qwen2-VL-2B-Instruct", "a model"])
 async def test_one_model_is_described_by_its_name(open_engine: Any, open_app: OpenApp, name: str) -> None:
-    http = await open_app(await open_engine(), served_model_name=name)
+    http = await open_app(await open_engine(), served_model_name=(name,))
     [listed] = (await http.get("/v1/models")).json()["data"]
     assert (await http.get(f"/v1/models/{quote(name, safe='')}")).json() == listed
     assert (await http.get(f"/v1/models/{name}")).json() == listed

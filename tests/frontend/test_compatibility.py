@@ -23,7 +23,7 @@ FIELDS: Mapping[str, Any] = make_compatibility.FIELDS
 DESCRIPTION = ModelDescription(
     executor="test",
     model=make_compatibility.MODEL,
-    tasks=["encode", "generate"],
+    tasks=["encode", "generate", "complete", "tokenize"],
     input=InputSpec(text=True),
     max_batch_size=8,
     embedding_size=4,

@@ -36,7 +36,15 @@ def test_everything_that_it_refers_to_is_there() -> None:
 def test_keys_are_documented_where_they_are_needed() -> None:
     paths = openapi_document(FrontendSettings(api_keys=("a",)))["paths"]
     protected = {path for path, operations in paths.items() for operation in operations.values() if "security" in operation}
-    assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}"}
+    assert protected == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/tokenize",
+        "/detokenize",
+        "/v1/embeddings",
+        "/v1/models",
+        "/v1/models/{name}",
+    }
     assert "security" not in json.dumps(openapi_document(FrontendSettings()))
 
 

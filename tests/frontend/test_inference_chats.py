@@ -205,8 +205,8 @@ async def test_the_deadline_is_of_all_of_it(
     """Of a stream, the time is over when it has begun: not by a clock, or a busy machine would let it pass before that."""
     begin = Inference.begin
 
-    async def begin_in_time(service: Inference, request: Any, admitted: Admitted, request_id: str) -> Any:
-        answer = await begin(service, request, admitted, request_id)
+    async def begin_in_time(service: Inference, form: Any, request: Any, admitted: Admitted, request_id: str) -> Any:
+        answer = await begin(service, form, request, admitted, request_id)
         admitted.deadline = asyncio.get_running_loop().time()
         return answer
 

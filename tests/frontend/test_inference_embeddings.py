@@ -58,7 +58,7 @@ async def open_service() -> AsyncIterator[Any]:
     def make(engine: Any, **settings: Any) -> Inference:
         frontend_settings = FrontendSettings(**settings)
         intakes.append(MediaIntake(engine.client, frontend_settings))
-        return Inference(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings, AnswerStatistics())
+        return Inference(engine.client, ServedModel(engine.client, ()), intakes[-1], frontend_settings, AnswerStatistics())
 
     yield make
     for intake in intakes:

@@ -72,7 +72,7 @@ def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
     )
     process = ProcessSettings(http=settings)
     assert msgspec.json.decode(msgspec.json.encode(process), type=ProcessSettings) == process
-    assert settings.served_model_name == "a model"
+    assert settings.served_model_name == ("a model",)
     assert (settings.queue_timeout_s, settings.max_body_nbytes) == (1.5, 3 << 20)
     assert (settings.max_concurrent_media, settings.disable_mm_shm) == (5, True)
     assert settings.limit_mm_per_prompt == MediaCounts(image=3)

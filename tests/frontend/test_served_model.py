@@ -23,7 +23,7 @@ async def test_the_engine_is_queried_once(open_core: Any) -> None:
         return await call(*arguments, **keywords)
 
     engine.client.ring.call = counting
-    model = ServedModel(engine.client, None)
+    model = ServedModel(engine.client, ())
     descriptions = await asyncio.gather(*(model.check("shmring-synthetic", "generate") for _ in range(200)))
     assert calls == 1
     assert {description.model for description in descriptions} == {"shmring-synthetic"}
@@ -31,7 +31,7 @@ async def test_the_engine_is_queried_once(open_core: Any) -> None:
 
 async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
     engine = await open_engine()
-    model = ServedModel(engine.client, "a name")
+    model = ServedModel(engine.client, ("a name", "another"))
     await model.check("a name", "encode")
     with pytest.raises(ApiError, match="'shmring-fingerprints' does not exist; this server has 'a name'") as unknown:
         await model.check("shmring-fingerprints", "encode")
@@ -46,7 +46,7 @@ async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
 
 async def test_the_list_says_what_is_made_up(open_core: Any, eventually: Any) -> None:
     engine = await open_core()
-    model = ServedModel(engine.client, None)
+    model = ServedModel(engine.client, ())
     [listed] = (await model.list()).data
     assert (listed.id, "synthetic" in listed.owned_by) == ("shmring-synthetic", True)
     await engine.ring.close()
@@ -55,4 +55,4 @@ async def test_the_list_says_what_is_made_up(open_core: Any, eventually: Any) ->
     with pytest.raises(shmring.EngineDeadError):
         await model.check("shmring-synthetic", "generate")
     with pytest.raises(shmring.EngineDeadError):
-        await ServedModel(engine.client, None).list()
+        await ServedModel(engine.client, ()).list()

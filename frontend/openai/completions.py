@@ -1,0 +1,121 @@
+"""Completions: requests and answers of ``POST /v1/completions``: a text that goes on from a prompt, without a chat template.
+
+A request has one prompt. Several in one request, which OpenAI's API also takes, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from shmring.engine.client import GenerateOutput
+from shmring.engine.protocol import FinishReason, GenerateRequest
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.generation import MAX_CHARACTERS, AnswerForm, GenerationRequest, Usage, sampling_of
+from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+
+__all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "Token", "check_prompt"]
+
+_MAX_TOKENS = 16  # of an answer whose request does not say how many, as in OpenAI's API
+
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+_PROMPT = "A text, or its tokens; a list with one text or one list of tokens will do."
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/completions`. Without `max_tokens`, an answer has up to 16."""
+
+    prompt: Annotated[str | Annotated[list[str | Token | list[Token]], Meta(min_length=1)], Meta(description=_PROMPT)]
+    add_special_tokens: bool | None = None
+    suffix: Annotated[Any, only("")] = None
+    logprobs: Annotated[Any, only()] = None
+    prompt_embeds: Annotated[Any, only()] = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """The one answer of a request, or what is new of it."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    index: int = 0
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct):
+    """The answer to `POST /v1/completions`, and each event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+_UNSUPPORTED = unsupported_of(CompletionRequest)
+
+
+def _engine_request(request: CompletionRequest) -> tuple[GenerateRequest, list[MediaSource]]:
+    check_supported(request, _UNSUPPORTED)
+    sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None)
+    prompt, request.prompt = check_prompt(request.prompt), ""
+    add_special_tokens = request.add_special_tokens is not False
+    return GenerateRequest(
+        prompt=prompt, add_special_tokens=add_special_tokens, sampling=sampling, priority=request.priority or 0
+    ), []
+
+
+def check_prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
+    """Returns a request's prompt: a text or tokens.
+
+    Raises:
+        ApiError: there are several, or it is empty or too long.
+    """
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            text = "a request has one prompt; send several in requests of their own"
+            raise ApiError(400, text, code="unsupported_value", param="prompt")
+        [first] = prompt
+        assert not isinstance(first, int), "looked at above"
+        prompt = first if isinstance(first, str) else list[str | int | list[int]](first)
+    if isinstance(prompt, str):
+        check_length(prompt, "prompt")
+        if len(prompt) > MAX_CHARACTERS:
+            text = f"the prompt has {len(prompt)} characters, at most {MAX_CHARACTERS} are accepted"
+            raise ApiError(400, text, code="text_too_long", param="prompt")
+        tokens: list[int] = []
+    else:
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if len(tokens) != len(prompt):
+            raise ApiError(400, "a prompt is a text or tokens, not both", code="invalid_value", param="prompt")
+    if not prompt:
+        raise ApiError(400, "the prompt is empty", code="invalid_value", param="prompt")
+    return prompt if isinstance(prompt, str) else tokens
+
+
+def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason) -> CompletionChoice:
+    return CompletionChoice("".join(piece.text for piece in pieces), reason)
+
+
+def _piece(output: GenerateOutput | None, reason: FinishReason | None) -> CompletionChoice:
+    return CompletionChoice(output.text if output is not None else "", reason)
+
+
+#: How completions are understood and answered.
+COMPLETION_FORM = AnswerForm(
+    task="complete",
+    prefix="cmpl",
+    parser=BodyParser(CompletionRequest),
+    engine_request=_engine_request,
+    whole=Completion,
+    event=Completion,
+    choice=_choice,
+    opening=None,
+    piece=_piece,
+)

@@ -1,0 +1,157 @@
+"""What requests for text have in common, and the form in which they are answered: that is all in which chats and completions
+differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shmring.engine.client import GenerateOutput
+from shmring.engine.protocol import FinishReason, GenerateRequest, SamplingParams
+from shmring.frontend.errors import ApiError
+from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.messages import INT64, Priority
+from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.unsupported import only
+
+__all__ = ["MAX_CHARACTERS", "AnswerForm", "GenerationRequest", "StreamOptions", "TokenCount", "Usage", "sampling_of"]
+
+#: Of all texts together: a million tokens, and a few milliseconds of the loops that they pass.
+MAX_CHARACTERS = 4 << 20
+
+_MAX_TOKENS = 2**31 - 1
+_MAX_STOP_TEXTS = 4  # as in OpenAI's API
+
+TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+_StopText = Annotated[str, Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream is to tell besides the answer: with `include_usage`, its last chunk says how many tokens were used."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chats and completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-INT64, le=INT64 - 1)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_STOP_TEXTS)] | None = None
+    user: str | None = None
+    priority: Priority | None = None
+    ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
+    n: Annotated[Any, only(1)] = None
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    stop_token_ids: Annotated[Any, only([])] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    bad_words: Annotated[Any, only([])] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    guided_choice: Annotated[Any, only()] = None
+    guided_grammar: Annotated[Any, only()] = None
+    structured_outputs: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    logprob_token_ids: Annotated[Any, only([])] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    truncation_side: Annotated[Any, only()] = None
+    thinking_token_budget: Annotated[Any, only()] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    watermarking: Annotated[Any, only(False)] = None
+    repetition_detection: Annotated[Any, only()] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    return_token_offsets: Annotated[Any, only(False)] = None
+    return_mm_kwargs: Annotated[Any, only(False)] = None
+    kv_transfer_params: Annotated[Any, only()] = None
+    ec_transfer_params: Annotated[Any, only()] = None
+    vllm_xargs: Annotated[Any, only({})] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
+
+
+class Usage(msgspec.Struct):
+    """Tokens used; those of media count in the prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerForm(Generic[_Request]):
+    """How requests of one kind are understood and answered.
+
+    Attributes:
+        task: of a model, which it asks for.
+        prefix: of names of answers.
+        parser: of bodies.
+        engine_request: takes a request apart, and empties it of what is most of its memory. Returns the request for the engine,
+            still without its media, and the sources of the media, in order. Raises :class:`ApiError` if the request asks for
+            something that is not implemented.
+        whole, event: the types of an answer and of a stream's events: their name, time, model, choices and usage.
+        choice: the choice of a whole answer: its pieces, and why it ended.
+        opening: the choice of a stream's first event. None: it begins with the text.
+        piece: the choice of an event with text, or of the last one, which says why the answer ended.
+    """
+
+    task: str
+    prefix: str
+    parser: BodyParser[_Request]
+    engine_request: Callable[[_Request], tuple[GenerateRequest, list[MediaSource]]]
+    whole: Callable[..., msgspec.Struct]
+    event: Callable[..., msgspec.Struct]
+    choice: Callable[[Sequence[GenerateOutput], FinishReason], msgspec.Struct]
+    opening: msgspec.Struct | None
+    piece: Callable[[GenerateOutput | None, FinishReason | None], msgspec.Struct]
+
+
+def sampling_of(request: GenerationRequest, max_tokens: int | None) -> SamplingParams:
+    """Returns how a request's tokens are chosen.
+
+    Args:
+        request: any.
+        max_tokens: how many, if the request says so in another field than ``max_tokens``.
+
+    Raises:
+        ApiError: its options do not fit together.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
+    stop = request.stop or []
+    return SamplingParams(
+        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k or 0,
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        stop=[stop] if isinstance(stop, str) else stop,
+        ignore_eos=bool(request.ignore_eos),
+    )

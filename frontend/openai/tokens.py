@@ -1,0 +1,100 @@
+"""Tokens: requests and answers of ``POST /tokenize`` and ``POST /detokenize``, as in vLLM. The engine has the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shmring.engine.protocol import GenerateRequest
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.chat import ChatMessageParam, engine_messages
+from shmring.frontend.openai.completions import Token, check_prompt
+from shmring.frontend.openai.messages import MAX_MESSAGES
+from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+
+__all__ = [
+    "DETOKENIZE_PARSER",
+    "TOKENIZE_PARSER",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "detokenizing",
+    "tokenizing",
+]
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of `POST /tokenize`: a model, and either `prompt` or `messages`, which are laid out as for an answer."""
+
+    model: str
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Of a prompt: those at its ends. They are, by default.")] = None
+    return_token_strs: Annotated[Any, only(False)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
+    tools: Annotated[Any, only([])] = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The answer to `POST /tokenize`. `max_model_len` are tokens of prompt and answer together, if there is such a limit."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None = None
+    token_strs: None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of `POST /detokenize`."""
+
+    model: str
+    tokens: list[Token]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The answer to `POST /detokenize`: the text of the tokens, control tokens included."""
+
+    prompt: str
+
+
+_UNSUPPORTED = unsupported_of(TokenizeRequest)
+
+#: For bodies of requests.
+TOKENIZE_PARSER = BodyParser(TokenizeRequest)
+DETOKENIZE_PARSER = BodyParser(DetokenizeRequest)
+
+
+def tokenizing(request: TokenizeRequest) -> GenerateRequest:
+    """Returns the request for the engine.
+
+    Raises:
+        ApiError: it asks for something that is not implemented, or for nothing.
+    """
+    check_supported(request, _UNSUPPORTED)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
+    if request.prompt is not None:
+        return GenerateRequest(
+            prompt=check_prompt(request.prompt), add_special_tokens=request.add_special_tokens is not False, tokenize=True
+        )
+    if request.add_special_tokens:
+        text = "add_special_tokens is for prompts: a chat template writes all tokens of messages"
+        raise ApiError(400, text, code="unsupported_value", param="add_special_tokens")
+    messages, sources = engine_messages(request.messages or [])
+    if sources:
+        raise ApiError(400, "media are not tokenised; leave them out", code="unsupported_input", param=sources[0].param)
+    return GenerateRequest(messages, tokenize=True)
+
+
+def detokenizing(request: DetokenizeRequest) -> GenerateRequest:
+    """Returns the request for the engine."""
+    return GenerateRequest(prompt=request.tokens, tokenize=True)
