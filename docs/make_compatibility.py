@@ -127,6 +127,9 @@ class Fields(msgspec.Struct, frozen=True):
 
 MODEL = "a model"
 
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+_CONVERSATION = {"prompt": None, "messages": [{"role": "user", "content": "Hi"}]}
+
 _GENERATION_WORKS = {
     "ignore_eos": True,
     "logit_bias": {"5": 1.5},
@@ -189,30 +192,44 @@ FIELDS = {
         ChatRequest,
         base={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
         required=("messages", "model"),
-        works=_GENERATION_WORKS | {"max_completion_tokens": 3},
+        works=_GENERATION_WORKS
+        | {
+            "chat_template_kwargs": {"a": 1},
+            "max_completion_tokens": 3,
+            "parallel_tool_calls": False,
+            "reasoning_effort": "high",
+            "tool_choice": "none",
+            "tools": _TOOLS,
+        },
         taken={"user": "me"},
         refused=_GENERATION_REFUSED
         | {
             "add_generation_prompt": False,
             "add_special_tokens": True,
             "chat_template": "x",
-            "chat_template_kwargs": {"a": 1},
             "continue_final_message": True,
             "documents": [{"text": "x"}],
             "include_reasoning": False,
             "logprobs": True,
             "media_io_kwargs": {"video": {"num_frames": 4}},
             "mm_processor_kwargs": {"a": 1},
-            "parallel_tool_calls": False,
-            "reasoning_effort": "high",
             "return_prompt_text": True,
-            "tool_choice": "required",
-            "tools": [{"type": "function", "function": {"name": "f"}}],
             "top_logprobs": 2,
         },
         named=_GENERATION_NAMED,
-        notes=_GENERATION_NOTES,
-        beside={"stream_options": {"stream": True}},
+        notes=_GENERATION_NOTES
+        | {
+            "chat_template_kwargs": "variables that the template does not have are refused",
+            "reasoning_effort": "a variable of the template; refused if it has none",
+            "tool_choice": "`none` and `auto`; others are refused",
+            "tools": "with `--executor transformers`, if the model's template takes them and transformers can read its calls; "
+            "`strict` is refused",
+        },
+        beside={
+            "parallel_tool_calls": {"tools": _TOOLS},
+            "stream_options": {"stream": True},
+            "tool_choice": {"tools": _TOOLS},
+        },
     ),
     "POST /v1/completions": Fields(
         CompletionRequest,
@@ -233,17 +250,17 @@ FIELDS = {
             "add_special_tokens": False,
             "messages": [{"role": "user", "content": "Hi"}],
             "prompt": "Twice",
+            "tools": _TOOLS,
+            "chat_template_kwargs": {"a": 1},
         },
         taken={},
         refused={
             "add_generation_prompt": False,
             "chat_template": "x",
-            "chat_template_kwargs": {"a": 1},
             "continue_final_message": True,
             "media_io_kwargs": {"video": {"num_frames": 4}},
             "mm_processor_kwargs": {"a": 1},
             "return_token_strs": True,
-            "tools": [{"type": "function", "function": {"name": "f"}}],
         },
         named={},
         notes={
@@ -251,7 +268,11 @@ FIELDS = {
             "messages": "instead of `prompt`; without media",
             "prompt": "a text",
         },
-        beside={"messages": {"prompt": None}},
+        beside={
+            "chat_template_kwargs": _CONVERSATION,
+            "messages": {"prompt": None},
+            "tools": _CONVERSATION,
+        },
     ),
     "POST /detokenize": Fields(
         DetokenizeRequest,

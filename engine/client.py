@@ -27,6 +27,7 @@ from shmring.engine.protocol import (
     GenerateRequest,
     Medium,
     ModelDescription,
+    ToolCall,
 )
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineState", "GenerateOutput", "MediaMemory"]
@@ -65,6 +66,8 @@ class GenerateOutput(msgspec.Struct):
     completion_tokens: int
     finish_reason: FinishReason | None
     finished: bool
+    tool_calls: list[ToolCall] = []
+    reasoning: str = ""
 
 
 class MediaMemory:
@@ -346,6 +349,8 @@ class EngineClient:
                     reply.completion_tokens,
                     reply.finish_reason,
                     finished=reply.finish_reason is not None,
+                    tool_calls=reply.tool_calls,
+                    reasoning=reply.reasoning,
                 )
 
     async def encode(

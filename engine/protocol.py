@@ -7,7 +7,7 @@ nothing else of the engine.
 from __future__ import annotations
 
 import zlib
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "Spectrogram",
     "Text",
     "TextPart",
+    "ToolCall",
     "Video",
     "VideoSpec",
     "Waveform",
@@ -156,6 +157,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
         max_batch_size: requests it takes in one step.
         embedding_size: dimensions of an embedding; None if it does not encode.
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
+        tools: whether conversations can have tools, which its answers call.
+        template_options: whether :attr:`GenerateRequest.template_options` have an effect.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
     """
 
@@ -167,6 +170,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
     embedding_size: int | None = None
     max_model_len: int | None = None
     synthetic: bool = False
+    tools: bool = False
+    template_options: bool = False
 
 
 # -- requests and replies -------------------------------------------------------------------------------------------------
@@ -205,11 +210,36 @@ class MediumPart(msgspec.Struct, tag="medium"):
     index: int
 
 
+class ToolCall(msgspec.Struct):
+    """A call of a tool.
+
+    Attributes:
+        name: of the function.
+        arguments: a JSON object, as text.
+        id: its caller's name for it, in a conversation.
+        index: which one of the answer's calls.
+    """
+
+    name: str
+    arguments: str
+    id: str = ""
+    index: int = 0
+
+
 class ChatMessage(msgspec.Struct):
-    """A message of a conversation."""
+    """A message of a conversation.
+
+    Attributes:
+        role: whose it is.
+        parts: what it says.
+        tool_calls: of an earlier answer.
+        tool_call_id: of what a tool has returned: which call that was.
+    """
 
     role: str
     parts: list[TextPart | MediumPart]
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
 
 
 class SamplingParams(msgspec.Struct):
@@ -246,6 +276,9 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
 
     Attributes:
         prompt: a text or its tokens, in place of ``messages``.
+        tools: that the answer may call, as chat templates take them.
+        parallel_tool_calls: whether it may have several calls.
+        template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
         tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
     """
@@ -258,9 +291,17 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     prompt: str | list[int] | None = None
     add_special_tokens: bool = True
     tokenize: bool = False
+    tools: list[dict[str, Any]] = []
+    parallel_tool_calls: bool = True
+    template_options: dict[str, Any] = {}
+
+    @property
+    def needs_tools(self) -> bool:
+        """Whether only a model that knows tools can answer it."""
+        return bool(self.tools) or any(message.tool_calls or message.role == "tool" for message in self.messages)
 
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class GenerateReply(msgspec.Struct, tag="generated"):
@@ -271,7 +312,9 @@ class GenerateReply(msgspec.Struct, tag="generated"):
         token_ids: what is new, as the model numbers it.
         prompt_tokens: of the request, media included.
         completion_tokens: so far.
-        finish_reason: on the last piece: the model (or a stop text) ended it, or a limit did.
+        finish_reason: on the last piece: the model (or a stop text) ended it, or a limit did, or it calls tools.
+        tool_calls: what is new; each comes whole.
+        reasoning: what is new of what the model wrote for itself, where that is told apart.
     """
 
     text: str
@@ -279,6 +322,8 @@ class GenerateReply(msgspec.Struct, tag="generated"):
     prompt_tokens: int
     completion_tokens: int
     finish_reason: FinishReason | None = None
+    tool_calls: list[ToolCall] = []
+    reasoning: str = ""
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

@@ -129,6 +129,8 @@ class EngineRequest:
                 reply.prompt_tokens,
                 reply.completion_tokens,
                 reply.finish_reason,
+                last.tool_calls + reply.tool_calls,
+                last.reasoning + reply.reasoning,
             )
         else:
             self._unsent.append(reply)

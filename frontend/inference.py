@@ -163,6 +163,7 @@ class Inference:
         async with asyncio.timeout_at(admitted.deadline):
             description = await self._model.check(request.model, form.task)
             generate_request, sources = form.engine_request(request)
+            _check_abilities(generate_request, description)
             async with self._media(sources, description, admitted, "messages") as (media, facts):
                 generate_request.media = media  # not a copy: it is emptied when the block is left
                 outputs = self._engine.generate(generate_request, request_id=request_id, timeout=_seconds_left(admitted))
@@ -178,7 +179,9 @@ class Inference:
     async def tokenize(self, request: TokenizeRequest, admitted: Admitted, request_id: str) -> TokenizeResponse:
         """Returns the tokens of a text or conversation."""
         description = await self._model.check(request.model, "tokenize")
-        output = await self._ask_for_tokens(tokenizing(request), admitted, request_id)
+        generate_request = tokenizing(request)
+        _check_abilities(generate_request, description)
+        output = await self._ask_for_tokens(generate_request, admitted, request_id)
         return TokenizeResponse(output.token_ids, len(output.token_ids), description.max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
@@ -266,12 +269,27 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
         yield chunk(form.opening)
     async for piece in answer:
         last = piece
-        if last.text:
+        if last.text or last.tool_calls or last.reasoning:
             yield chunk(form.piece(last, None))
     yield chunk(form.piece(None, _finish_reason(last)))
     if include_usage:
         yield event(msgspec.structs.replace(template, usage=_usage(last)))
     yield DONE
+
+
+def _check_abilities(request: GenerateRequest, description: ModelDescription) -> None:
+    """Refuses what the model can't do.
+
+    Raises:
+        ApiError: it takes no tools, or its chat template no variables.
+    """
+    if request.needs_tools and not description.tools:
+        text = f"the model {description.model!r} takes no tools"
+        raise ApiError(400, text, code="unsupported_value", param="tools" if request.tools else "messages")
+    if request.template_options and not description.template_options:
+        text = f"the model {description.model!r} has no chat template whose variables could be set"
+        name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"
+        raise ApiError(400, text, code="unsupported_value", param=name)
 
 
 def _shortfalls_of(media: Sequence[Medium]) -> str:

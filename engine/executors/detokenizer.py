@@ -32,11 +32,13 @@ class Detokenizer:
 
     Args:
         tokenizer: of transformers.
+        skip_special_tokens: whether control tokens are no text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._step = _make_step(tokenizer, [])
+        self._skip = skip_special_tokens
+        self._step = _make_step(tokenizer, [], self._skip)
         self._context: list[int] = []  # the last tokens whose text was given out
         self._held: list[int] = []
 
@@ -55,36 +57,38 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Returns what was held back: the answer ends within a character."""
-        text = _decode(self._tokenizer, self._context + self._held)[len(_decode(self._tokenizer, self._context)) :]
+        before = _decode(self._tokenizer, self._context, self._skip)
+        text = _decode(self._tokenizer, self._context + self._held, self._skip)[len(before) :]
         last = self._held[-1:]
-        is_text = _decode(self._tokenizer, last).strip(_REPLACEMENT) != ""
+        is_text = _decode(self._tokenizer, last, self._skip).strip(_REPLACEMENT) != ""
         self._context, self._held = last if is_text else [], []
-        self._step = _make_step(self._tokenizer, self._context)
+        self._step = _make_step(self._tokenizer, self._context, self._skip)
         return text
 
 
-def _make_step(tokenizer: Any, context: list[int]) -> Callable[[int], str | None]:
+def _make_step(tokenizer: Any, context: list[int], skip: bool) -> Callable[[int], str | None]:
     """Returns what takes a token and returns the text that it completes, after a context that was given out."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return _PlainStream(tokenizer, context).step
-    stream = importlib.import_module("tokenizers").decoders.DecodeStream(ids=context, skip_special_tokens=True)
+        return _PlainStream(tokenizer, context, skip).step
+    stream = importlib.import_module("tokenizers").decoders.DecodeStream(ids=context, skip_special_tokens=skip)
     return functools.partial(stream.step, backend)
 
 
 class _PlainStream:
     """What ``DecodeStream`` does, by a tokenizer that only decodes whole lists of tokens."""
 
-    def __init__(self, tokenizer: Any, context: list[int]) -> None:
+    def __init__(self, tokenizer: Any, context: list[int], skip: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip
         self._tokens = list(context)
         self._given = len(context)  # tokens whose text was given out
 
     def step(self, token: int) -> str:
         """Takes a token; returns what it completes."""
         self._tokens.append(token)
-        before = _decode(self._tokenizer, self._tokens[: self._given])
-        text = _decode(self._tokenizer, self._tokens)
+        before = _decode(self._tokenizer, self._tokens[: self._given], self._skip)
+        text = _decode(self._tokenizer, self._tokens, self._skip)
         if len(text) <= len(before) or text.endswith(_REPLACEMENT):
             return ""
         self._tokens = self._tokens[self._given :] if before else self._tokens
@@ -92,6 +96,6 @@ class _PlainStream:
         return text[len(before) :]
 
 
-def _decode(tokenizer: Any, tokens: list[int]) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def _decode(tokenizer: Any, tokens: list[int], skip: bool) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     return text

@@ -18,14 +18,28 @@ Source: the chat form of vLLM's embeddings, which by default ends the prompt wit
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.interface import ContextLengthError
-from shmring.engine.protocol import GenerateRequest, InputSpec, Medium, Picture, PictureSpec, Text, TextPart, Video, VideoSpec
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
+from shmring.engine.protocol import (
+    ChatMessage,
+    GenerateRequest,
+    InputSpec,
+    Medium,
+    Picture,
+    PictureSpec,
+    Text,
+    TextPart,
+    Video,
+    VideoSpec,
+)
 
 __all__ = ["PromptBuilder"]
 
@@ -74,6 +88,7 @@ class PromptBuilder:
         self._sanitizes = _sanitizes(self._processor)
         self._max_model_len = checkpoint.max_model_len
         self._vocabulary_size = int(checkpoint.model.get_input_embeddings().num_embeddings)
+        self._response_template = find_response_template(checkpoint) if "tools" in str(self._template) else None
         self._longest_token = _find_longest_token(self._tokenizer)
         self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self.input = self._describe_input()
@@ -92,11 +107,33 @@ class PromptBuilder:
         if not self.has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
-        self._check_characters(sum(map(len, texts)), request.sampling.max_tokens)
+        further = (
+            len(str(request.tools)) + len(str(request.template_options)) if request.tools or request.template_options else 0
+        )
+        self._check_characters(sum(map(len, texts)) + further, request.sampling.max_tokens)
+        if request.needs_tools and not self.has_tools:
+            raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
+        self._check_options(request.template_options)
         conversation, videos = self._lay_out(request)
         if not self._sanitizes:
             self._refuse_control_tokens(request)
-        return self._apply_template(conversation, videos, add_generation_prompt=True)
+        calls = [message["tool_calls"] for message in conversation if "tool_calls" in message]
+        for value in (request.tools, request.template_options, calls):
+            self._refuse_control_tokens_in(value)
+        options = request.template_options | ({"tools": request.tools} if request.tools else {})
+        return self._apply_template(conversation, videos, add_generation_prompt=True, **options)
+
+    def reader_of(self, request: GenerateRequest, prompt: torch.Tensor) -> ResponseReader | None:
+        """Returns what reads the answer to a request with tools; None: its text is given out as it is.
+
+        Args:
+            request: any.
+            prompt: its tokens, shape (tokens,).
+        """
+        if not request.tools:
+            return None
+        before = self._tokenizer.decode(prompt.tolist())
+        return ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.
@@ -128,9 +165,9 @@ class PromptBuilder:
         return dict(self._processor(text=[place], **media, return_tensors="pt", **self._call_settings(videos)))
 
     def _apply_template(
-        self, conversation: list[dict[str, Any]], videos: list[Video], *, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], videos: list[Video], *, add_generation_prompt: bool, **options: Any
     ) -> dict[str, Any]:
-        options: dict[str, Any] = {
+        options |= {
             "add_generation_prompt": add_generation_prompt,
             "return_dict": True,
             "return_tensors": "pt",
@@ -185,6 +222,19 @@ class PromptBuilder:
         return bool(self._template)
 
     @property
+    def has_tools(self) -> bool:
+        """Whether conversations can have tools: the template writes them, and calls in answers can be read."""
+        return self._response_template is not None
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses variables that the template does not have, and those that are not its own."""
+        template = self._tokenizer if self._processor is None else self._processor
+        reserved = inspect.signature(template.apply_chat_template).parameters
+        for name in options:
+            if name in reserved or name not in str(self._template):
+                raise ValueError(f"the chat template of the model {self._name!r} has no variable {name!r}")
+
+    @property
     def _template(self) -> Any:
         return (self._tokenizer if self._processor is None else self._processor).chat_template
 
@@ -225,7 +275,8 @@ class PromptBuilder:
                 if isinstance(medium, Video):
                     videos.append(medium)
             texts = [part["text"] for part in parts if part["type"] == "text"]
-            conversation.append({"role": message.role, "content": "\n".join(texts) if self._processor is None else parts})
+            content = "\n".join(texts) if self._processor is None else parts
+            conversation.append({"role": message.role, "content": content} | _tool_fields(message))
         if sorted(places) != list(range(len(request.media))):
             raise ValueError(f"each of the {len(request.media)} media has one place in the messages, got places {places}")
         return conversation, videos
@@ -233,9 +284,24 @@ class PromptBuilder:
     def _refuse_control_tokens(self, request: GenerateRequest) -> None:
         for message in request.messages:
             for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
-                token = next((token for token in self._control_tokens if token in text), None)
-                if token is not None:
-                    raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
+                self._refuse_token_in(text)
+
+    def _refuse_control_tokens_in(self, value: Any) -> None:
+        """Refuses them in names, which nothing makes harmless, and in texts if nothing does."""
+        if isinstance(value, str) and not self._sanitizes:
+            self._refuse_token_in(value)
+        elif isinstance(value, Mapping):
+            for name, item in value.items():
+                self._refuse_token_in(name)
+                self._refuse_control_tokens_in(item)
+        elif isinstance(value, list):
+            for item in value:
+                self._refuse_control_tokens_in(item)
+
+    def _refuse_token_in(self, text: str) -> None:
+        token = next((token for token in self._control_tokens if token in text), None)
+        if token is not None:
+            raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
 
     def _place(self, medium: object) -> dict[str, Any]:
         if isinstance(medium, Picture) and self.input.picture is not None:
@@ -259,6 +325,20 @@ class PromptBuilder:
                 "video_metadata": [_describe_clip(video) for video in videos],
             }
         return settings
+
+
+def _tool_fields(message: ChatMessage) -> dict[str, Any]:
+    """Returns what a message has of tools, as templates take it: arguments are values there."""
+    calls = [
+        {
+            "type": "function",
+            "id": call.id,
+            "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments, type=dict[str, Any])},
+        }
+        for call in message.tool_calls
+    ]
+    answered = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
+    return ({"tool_calls": calls} if calls else {}) | answered
 
 
 def _sanitizes(processor: Any | None) -> bool:

@@ -48,6 +48,7 @@ from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadE
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.executors.sampling import Sampler
 from shmring.engine.executors.stopping import StopTexts
+from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.protocol import (
     EncodeRequest,
     FinishReason,
@@ -115,6 +116,7 @@ class _Answer:
         sampling: how; checked here.
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
+        reader: tells tool calls from text; None: all of it is text.
 
     Raises:
         ValueError: the sampling parameters make no sense.
@@ -127,13 +129,16 @@ class _Answer:
 
     context: Context
 
-    def __init__(self, sampling: SamplingParams, prompt: torch.Tensor, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, sampling: SamplingParams, prompt: torch.Tensor, checkpoint: Checkpoint, reader: ResponseReader | None = None
+    ) -> None:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.repeatable = sampling.seed is not None
         self._sampler = Sampler(sampling, prompt)
         self._stops = StopTexts(sampling.stop)
-        self._detokenizer = Detokenizer(checkpoint.tokenizer)
+        self._reader = reader
+        self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
         self._eos_token_ids = frozenset() if sampling.ignore_eos else checkpoint.eos_token_ids
         self._limit = ContextLengthError.check(len(prompt), sampling.max_tokens, checkpoint.max_model_len)
         self._prompt_tokens = len(prompt)
@@ -166,9 +171,22 @@ class _Answer:
         return self._output(text, finish_reason)
 
     def _output(self, text: str, finish_reason: FinishReason | None) -> StepOutput:
-        if not text and finish_reason is None:
+        parts = Parts(text)
+        if self._reader is not None:
+            parts = self._reader.push(text, ended=finish_reason is not None)
+            if self._reader.complete or (finish_reason == "stop" and self._reader.called):
+                finish_reason = "tool_calls"
+        if parts == Parts() and finish_reason is None:
             return StepOutput(finished=False)
-        reply = GenerateReply(text, self._unsent, self._prompt_tokens, self._completion_tokens, finish_reason)
+        reply = GenerateReply(
+            parts.text,
+            self._unsent,
+            self._prompt_tokens,
+            self._completion_tokens,
+            finish_reason,
+            parts.tool_calls,
+            parts.reasoning,
+        )
         self._unsent = []
         return StepOutput(reply, finished=finish_reason is not None)
 
@@ -228,6 +246,8 @@ class TransformersExecutor:
             max_batch_size=self._max_num_seqs,
             embedding_size=None if self._embedder is None else self._embedder.size,
             max_model_len=self._checkpoint.max_model_len,
+            tools=self._prompts.has_tools,
+            template_options=self._prompts.has_template,
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
@@ -293,7 +313,8 @@ class TransformersExecutor:
 
     def _prepare(self, request: GenerateRequest, prompts: PromptBuilder) -> tuple[_Answer, Prompt]:
         inputs = prompts.build(request)
-        answer = _Answer(request.sampling, inputs["input_ids"][0], self._checkpoint)
+        tokens = inputs["input_ids"][0]
+        answer = _Answer(request.sampling, tokens, self._checkpoint, prompts.reader_of(request, tokens))
         return answer, self._model.prepare(inputs)
 
     def _open(self, answer: _Answer, prompt: Prompt) -> _Answer:

@@ -33,6 +33,16 @@ from shmring.frontend.openai.messages import (
     source_of,
 )
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.tools import (
+    DeltaToolCall,
+    ToolCall,
+    Tools,
+    called,
+    called_now,
+    check_values,
+    engine_calls,
+    engine_tools,
+)
 from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
@@ -58,12 +68,13 @@ class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
 
 
 class ChatMessageParam(msgspec.Struct):
-    """A message of the conversation. Messages of tools and functions are not supported. A text alone can be a part."""
+    """A message of the conversation. Messages of functions are not supported; tools' are. A text alone can be a part."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart | RefusalPart | str], Meta(max_length=MAX_PARTS)] | None = None
     refusal: Annotated[str | None, Meta(description="What an assistant has said instead of content.")] = None
-    tool_calls: Annotated[Any, only([])] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: Annotated[Any, only([])] = None
 
 
@@ -72,9 +83,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True)] = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, only("auto", "none")] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="With false, an answer ends with its first call.")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     logprobs: Annotated[Any, only(False)] = None
@@ -86,20 +97,22 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: Annotated[Any, only(True)] = None
     add_special_tokens: Annotated[Any, only(False)] = None
     chat_template: Annotated[Any, only()] = None
-    chat_template_kwargs: Annotated[Any, only({})] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the model's chat template.")] = None
     mm_processor_kwargs: Annotated[Any, only({})] = None
     media_io_kwargs: Annotated[Any, only({})] = None
     documents: Annotated[Any, only([])] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
+    reasoning_effort: Annotated[str | None, Meta(description="The variable of this name of the model's chat template.")] = None
     include_reasoning: Annotated[Any, only(True)] = None
     return_prompt_text: Annotated[Any, only(False)] = None
 
 
 class ResponseMessage(msgspec.Struct):
-    """The answer."""
+    """The answer: a text, or calls of tools. `reasoning` is what the model wrote for itself, where that is told apart."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -127,6 +140,8 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+    reasoning: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -163,7 +178,19 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     sampling = sampling_of(request, request.max_completion_tokens)
     messages, request.messages = request.messages, []
     in_engine, sources = engine_messages(messages)
-    return GenerateRequest(in_engine, sampling=sampling, priority=request.priority or 0), sources
+    tools = engine_tools(request.tools or [])
+    options = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    check_values(options, "chat_template_kwargs")
+    return GenerateRequest(
+        in_engine,
+        sampling=sampling,
+        priority=request.priority or 0,
+        tools=[] if request.tool_choice == "none" else tools,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        template_options=options,
+    ), sources
 
 
 def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage], list[MediaSource]]:
@@ -196,17 +223,20 @@ def _check_texts(messages: list[ChatMessage]) -> None:
 
 def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:
     """Returns a message as the engine takes it; its media are appended to the sources."""
-    if message.role in ("tool", "function"):
-        text = f"messages of the role {message.role!r} are not supported: this server does not call tools"
+    if message.role == "function":
+        text = "messages of the role 'function' are not supported: call tools"
         raise ApiError(400, text, code="unsupported_value", param=f"{param}.role")
     check_supported(message, _UNSUPPORTED_OF_MESSAGES, f"{param}.")
+    if message.tool_calls and message.role != "assistant":
+        raise ApiError(400, "only an assistant calls tools", code="invalid_value", param=f"{param}.tool_calls")
+    calls = engine_calls(message.tool_calls or [], f"{param}.tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
         content = message.refusal or ""  # what clients send back of an answer without content
     if content is None:
         raise ApiError(400, "a message must have content", code="invalid_value", param=f"{param}.content")
     if isinstance(content, str):
-        return ChatMessage(message.role, [EngineTextPart(content)])
+        return ChatMessage(message.role, [EngineTextPart(content)], calls, message.tool_call_id)
     parts: list[EngineTextPart | MediumPart] = []
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -218,15 +248,24 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
         else:
             parts.append(MediumPart(len(sources)))
             sources.append(source_of(part, f"{param}.content[{index}]"))
-    return ChatMessage(message.role, parts)
+    return ChatMessage(message.role, parts, calls, message.tool_call_id)
 
 
 def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason) -> Choice:
-    return Choice(ResponseMessage("".join(piece.text for piece in pieces)), reason)
+    text = "".join(piece.text for piece in pieces)
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    calls = called([call for piece in pieces for call in piece.tool_calls])
+    message = ResponseMessage(text or (None if calls else ""), tool_calls=calls or UNSET, reasoning=reasoning or UNSET)
+    return Choice(message, reason)
 
 
 def _piece(output: GenerateOutput | None, reason: FinishReason | None) -> ChunkChoice:
-    return ChunkChoice(Delta() if output is None else Delta(content=output.text), reason)
+    if output is None:
+        return ChunkChoice(Delta(), reason)
+    delta = Delta(
+        content=output.text or None, tool_calls=called_now(output.tool_calls) or None, reasoning=output.reasoning or None
+    )
+    return ChunkChoice(delta, reason)
 
 
 #: How chats are understood and answered.

@@ -13,6 +13,7 @@ from shmring.frontend.openai.chat import ChatMessageParam, engine_messages
 from shmring.frontend.openai.completions import Token, check_prompt
 from shmring.frontend.openai.messages import MAX_MESSAGES
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.tools import Tools, check_values, engine_tools
 from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
@@ -38,10 +39,10 @@ class TokenizeRequest(msgspec.Struct):
     add_generation_prompt: Annotated[Any, only(True)] = None
     continue_final_message: Annotated[Any, only(False)] = None
     chat_template: Annotated[Any, only()] = None
-    chat_template_kwargs: Annotated[Any, only({})] = None
+    chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: Annotated[Any, only({})] = None
     mm_processor_kwargs: Annotated[Any, only({})] = None
-    tools: Annotated[Any, only([])] = None
+    tools: Tools | None = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -92,7 +93,9 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
     messages, sources = engine_messages(request.messages or [])
     if sources:
         raise ApiError(400, "media are not tokenised; leave them out", code="unsupported_input", param=sources[0].param)
-    return GenerateRequest(messages, tokenize=True)
+    options = request.chat_template_kwargs or {}
+    check_values(options, "chat_template_kwargs")
+    return GenerateRequest(messages, tokenize=True, tools=engine_tools(request.tools or []), template_options=options)
 
 
 def detokenizing(request: DetokenizeRequest) -> GenerateRequest:

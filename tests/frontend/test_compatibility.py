@@ -27,6 +27,8 @@ DESCRIPTION = ModelDescription(
     input=InputSpec(text=True),
     max_batch_size=8,
     embedding_size=4,
+    tools=True,
+    template_options=True,
 )
 
 

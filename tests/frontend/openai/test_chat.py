@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shmring.engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
+from shmring.engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart, ToolCall
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
 from shmring.frontend.openai.messages import MAX_PARTS
 from tests.tables import for_each
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
 def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:
@@ -84,8 +86,8 @@ def test_one_stop_text_is_a_list_of_one() -> None:
         ("n", 2),
         ("n", True),
         ("n", "1"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("logprobs", True),
@@ -112,9 +114,12 @@ def test_what_asks_for_nothing_is_taken(field: str) -> None:
 @for_each(
     ("messages", "param"),
     [
-        ([{"role": "tool", "content": "4", "tool_call_id": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x"}, {"role": "function", "content": "4"}], "messages[1].role"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        (
+            [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ([{"role": "user"}], "messages[0].content"),
     ],
 )
@@ -154,3 +159,48 @@ def test_stream_options_are_for_streams() -> None:
     with pytest.raises(ApiError) as raised:
         engine_request(parse(stream_options={"include_usage": True}))
     assert raised.value.param == "stream_options"
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+def test_tools_go_to_the_engine_as_templates_take_them() -> None:
+    request, _ = engine_request(parse(tools=[TOOL, {"type": "function", "function": {"name": "g"}}]))
+    assert request.tools == [TOOL, {"type": "function", "function": {"name": "g"}}]
+    assert (request.parallel_tool_calls, request.needs_tools) == (True, True)
+    assert not engine_request(parse(tools=[TOOL], parallel_tool_calls=False))[0].parallel_tool_calls
+    without, _ = engine_request(parse(tools=[TOOL], tool_choice="none"))
+    assert (without.tools, without.needs_tools) == ([], False)
+
+
+def test_calls_and_what_they_returned_are_part_of_a_conversation() -> None:
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    request, _ = engine_request(parse([answer, {"role": "tool", "content": "4", "tool_call_id": "call_1"}]))
+    called, returned = request.messages
+    assert called.tool_calls == [ToolCall("f", '{"x": 1}', "call_1")]
+    assert (returned.role, returned.tool_call_id, returned.parts) == ("tool", "call_1", [TextPart("4")])
+    assert request.needs_tools
+
+
+def test_a_strict_tool_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    with pytest.raises(ApiError) as raised:
+        engine_request(parse(tools=[tool]))
+    assert (raised.value.code, raised.value.param) == ("unsupported_value", "tools[0].function.strict")
+
+
+def test_variables_of_the_template_go_to_the_engine() -> None:
+    request, _ = engine_request(parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="high"))
+    assert request.template_options == {"enable_thinking": False, "reasoning_effort": "high"}
+
+
+def test_values_in_one_another_are_bounded() -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"x": deep}
+    with pytest.raises(ApiError, match="in one another"):
+        engine_request(parse(chat_template_kwargs=deep))
+    with pytest.raises(ApiError, match="in one another"):
+        engine_request(parse(tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}]))

@@ -38,8 +38,8 @@ def refused(body: bytes) -> ApiError:
         b'\xef\xbb\xbf{"model": "m"}',
         HEAD + b', "seed": NaN}',
         HEAD + b', "unknown": ' + b"[" * 100_000 + b"}",
-        HEAD + b', "tools": ' + b"[" * 100_000 + b"}",
-        HEAD + b', "tools": ' + b'{"a":' * 100_000 + b"}",
+        HEAD + b', "functions": ' + b"[" * 100_000 + b"}",
+        HEAD + b', "functions": ' + b'{"a":' * 100_000 + b"}",
     ],
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:

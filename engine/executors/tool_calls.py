@@ -1,0 +1,126 @@
+"""Tool calls in the answers of a model, and its reasoning, told apart from its text while it writes.
+
+How a model writes them is said by its response template, which transformers has for it: the tokenizer's own one, or one by the
+model's architecture. The parser is transformers' as well. It is given the text with its control tokens, since these are often
+what marks a call.
+
+A call that can't be read (half a call, or arguments that are no JSON) is text: from it on, all that the model writes is given
+out as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shmring.engine.executors.checkpoint import Checkpoint
+from shmring.engine.protocol import ToolCall
+
+__all__ = ["Parts", "ResponseReader", "find_response_template"]
+
+_FIELD = "tool_calls"
+_REASONING_FIELDS = ("reasoning_content", "thinking")
+
+
+def find_response_template(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Returns how the model writes its answers; None if transformers does not know it, or knows no calls of it."""
+    template = getattr(checkpoint.tokenizer, "response_template", None)
+    if template is None:
+        try:
+            serving = importlib.import_module("transformers.cli.serving.utils")
+        except ImportError:  # it needs packages that only transformers' own server does
+            return None
+        template = serving.get_response_template(checkpoint.tokenizer, checkpoint.model)
+    return template if template is not None and _FIELD in template.get("fields", {}) else None
+
+
+class Parts(msgspec.Struct):
+    """What is new of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+class ResponseReader:
+    """Reads one answer.
+
+    Args:
+        template: how the model writes.
+        prompt: the text before it, which may have begun the answer.
+        tools: that the model may call. Arguments that are written as text get the types that their schemas name.
+        parallel: whether it may call several; otherwise the answer ends with the first call.
+
+    Attributes:
+        called: how many calls were read.
+    """
+
+    def __init__(self, template: Any, prompt: str, tools: Sequence[dict[str, Any]], *, parallel: bool) -> None:
+        parsing = importlib.import_module("transformers.utils.chat_parsing")
+        self._parser: Any | None = parsing.ResponseParser(template, prefix=prompt, tools=list(tools))
+        self._parallel = parallel
+        self._unsettled = ""  # the text from the last call that was read, or from the text that was given out, on
+        self.called = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer ends here."""
+        return self.called > 0 and not self._parallel
+
+    def push(self, text: str, *, ended: bool = False) -> Parts:
+        """Takes the text that was written next, with its control tokens; returns what can be given out.
+
+        Args:
+            text: what is new.
+            ended: whether the answer ends with it.
+        """
+        parts = Parts()
+        if self._parser is None:
+            parts.text = text
+            return parts
+        self._unsettled += text
+        try:
+            for event in self._parser.feed(text):
+                self._take(event, parts)
+            if ended:
+                for event in self._parser.finalize()[1]:
+                    self._take(event, parts)
+        except ValueError:
+            self._parser = None
+            parts.text += self._unsettled
+        return parts
+
+    def _take(self, event: Mapping[str, Any], parts: Parts) -> None:
+        kind, field, text = event["type"], event["field"], event.get("text", "")
+        if kind == "region_chunk":
+            if field in _REASONING_FIELDS:
+                parts.reasoning += text
+            elif field == "content":
+                parts.text += text
+            if not event["dirty"]:
+                self._settle(text)
+        elif kind == "region_close" and field == _FIELD and not self.complete:
+            parts.tool_calls.append(_call_of(event["value"], self.called))
+            self.called += 1
+            self._unsettled = ""
+
+    def _settle(self, text: str) -> None:
+        self._unsettled = self._unsettled.partition(text)[2] if text else self._unsettled
+
+
+def _call_of(value: Any, index: int) -> ToolCall:
+    """Returns a call.
+
+    Raises:
+        ValueError: it is none.
+    """
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not isinstance(function, Mapping):
+        raise ValueError("a call of a tool names no function")
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return ToolCall(name, text, index=index)

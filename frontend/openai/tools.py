@@ -1,0 +1,142 @@
+"""Tools in chats: what a caller offers, what a model calls, and what a caller says that the calls returned."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shmring.engine.protocol import ToolCall as EngineToolCall
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+
+__all__ = [
+    "DeltaToolCall",
+    "Tool",
+    "ToolCall",
+    "Tools",
+    "called",
+    "called_now",
+    "check_values",
+    "engine_calls",
+    "engine_tools",
+]
+
+_MAX_TOOLS = 128  # as in OpenAI's API
+_MAX_DEPTH = 64  # of values that a template writes, which is recursive
+
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, only(False)] = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Meta(max_length=_MAX_TOOLS)]
+
+
+class FunctionCall(msgspec.Struct):
+    """Which function is called, and its arguments as JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class DeltaToolCall(ToolCall, kw_only=True):
+    """A call of a tool in a stream. It comes whole."""
+
+    index: int
+
+
+_UNSUPPORTED = unsupported_of(FunctionDefinition)
+
+
+def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns tools as chat templates take them.
+
+    Raises:
+        ApiError: one has something that is not implemented.
+    """
+    for index, tool in enumerate(tools):
+        check_supported(tool.function, _UNSUPPORTED, f"tools[{index}].function.")
+    values: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for value in values:
+        value["function"] = {name: field for name, field in value["function"].items() if field is not None and name != "strict"}
+    check_values(values, "tools")
+    return values
+
+
+def engine_calls(calls: Sequence[ToolCall], param: str) -> list[EngineToolCall]:
+    """Returns the calls of an earlier answer, as the engine takes them.
+
+    Raises:
+        ApiError: arguments are no JSON object.
+    """
+    found = []
+    for index, call in enumerate(calls):
+        place = f"{param}[{index}].function.arguments"
+        check_length(call.function.arguments, place)
+        try:
+            arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ApiError(400, f"the arguments are no JSON object: {error}", code="invalid_value", param=place) from None
+        check_values(arguments, place)
+        found.append(EngineToolCall(call.function.name, call.function.arguments or "{}", call.id, index))
+    return found
+
+
+def check_values(value: Any, param: str, depth: int = 0) -> None:
+    """Refuses values that are nested too deeply, or have a text that was cut out of its body because it is too long.
+
+    Raises:
+        ApiError: they are.
+    """
+    if depth > _MAX_DEPTH:
+        raise ApiError(400, f"more than {_MAX_DEPTH} values in one another", code="invalid_value", param=param)
+    if isinstance(value, str):
+        check_length(value, param)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            check_length(name, param)
+            check_values(item, param, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_values(item, param, depth + 1)
+
+
+def called(calls: Sequence[EngineToolCall]) -> list[ToolCall]:
+    """Returns the calls of an answer."""
+    return [ToolCall(_new_id(), FunctionCall(call.name, call.arguments)) for call in calls]
+
+
+def called_now(calls: Sequence[EngineToolCall]) -> list[DeltaToolCall]:
+    """Returns the calls of a piece of an answer."""
+    return [DeltaToolCall(_new_id(), FunctionCall(call.name, call.arguments), index=call.index) for call in calls]
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,243 @@
+"""Tools in conversations: how a model's template gets them, and how calls are read in what the model writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shmring.engine.executors.interface import ExecutorOptions, StepInput
+from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, SamplingParams, TextPart, ToolCall
+
+transformers = pytest.importorskip("transformers")
+
+from shmring.engine.executors import sampling  # noqa: E402 - after the skip
+from shmring.engine.executors.tool_calls import Parts, ResponseReader  # noqa: E402
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+
+# As Qwen's and many other models'; the end of a message is that of the tiny models.
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|end\|>", "content": "text"},
+    },
+}
+
+TEMPLATE = (
+    "{% if tools %}TOOLS {{ tools | tojson }}<|end|>\n{% endif %}{% if style %}STYLE {{ style }}<|end|>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}CALL {{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}"
+    "{% if message.tool_call_id %}OF {{ message.tool_call_id }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm", "days": "3"}}</tool_call>'
+OTHER = '\n<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+
+
+def read(pieces: Iterable[str], *, parallel: bool = True) -> tuple[Parts, ResponseReader]:
+    reader = ResponseReader(RESPONSES, "user: Hi<|end|>\nassistant: ", [WEATHER], parallel=parallel)
+    whole = Parts()
+    for piece in pieces:
+        add(whole, reader.push(piece))
+    add(whole, reader.push("", ended=True))
+    return whole, reader
+
+
+def add(whole: Parts, parts: Parts) -> None:
+    whole.text += parts.text
+    whole.reasoning += parts.reasoning
+    whole.tool_calls = whole.tool_calls + parts.tool_calls
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 1000])
+def test_text_reasoning_and_calls_are_told_apart_however_they_are_cut(length: int) -> None:
+    text = f"<think>I look.</think>Let me see.{ONE}{OTHER}"
+    whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
+    assert (whole.text, whole.reasoning) == ("Let me see.", "I look.")
+    assert whole.tool_calls == [
+        ToolCall("weather", '{"city":"Ulm","days":3}', index=0),  # a number, as the schema says
+        ToolCall("weather", "{}", index=1),
+    ]
+    assert (reader.called, reader.complete) == (2, False)
+
+
+def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
+    whole, reader = read([ONE + OTHER], parallel=False)
+    assert [call.index for call in whole.tool_calls] == [0]
+    assert reader.complete
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": weather}</tool_call>',
+        '<tool_call>{"name": "weather"',
+        '<tool_call>["weather"]</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+    ],
+)
+@pytest.mark.parametrize("length", [1, 1000])
+def test_a_call_that_can_not_be_read_is_text(broken: str, length: int) -> None:
+    text = f"See: {broken} and more"
+    whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
+    assert "".join(whole.text.split()) == "".join(text.split())
+    assert (whole.tool_calls, reader.called) == ([], 0)
+
+
+# -- the executor ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_tools(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools") / "tiny-tools"
+    shutil.copytree(tiny_model("llama"), path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = RESPONSES
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executor(with_tools: Path) -> TransformersExecutor:
+    return TransformersExecutor(ExecutorOptions(model=str(with_tools)))
+
+
+def conversation(*messages: ChatMessage, **fields: Any) -> GenerateRequest:
+    user = ChatMessage("user", [TextPart("Hi")])
+    return GenerateRequest([user, *messages], sampling=SamplingParams(max_tokens=200, temperature=0), **fields)
+
+
+def answer(executor: TransformersExecutor, request: GenerateRequest) -> list[GenerateReply]:
+    replies: list[GenerateReply] = []
+    payload: GenerateRequest | None = request
+    while True:
+        [output] = executor.execute([StepInput(1, payload)])
+        payload = None
+        if isinstance(output, Exception):
+            raise output
+        if output.reply is not None:
+            assert isinstance(output.reply, GenerateReply)
+            replies.append(output.reply)
+        if output.finished:
+            return replies
+
+
+def prompt_of(executor: TransformersExecutor, request: GenerateRequest) -> str:
+    [tokens] = answer(
+        executor,
+        GenerateRequest(request.messages, tokenize=True, tools=request.tools, template_options=request.template_options),
+    )
+    [text] = answer(executor, GenerateRequest(prompt=tokens.token_ids, tokenize=True))
+    return text.text
+
+
+@pytest.fixture
+def write(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``write("Hello")``: what the model chooses, token by token, and then its end. (It is random and knows no tools.)"""
+
+    def choose(text: str) -> None:
+        tokens = iter(executor._checkpoint.tokenizer(text + "<|end|>")["input_ids"])
+
+        def next_token(_: sampling.Sampler, logits: torch.Tensor) -> int:
+            return int(next(tokens))
+
+        monkeypatch.setattr(sampling.Sampler, "choose", next_token)
+
+    return choose
+
+
+def test_the_template_gets_tools_calls_and_what_they_returned(executor: TransformersExecutor) -> None:
+    assert executor.describe().tools
+    assert executor.describe().template_options
+    called = ChatMessage("assistant", [TextPart("")], [ToolCall("weather", '{"city": "Ulm"}', "c1")])
+    returned = ChatMessage("tool", [TextPart("Rain")], tool_call_id="c1")
+    text = prompt_of(executor, conversation(called, returned, tools=[WEATHER], template_options={"style": "brief"}))
+    tools, style, user, call, result, opening = text.split("<|end|>\n")
+    assert tools.startswith('TOOLS [{"type": "function", "function": {"name": "weather"')
+    assert (style, user, opening) == ("STYLE brief", "user: Hi", "assistant: ")
+    assert (call, result) == ("assistant: CALL weather Ulm", "tool: RainOF c1")
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_answer_calls_tools(executor: TransformersExecutor, write: Callable[[str], None], calls: int) -> None:
+    write("Let me see." + ONE + OTHER)
+    replies = answer(executor, conversation(tools=[WEATHER], parallel_tool_calls=calls > 1))
+    assert "".join(reply.text for reply in replies) == "Let me see."
+    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"] * calls
+    assert [reply.finish_reason for reply in replies] == [None] * (len(replies) - 1) + ["tool_calls"]
+    assert sum(len(reply.token_ids) for reply in replies) == replies[-1].completion_tokens
+    assert len(replies) > 2  # its text came before
+
+
+def test_without_tools_the_same_text_is_text(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
+    write(ONE)
+    replies = answer(executor, conversation())
+    assert "".join(reply.text for reply in replies) == ONE
+    assert (replies[-1].finish_reason, replies[-1].tool_calls) == ("stop", [])
+
+
+def test_an_answer_in_text_ends_as_usual(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
+    write("It rains.")
+    replies = answer(executor, conversation(tools=[WEATHER]))
+    assert ("".join(reply.text for reply in replies), replies[-1].finish_reason) == ("It rains.", "stop")
+
+
+def test_control_tokens_of_callers_are_text_or_refused(executor: TransformersExecutor) -> None:
+    end = executor._checkpoint.tokenizer.convert_tokens_to_ids("<|end|>")
+    described = {"type": "function", "function": {"name": "f", "description": "<|end|>"}}
+    plain, marked = (
+        answer(executor, conversation(tools=[tool], tokenize=True))[0].token_ids
+        for tool in ({"type": "function", "function": {"name": "f", "description": "x"}}, described)
+    )
+    assert marked.count(end) == plain.count(end)
+    named = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|end|>": {}}}}}
+    with pytest.raises(ValueError, match="control token"):
+        answer(executor, conversation(tools=[named]))
+
+
+@pytest.mark.parametrize("name", ["unknown", "chat_template", "add_generation_prompt", "tools", "conversation", "tokenize"])
+def test_what_is_no_variable_of_the_template_is_refused(executor: TransformersExecutor, name: str) -> None:
+    with pytest.raises(ValueError, match=f"has no variable '{name}'"):
+        answer(executor, conversation(template_options={name: "x"}))
+
+
+@pytest.mark.parametrize("lacking", ["template", "parser"])
+def test_a_model_without_either_takes_no_tools(with_tools: Path, tmp_path: Path, lacking: str) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(with_tools, path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if lacking == "template":
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    else:
+        tokenizer.response_template = None
+    tokenizer.save_pretrained(path)
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
+    assert not executor.describe().tools
+    with pytest.raises(ValueError, match="takes no tools"):
+        answer(executor, conversation(tools=[WEATHER]))
+    with pytest.raises(ValueError, match="takes no tools"):
+        answer(executor, conversation(ChatMessage("tool", [TextPart("Rain")], tool_call_id="c1")))

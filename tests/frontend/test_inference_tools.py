@@ -1,0 +1,79 @@
+"""Tools over HTTP, with a small handler as engine: calls in answers and streams, and models that have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+import shmring
+from shmring.engine.protocol import GenerateReply, InputSpec, ModelDescription, ToolCall
+
+OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
+
+TALKING = ModelDescription("test", "m", ["generate"], InputSpec(), 8, tools=True, template_options=True)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+
+
+async def call(claim: shmring.Claim) -> None:
+    await claim.reply(GenerateReply("Let ", [1], 5, 1, reasoning="Hm"))
+    await claim.reply(GenerateReply("me.", [2], 5, 2))
+    await claim.reply(GenerateReply("", [3], 5, 3, None, [ToolCall("f", '{"x":1}')]))
+    await claim.reply(GenerateReply("", [4], 5, 4, "tool_calls", [ToolCall("f", "{}", index=1)]))
+
+
+async def test_calls_are_in_the_answer(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(call, TALKING))
+    [choice] = (await http.post("/v1/chat/completions", json=BODY)).json()["choices"]
+    calls = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "Let me.", "reasoning": "Hm"}
+    assert choice["finish_reason"] == "tool_calls"
+    assert [made["function"] for made in calls] == [{"name": "f", "arguments": '{"x":1}'}, {"name": "f", "arguments": "{}"}]
+    assert {made["type"] for made in calls} == {"function"}
+    assert len({made["id"] for made in calls}) == 2
+
+
+async def test_an_answer_that_is_only_calls_has_no_content(open_engine: Any, open_app: OpenApp) -> None:
+    async def only_call(claim: shmring.Claim) -> None:
+        await claim.reply(GenerateReply("", [4], 5, 4, "tool_calls", [ToolCall("f", "{}")]))
+
+    http = await open_app(await open_engine(only_call, TALKING))
+    [choice] = (await http.post("/v1/chat/completions", json=BODY)).json()["choices"]
+    assert choice["message"]["content"] is None
+
+
+async def test_calls_are_in_a_stream(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(call, TALKING))
+    response = await http.post("/v1/chat/completions", json=BODY | {"stream": True})
+    *parts, _, _ = response.text.split("\n\n")
+    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+    deltas = [choice["delta"] for choice in choices]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me."
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm"
+    calls = [made for delta in deltas for made in delta.get("tool_calls", [])]
+    assert [(made["index"], made["function"]["arguments"]) for made in calls] == [(0, '{"x":1}'), (1, "{}")]
+    assert all(made["id"] and made["function"]["name"] == "f" for made in calls)
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "c"}]}, "messages"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+async def test_a_model_that_has_none_refuses(open_engine: Any, open_app: OpenApp, fields: dict[str, Any], param: str) -> None:
+    description = msgspec.structs.replace(TALKING, tools=False, template_options=False)
+    http = await open_app(await open_engine(call, description))
+    response = await http.post("/v1/chat/completions", json={**BODY, "tools": [], **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_value", param)
+    assert "'m'" in error["message"]
