@@ -88,7 +88,10 @@ class Embedder:
                 taken.append(error)
             else:
                 room -= _PASS_TOKENS if is_whole else tokens
-        return self._read(taken)
+        try:
+            return self._read(taken)
+        finally:
+            del taken  # or an error in it, whose frames hold views, would be in its own frames
 
     def _read(self, taken: Sequence[Prompt | Exception]) -> list[Encoded | Exception]:
         prompts = [prompt for prompt in taken if isinstance(prompt, Prompt)]

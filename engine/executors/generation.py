@@ -31,7 +31,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -337,24 +337,29 @@ class LanguageModel:
     # -- which of the two --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def check(self, examples: Sequence[Mapping[str, Any]]) -> str | None:
+    def check(self, make_examples: Callable[[], Sequence[Mapping[str, Any]]] = list) -> str | None:
         """Finds out whether the model takes flat steps, by trying; sets :attr:`flat`.
 
         Short prompts are read alone, as the architecture does it, and flat, in pieces and beside each other. Logits and hidden
         states must be the same, but for rounding.
 
         Args:
-            examples: prompts to try beside two of text, as of :meth:`prepare`: one with a picture, if the model takes any.
+            make_examples: makes prompts to try beside two of text, as of :meth:`prepare`: one with a picture, if the model
+                takes any.
 
         Returns:
             Why it does not; None if it does.
         """
         self.flat = False
         texts = [{"input_ids": torch.arange(1, 1 + length, device=self.device).unsqueeze(0)} for length in (3, 7)]
-        if reason := self._foreseen(texts):
-            return reason
-        expected = self._try([*texts, *examples], [])
-        config = self._model.get_decoder().config
+        try:
+            if reason := self._foreseen(texts):
+                return reason
+            examples = [*texts, *make_examples()]
+            expected = self._try(examples, [])
+            config = self._model.get_decoder().config
+        except Exception as error:  # noqa: BLE001 - a picture that its template does not take, for example
+            return f"it can't be tried: {type(error).__name__}: {error}"
         before = config._attn_implementation
         transformers = importlib.import_module("transformers")
         transformers.AttentionInterface.register(ATTENTION, attend)
@@ -363,7 +368,7 @@ class LanguageModel:
         door = self._model.get_decoder().register_forward_pre_hook(self._stop_at_the_door, with_kwargs=True)
         self.flat = True
         try:
-            found = self._try([*texts, *examples], [2, 3])
+            found = self._try(examples, [2, 3])
             reason = None if self._are_alike(expected, found) else "it computes something else in flat steps"
         except Exception as error:  # noqa: BLE001 - whatever an architecture does not understand
             reason = str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"

@@ -212,11 +212,13 @@ class TransformersExecutor:
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
         self._model = LanguageModel(self._checkpoint.model)
         self._batch_decode = settings.batch_decode
-        if (reason := self._model.check(self._make_examples())) is not None:
+        if (reason := self._model.check(self._make_examples)) is not None:
             logger.info("%s reads one request at a time: %s", self._checkpoint.name, reason)
-        self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
+        self._prompts_aside = self._prompts
+        if self._model.flat:
+            self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
-        self._preparing: dict[int, concurrent.futures.Future[tuple[_Answer, Prompt]]] = {}
+        self._preparing: dict[int, _Preparing] = {}
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
@@ -281,7 +283,8 @@ class TransformersExecutor:
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
         if (preparing := self._preparing.pop(request_id, None)) is not None:
-            preparing.cancel()
+            preparing.request.clear()
+            preparing.future.cancel()
         if (answer := self._answers.pop(request_id, None)) is not None:
             self._model.close(answer.context)
         self._line.forget(request_id)
@@ -304,12 +307,15 @@ class TransformersExecutor:
         """Prepares a prompt; or has that done, if it takes long."""
         try:
             if request.media and self._model.flat:
-                owned = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
-                self._preparing[request_id] = self._aside.submit(self._prepare, owned, self._prompts_aside)
+                owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
+                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned))
             else:
                 self._answers[request_id] = self._open(*self._prepare(request, self._prompts))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
+
+    def _prepare_aside(self, owned: list[GenerateRequest]) -> tuple[_Answer, Prompt]:
+        return self._prepare(owned.pop(), self._prompts_aside)
 
     def _prepare(self, request: GenerateRequest, prompts: PromptBuilder) -> tuple[_Answer, Prompt]:
         inputs = prompts.build(request)
@@ -325,15 +331,17 @@ class TransformersExecutor:
         """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
         mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
         if mine and is_idle and not any(request_id in self._answers for request_id in outputs):
-            concurrent.futures.wait(mine.values(), _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
+            futures = [preparing.future for preparing in mine.values()]
+            concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
         for request_id, preparing in mine.items():
-            if not preparing.done():
+            if not preparing.future.done():
                 continue
             del self._preparing[request_id]
             try:
-                self._answers[request_id] = self._open(*preparing.result())
+                self._answers[request_id] = self._open(*preparing.future.result())
             except Exception as error:  # noqa: BLE001 - as in the request's first step
                 outputs[request_id] = _report(error)
+                error.__traceback__ = None  # its frames hold media, and the future that holds the error
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -351,8 +359,9 @@ class TransformersExecutor:
                     [(answer.context, pieces[request_id]) for request_id, answer in zip(request_ids, answers, strict=True)]
                 )
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a step fails the requests in it
-                if isinstance(error, torch.OutOfMemoryError) and len(request_ids) > 1:
-                    logger.warning("%d requests do not fit into memory together; they are read one by one", len(request_ids))
+                if len(request_ids) > 1 and not isinstance(error, torch.AcceleratorError):  # one may be at fault for all
+                    text = str(error)[:_MAX_ERROR_CHARACTERS]
+                    logger.warning("a step of %d requests failed, and they are read one by one: %s", len(request_ids), text)
                     passes += [[request_id] for request_id in request_ids]
                 else:
                     outputs.update(dict.fromkeys(request_ids, _report(error)))
@@ -385,6 +394,19 @@ class TransformersExecutor:
         if self._embedder is None:
             raise ValueError(f"the model {self._checkpoint.name!r} answers conversations; it does not embed")
         return self._embedder.embed(items)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Preparing:
+    """A prompt that is prepared on the thread.
+
+    Attributes:
+        request: the one request, until the thread has begun with it or it was aborted.
+        future: what comes of it.
+    """
+
+    request: list[GenerateRequest]
+    future: concurrent.futures.Future[tuple[_Answer, Prompt]]
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:

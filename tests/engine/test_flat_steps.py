@@ -298,7 +298,7 @@ def test_flat_steps_are_taken_where_they_are_right(make: Callable[[], Any], reas
     network = network.eval()
     before = network.get_decoder().config._attn_implementation
     model = LanguageModel(network)
-    found = model.check(examples)
+    found = model.check(lambda: examples)
     assert (found is None) == (reason is None) == model.flat, found
     assert (reason or "") in (found or "")
     assert model.contexts.shelves == []
@@ -311,6 +311,16 @@ def test_flat_steps_are_taken_where_they_are_right(make: Callable[[], Any], reas
             torch.testing.assert_close(logits, network(input_ids=torch.tensor([[3, 4, 5]])).logits[0, -1])
 
 
+def test_a_model_that_can_not_be_tried_takes_none() -> None:
+    def refuse() -> Any:
+        raise ValueError("a picture alone is no question")
+
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)).eval()
+    model = LanguageModel(network)
+    assert model.check(refuse) == "it can't be tried: ValueError: a picture alone is no question"
+    assert not model.flat
+
+
 def test_a_model_that_computes_something_else_in_flat_steps_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(*arguments: Any, **options: Any) -> Any:
         output, weights = attention.attend(*arguments, **options)
@@ -320,5 +330,5 @@ def test_a_model_that_computes_something_else_in_flat_steps_takes_none(monkeypat
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = LanguageModel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)).eval())
-    assert model.check([]) == "it computes something else in flat steps"
+    assert model.check() == "it computes something else in flat steps"
     assert not model.flat

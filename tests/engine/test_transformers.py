@@ -622,8 +622,8 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenised(
 
 
 def test_what_the_template_refuses_is_the_callers_fault(load: Callable[..., TransformersExecutor]) -> None:
-    request = GenerateRequest([ChatMessage("tool", [TextPart("Hi")])])
-    with pytest.raises(ValueError, match="chat template refuses the conversation: there are no tools here"):
+    request = GenerateRequest([ChatMessage("developer", [TextPart("Hi")])])
+    with pytest.raises(ValueError, match="chat template refuses the conversation: no developers here"):
         answer(load("llama"), request)
 
 
@@ -660,6 +660,58 @@ def test_logits_that_are_no_numbers_fail_the_request(executor: TransformersExecu
     finally:
         with torch.no_grad():
             weight.copy_(before)
+
+
+def test_a_prompt_at_fault_takes_no_answer_with_it(executor: TransformersExecutor) -> None:
+    requests = {1: ask("Hi", ignore_eos=True), 2: ask("Hello there", ignore_eos=True)}
+    expected = tokens_of(answer(executor, requests[1]))
+    executor.execute([StepInput(1, requests[1])])
+    broken = executor._prepare
+
+    def misread(request: Any, prompts: Any) -> Any:
+        found, prompt = broken(request, prompts)
+        prompt.tokens[-1] = 1 << 20  # more than the model has embeddings
+        return found, prompt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(executor, "_prepare", misread)
+        first, second = executor.execute([StepInput(1, None), StepInput(2, requests[2])])
+    assert isinstance(second, Exception)
+    assert isinstance(first, StepOutput)
+    executor.forget(1)
+    assert tokens_of(answer(executor, requests[1])) == expected
+
+
+def test_an_error_keeps_no_picture(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until the garbage collector runs: of a step, and of the thread that prepares prompts."""
+    seen: list[Any] = []
+
+    def fail(inputs: Any) -> Any:
+        activations = torch.ones(3)
+        seen.append(weakref.ref(activations))
+        raise RuntimeError(f"{activations.sum()}")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(executor._model, "prepare", fail)
+            output: Any = StepOutput(finished=False)
+            payload: Any = ask(noise(60, 60), "Hi")
+            while not isinstance(output, Exception):
+                (output,) = executor.execute([StepInput(1, payload)])
+                payload = None
+        assert [activations() for activations in seen] == [None]
+        picture = noise(60, 60)
+        view = weakref.ref(picture.pixels)
+        batch = [StepInput(1, EncodeRequest([Text("x" * 100_000)])), StepInput(2, EncodeRequest([picture]))]
+        outputs = executor.execute(batch)
+        assert isinstance(outputs[0], Exception)
+        executor.forget(2)
+        del batch, picture, outputs
+        assert view() is None
+    finally:
+        gc.enable()
 
 
 def test_requests_that_do_not_fit_together_go_on_one_by_one(

@@ -43,7 +43,7 @@ _PICTURE_TEMPLATE = (
     "{% endfor %}" + _END + "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _TEXT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('there are no tools here') }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
     "{{ message['role'] }}: {{ message['content'] }}"
     + _END
     + "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
