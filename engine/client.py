@@ -290,6 +290,8 @@ class EngineClient:
         """Returns how many requests wait or run, in all engines that are attached, of all frontends."""
         self._check_running()
         names = [name for name, connection in self.engines.items() if connection.connected]
+        if not names:
+            raise shmring.EngineDeadError("no engine is attached")
         counts = await asyncio.gather(*(self.statistics(timeout, engine=name) for name in names))
         return int(sum(count["waiting_requests"] + count["running_requests"] for count in counts))
 

@@ -260,7 +260,7 @@ class EngineCore:
     def _count(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         reply = output.reply
         self.metrics.finished_requests += output.finished
-        if reply is None:
+        if reply is None or request.is_tokenized:
             return
         if not request.first_reply_at:
             request.first_reply_at = now

@@ -29,6 +29,7 @@ class EngineRequest:
         client_id, priority, nbytes: for the scheduler; bytes are those of its tensors.
         arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
+        is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
         expired: whether that time has passed while a step was running with it.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
@@ -44,6 +45,7 @@ class EngineRequest:
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)
+        self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
         self.expired = False

@@ -21,7 +21,7 @@ import secrets
 
 from shmring.frontend.errors import ApiError
 
-__all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "is_cut"]
+__all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "has_too_many_values", "is_cut"]
 
 #: Of a body. The largest one of use has 4096 parts with media, which take four values each. So many of the most costly kinds
 #: are decoded in some 5 ms.
@@ -47,6 +47,14 @@ _MARK = f"...cut-{secrets.token_hex(16)}-"
 def is_cut(text: str) -> bool:
     """Whether a text stands in the place of a long one."""
     return _MARK in text[:128]
+
+
+def has_too_many_values(json: bytes) -> bool:
+    """Whether a whole text of JSON has more values than a body may have."""
+    if _count_values(json) < MAX_VALUES:
+        return False
+    outside, _, _ = _without_strings(json)
+    return _count_values(outside) >= MAX_VALUES
 
 
 class BodyScan:

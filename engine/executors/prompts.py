@@ -59,6 +59,15 @@ _MAX_FRAME_PIXELS = 512 * 512
 _RESERVED = frozenset(
     {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
 )
+# Variables of templates that callers don't set: transformers does, or other fields of a request, or they are jinja's.
+_OF_TEMPLATES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+        *("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
+        *("images", "videos", "audio", "text"),
+    }
+)
 _MODALITIES = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
 
 
@@ -89,6 +98,7 @@ class PromptBuilder:
         self._max_model_len = checkpoint.max_model_len
         self._vocabulary_size = int(checkpoint.model.get_input_embeddings().num_embeddings)
         self._response_template = find_response_template(checkpoint) if "tools" in str(self._template) else None
+        self._variables = self._find_variables()
         self._longest_token = _find_longest_token(self._tokenizer)
         self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self.input = self._describe_input()
@@ -107,10 +117,11 @@ class PromptBuilder:
         if not self.has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
-        further = (
-            len(str(request.tools)) + len(str(request.template_options)) if request.tools or request.template_options else 0
-        )
-        self._check_characters(sum(map(len, texts)) + further, request.sampling.max_tokens)
+        further = [str(value) for value in (request.tools, request.template_options) if value]
+        for message in request.messages:
+            further += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+            further.append(message.tool_call_id or "")
+        self._check_characters(sum(map(len, texts)) + sum(map(len, further)), request.sampling.max_tokens)
         if request.needs_tools and not self.has_tools:
             raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
         self._check_options(request.template_options)
@@ -118,7 +129,8 @@ class PromptBuilder:
         if not self._sanitizes:
             self._refuse_control_tokens(request)
         calls = [message["tool_calls"] for message in conversation if "tool_calls" in message]
-        for value in (request.tools, request.template_options, calls):
+        ids = [message.tool_call_id for message in request.messages if message.tool_call_id is not None]
+        for value in (request.tools, request.template_options, calls, ids):
             self._refuse_control_tokens_in(value)
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
         return self._apply_template(conversation, videos, add_generation_prompt=True, **options)
@@ -167,6 +179,7 @@ class PromptBuilder:
     def _apply_template(
         self, conversation: list[dict[str, Any]], videos: list[Video], *, add_generation_prompt: bool, **options: Any
     ) -> dict[str, Any]:
+        are_callers = bool(options) or any("tool_calls" in message for message in conversation)
         options |= {
             "add_generation_prompt": add_generation_prompt,
             "return_dict": True,
@@ -182,6 +195,10 @@ class PromptBuilder:
                 )
         except self._template_error as error:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+        except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            if not are_callers:
+                raise
+            raise ValueError(f"the model's chat template can't write these tools, calls or options: {error}") from error
         return dict(inputs)
 
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
@@ -226,12 +243,24 @@ class PromptBuilder:
         """Whether conversations can have tools: the template writes them, and calls in answers can be read."""
         return self._response_template is not None
 
+    def _find_variables(self) -> frozenset[str]:
+        """Returns the variables of the template that a caller may set.
+
+        No others: what is no variable of the template, transformers would give to the processor, which fetches URLs.
+        """
+        utils = importlib.import_module("transformers.utils.chat_template_utils")
+        templates = self._template.values() if isinstance(self._template, Mapping) else [self._template]
+        found = frozenset[str]().union(*(utils._get_template_variables(text) for text in templates if isinstance(text, str)))
+        of_whom = self._tokenizer if self._processor is None else self._processor
+        taken = {*inspect.signature(of_whom.apply_chat_template).parameters, *self._tokenizer.special_tokens_map}
+        if self._processor is not None:
+            taken.update(inspect.signature(type(self._processor).__call__).parameters)
+        return found - taken - _OF_TEMPLATES
+
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Refuses variables that the template does not have, and those that are not its own."""
-        template = self._tokenizer if self._processor is None else self._processor
-        reserved = inspect.signature(template.apply_chat_template).parameters
         for name in options:
-            if name in reserved or name not in str(self._template):
+            if name not in self._variables:
                 raise ValueError(f"the chat template of the model {self._name!r} has no variable {name!r}")
 
     @property

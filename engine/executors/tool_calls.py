@@ -22,7 +22,8 @@ from shmring.engine.protocol import ToolCall
 __all__ = ["Parts", "ResponseReader", "find_response_template"]
 
 _FIELD = "tool_calls"
-_REASONING_FIELDS = ("reasoning_content", "thinking")
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_MOST_SPACE = 256  # characters: the parser's patterns take quadratic time in a run of white space
 
 
 def find_response_template(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -82,13 +83,17 @@ class ResponseReader:
             parts.text = text
             return parts
         self._unsettled += text
+        if len(self._unsettled) - len(self._unsettled.rstrip()) > _MOST_SPACE:
+            self._parser = None
+            parts.text = self._unsettled
+            return parts
         try:
             for event in self._parser.feed(text):
                 self._take(event, parts)
             if ended:
                 for event in self._parser.finalize()[1]:
                     self._take(event, parts)
-        except ValueError:
+        except Exception:  # noqa: BLE001 - what a model writes, or a schema of a caller's, the parser does not expect
             self._parser = None
             parts.text += self._unsettled
         return parts
@@ -103,8 +108,11 @@ class ResponseReader:
             if not event["dirty"]:
                 self._settle(text)
         elif kind == "region_close" and field == _FIELD and not self.complete:
-            parts.tool_calls.append(_call_of(event["value"], self.called))
-            self.called += 1
+            value = event["value"]  # or a list of calls, where one region has all of them
+            for one in value if isinstance(value, list) else [value]:
+                if not self.complete:
+                    parts.tool_calls.append(_call_of(one, self.called))
+                    self.called += 1
             self._unsettled = ""
 
     def _settle(self, text: str) -> None:
@@ -112,7 +120,7 @@ class ResponseReader:
 
 
 def _call_of(value: Any, index: int) -> ToolCall:
-    """Returns a call.
+    """Returns a call, which its caller can send back: its arguments are an object.
 
     Raises:
         ValueError: it is none.
@@ -123,4 +131,6 @@ def _call_of(value: Any, index: int) -> ToolCall:
         raise ValueError("a call of a tool names no function")
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    msgspec.json.decode(text, type=dict[str, Any])  # its error is a ValueError
+    name.encode()
     return ToolCall(name, text, index=index)

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from shmring.engine.client import GenerateOutput
 from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart
 from shmring.engine.protocol import TextPart as EngineTextPart
+from shmring.frontend.body_scan import MAX_VALUES, has_too_many_values
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
@@ -203,10 +204,34 @@ def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage]
     if count > MAX_PARTS:
         text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
         raise ApiError(400, text, code="too_many_parts", param="messages")
+    _check_calls(messages)
     sources: list[MediaSource] = []
     in_engine = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
     _check_texts(in_engine)
     return in_engine, sources
+
+
+def _check_calls(messages: list[ChatMessageParam]) -> None:
+    """Refuses calls of tools that take long to read: their arguments are JSON in a text, which no scan of the body sees."""
+    arguments: list[str] = []
+    characters = 0
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        texts = [(f"{param}.tool_call_id", message.tool_call_id or "")]
+        for number, call in enumerate(message.tool_calls or []):
+            place = f"{param}.tool_calls[{number}]"
+            texts += [(f"{place}.id", call.id), (f"{place}.function.name", call.function.name)]
+            texts.append((f"{place}.function.arguments", call.function.arguments))
+            arguments.append(call.function.arguments)
+        for place, text in texts:
+            check_length(text, place)
+            characters += len(text)
+    if characters > MAX_CHARACTERS:
+        text = f"the calls of tools have {characters} characters, at most {MAX_CHARACTERS} are accepted"
+        raise ApiError(400, text, code="text_too_long", param="messages")
+    if has_too_many_values(f"[{','.join(arguments)}]".encode()):
+        text = f"the arguments of calls have more than the {MAX_VALUES} values that are accepted"
+        raise ApiError(400, text, code="too_many_values", param="messages")
 
 
 def _check_texts(messages: list[ChatMessage]) -> None:

@@ -99,7 +99,6 @@ def engine_calls(calls: Sequence[ToolCall], param: str) -> list[EngineToolCall]:
     found = []
     for index, call in enumerate(calls):
         place = f"{param}[{index}].function.arguments"
-        check_length(call.function.arguments, place)
         try:
             arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -110,13 +109,15 @@ def engine_calls(calls: Sequence[ToolCall], param: str) -> list[EngineToolCall]:
 
 
 def check_values(value: Any, param: str, depth: int = 0) -> None:
-    """Refuses values that are nested too deeply, or have a text that was cut out of its body because it is too long.
+    """Refuses values that are nested too deeply, numbers of more than 64 bits, and texts that were cut out of their body.
 
     Raises:
         ApiError: they are.
     """
     if depth > _MAX_DEPTH:
         raise ApiError(400, f"more than {_MAX_DEPTH} values in one another", code="invalid_value", param=param)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ApiError(400, "a number has more than 64 bits", code="invalid_value", param=param)
     if isinstance(value, str):
         check_length(value, param)
     elif isinstance(value, dict):

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -289,6 +290,15 @@ async def test_an_answer_streams_and_its_slot_is_released_after_its_first_step(s
         assert (rest[-1].finish_reason, rest[-1].completion_tokens, rest[-1].finished) == ("length", 3, True)
         assert core.metrics.generated_tokens == 3
         await until(lambda: executor_of(core).forgotten == [1])
+
+
+async def test_tokens_of_a_text_are_not_generated_ones(socket_dir: Path) -> None:
+    async with engine_and_client(Counting(), socket_dir) as (core, client):
+        request = msgspec.structs.replace(question(3), media=[], messages=[], prompt="a text", tokenize=True)
+        outputs = [output async for output in client.generate(request)]
+        assert outputs[-1].finished
+        assert (core.metrics.generated_tokens, core.metrics.finished_requests) == (0, 1)
+        assert not any([*core.times.prefill.counts, *core.times.decode.counts])
 
 
 async def test_an_executor_may_keep_the_inputs_for_further_steps(socket_dir: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors.interface import ExecutorOptions, StepInput
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
 from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, SamplingParams, TextPart, ToolCall
 
 transformers = pytest.importorskip("transformers")
@@ -97,6 +97,9 @@ def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
         '<tool_call>{"name": "weather"',
         '<tool_call>["weather"]</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": "no json"}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": null}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": ' + "[" * 5000 + "</tool_call>",
     ],
 )
 @pytest.mark.parametrize("length", [1, 1000])
@@ -105,6 +108,36 @@ def test_a_call_that_can_not_be_read_is_text(broken: str, length: int) -> None:
     whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
     assert "".join(whole.text.split()) == "".join(text.split())
     assert (whole.tool_calls, reader.called) == ([], 0)
+
+
+def test_a_run_of_white_space_is_given_out_before_it_takes_long() -> None:
+    """The parser's patterns take quadratic time in it: 14 s for 40,000 spaces."""
+    whole, reader = read([*[" " * 64] * 640, "b" + ONE])
+    assert whole.text == " " * 40_960 + "b" + ONE
+    assert (whole.tool_calls, reader._parser) == ([], None)
+
+
+def test_a_schema_that_the_parser_does_not_expect_makes_a_call_text() -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"anyOf": 5}}}}}
+    reader = ResponseReader(RESPONSES, "assistant: ", [tool], parallel=True)
+    parts = reader.push(ONE, ended=True)
+    assert (parts.text, parts.tool_calls) in ((ONE, []), ("", [ToolCall("weather", '{"city":"Ulm","days":"3"}')]))
+
+
+def test_a_region_may_have_a_list_of_calls() -> None:
+    fields = RESPONSES["fields"] | {  # type: ignore[operator]
+        "tool_calls": {
+            "open": "[CALLS]",
+            "close": "[END]",
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform_each": True,
+        }
+    }
+    reader = ResponseReader(RESPONSES | {"fields": fields}, "assistant: ", [WEATHER], parallel=True)
+    calls = '[{"name": "weather", "arguments": {}}, {"name": "weather", "arguments": {"city": "Ulm"}}]'
+    parts = reader.push(f"[CALLS]{calls}[END]", ended=True)
+    assert [(call.arguments, call.index) for call in parts.tool_calls] == [("{}", 0), ('{"city":"Ulm"}', 1)]
 
 
 # -- the executor ---------------------------------------------------------------------------------------------------------
@@ -219,10 +252,33 @@ def test_control_tokens_of_callers_are_text_or_refused(executor: TransformersExe
         answer(executor, conversation(tools=[named]))
 
 
-@pytest.mark.parametrize("name", ["unknown", "chat_template", "add_generation_prompt", "tools", "conversation", "tokenize"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("unknown", "chat_template", "add_generation_prompt", "tools", "conversation", "tokenize"),
+        *("messages", "message", "e", "images", "text", "namespace", "eos_token"),
+    ],
+)
 def test_what_is_no_variable_of_the_template_is_refused(executor: TransformersExecutor, name: str) -> None:
     with pytest.raises(ValueError, match=f"has no variable '{name}'"):
         answer(executor, conversation(template_options={name: "x"}))
+
+
+@pytest.mark.parametrize("properties", [[1], 5])
+def test_tools_that_the_template_can_not_write_are_the_callers_fault(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, properties: Any
+) -> None:
+    template = "{% for name, field in tools[0].function.parameters.properties | items %}{{ name + field.type }}{% endfor %}"
+    monkeypatch.setattr(executor._checkpoint.tokenizer, "chat_template", template)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    with pytest.raises(ValueError, match="can't write these tools"):
+        answer(executor, conversation(tools=[tool]))
+
+
+def test_arguments_count_before_they_are_read(executor: TransformersExecutor) -> None:
+    called = ChatMessage("assistant", [TextPart("")], [ToolCall("weather", '{"city": "' + "x" * 1_000_000 + '"}', "c1")])
+    with pytest.raises(ContextLengthError):
+        answer(executor, conversation(called, tools=[WEATHER]))
 
 
 @pytest.mark.parametrize("lacking", ["template", "parser"])

@@ -183,6 +183,15 @@ async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: 
         await asyncio.sleep(0)
 
 
+async def test_without_an_engine_there_is_no_load(open_core: Any, open_app: OpenApp, eventually: Any) -> None:
+    """A server without an engine is not the least loaded one."""
+    engine = await open_core()
+    http = await open_app(engine)
+    await engine.core.ring.close()
+    await eventually(lambda: not any(each.connected for each in engine.client.engines.values()))
+    assert (await http.get("/load")).status_code == 503
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_ping_is_health(open_core: Any, open_app: OpenApp, method: str) -> None:
     http = await open_app(await open_core())

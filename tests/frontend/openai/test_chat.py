@@ -184,6 +184,35 @@ def test_calls_and_what_they_returned_are_part_of_a_conversation() -> None:
     assert request.needs_tools
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ('{"a": [' + "[]," * 40_000 + "1]}", "too_many_values"),
+        ('{"a": "' + "x" * 5_000_000 + '"}', "text_too_long"),
+    ],
+)
+def test_arguments_that_take_long_to_read_are_refused_unread(arguments: str, code: str) -> None:
+    answer = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
+    request = parse([answer])
+    with pytest.raises(ApiError) as raised:
+        engine_request(request)
+    assert (raised.value.status, raised.value.code) == (400, code)
+
+
+def test_commas_in_a_text_are_no_values() -> None:
+    arguments = '{"a": "' + "," * 100_000 + '"}'
+    request, _ = engine_request(
+        parse([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}])
+    )
+    assert request.messages[0].tool_calls[0].arguments == arguments
+
+
+def test_a_number_that_no_message_can_have_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 10**30}}}
+    with pytest.raises(ApiError, match="more than 64 bits"):
+        engine_request(parse(tools=[tool]))
+
+
 def test_a_strict_tool_is_refused() -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     with pytest.raises(ApiError) as raised:
