@@ -40,7 +40,7 @@ A field that can be left out has no effect as `null`.
 #: Routes of vLLM that are here.
 ROUTES = {
     "GET /health": "a body says why not, if the engine is not well",
-    "GET /metrics": "names of its own ([metrics.md](metrics.md))",
+    "GET /metrics": "the names of vLLM with `shmring_` where a number has its meaning ([metrics.md](metrics.md))",
     "GET /openapi.json": "",
     "GET /docs": "",
     "GET /v1/models": "also one model: `GET /v1/models/NAME`",

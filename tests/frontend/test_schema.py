@@ -74,7 +74,7 @@ async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, m
         "GET /version",
     }
     for operation in operations:
-        if mode == "negative" and operation.method == "get":
+        if mode == "negative" and (operation.method == "get" or operation.path == "/ping"):
             continue  # there is nothing in them that could be wrong
         sent = await asyncio.to_thread(check_operation, operation, mode, {})
         assert sent >= (EXAMPLES // 2 if operation.method == "post" else 1), operation.label
