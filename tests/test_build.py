@@ -189,7 +189,7 @@ def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path)
     written = {
         installed(file)
         for package in ("shmring", *LINKED)
-        for ending in ("pyx", "h", "c", "pyi", "py", "typed", "jpg", "wav", "md")
+        for ending in ("pyx", "h", "c", "pyi", "py", "typed", "jpg", "wav", "md", "html", "css", "js")
         for file in ROOT.glob(f"{package}/**/*.{ending}")
     } - {"shmring/core/compiled.pyi"}
     assert written == {name for name in names if name.startswith("shmring/") and Path(name).suffix}
