@@ -113,12 +113,21 @@ async def test_a_small_file_with_much_work_is_decoded_among_the_large_ones(
     assert len(data) < 100_000
     monkeypatch.setattr(decoder_pool, "_SMALL_S", 60.0)
     _, needed_s = await decode(pool, "image", data)
-    monkeypatch.setattr(decoder_pool, "_SMALL_S", needed_s / 2)
+    monkeypatch.setattr(decoder_pool, "_SMALL_S", needed_s / 4)
+    among_large_s: list[float] = []
+    run_once = pool._run_once
+
+    async def noted(*arguments: Any, **named: Any) -> Any:
+        outcome = await run_once(*arguments, **named)
+        among_large_s.append(outcome.cpu_s)
+        return outcome
+
+    monkeypatch.setattr(pool, "_run_once", noted)
     decoded, cpu_s = await decode(pool, "image", data, budget_s=4 * needed_s)
     assert decoded.length > 0
-    assert cpu_s > 1.2 * needed_s  # what it had taken among the small ones counts as well
+    assert cpu_s == needed_s / 4 + among_large_s[-1]  # what it had taken among the small ones counts, too
     with pytest.raises(BudgetSpentError):
-        await decode(pool, "image", data, budget_s=needed_s)
+        await decode(pool, "image", data, budget_s=needed_s / 3)
 
 
 async def test_small_media_do_not_wait_for_large_ones(
