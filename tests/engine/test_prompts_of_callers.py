@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
-from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, SamplingParams, TextPart
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
+from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, TextPart
+from tests.stepping import answer
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,21 +33,6 @@ def executor(path: Path) -> TransformersExecutor:
 @pytest.fixture(scope="module")
 def tokenizer(path: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def answer(executor: TransformersExecutor, request: GenerateRequest) -> list[GenerateReply]:
-    replies: list[GenerateReply] = []
-    payload: GenerateRequest | None = request
-    while True:
-        [output] = executor.execute([StepInput(1, payload)])
-        payload = None
-        if isinstance(output, Exception):
-            raise output
-        if output.reply is not None:
-            assert isinstance(output.reply, GenerateReply)
-            replies.append(output.reply)
-        if output.finished:
-            return replies
 
 
 def ask(prompt: Any, **fields: Any) -> GenerateRequest:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
-from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, SamplingParams, TextPart, ToolCall
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
+from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, TextPart, ToolCall
+from tests.stepping import answer
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,21 +163,6 @@ def executor(with_tools: Path) -> TransformersExecutor:
 def conversation(*messages: ChatMessage, **fields: Any) -> GenerateRequest:
     user = ChatMessage("user", [TextPart("Hi")])
     return GenerateRequest([user, *messages], sampling=SamplingParams(max_tokens=200, temperature=0), **fields)
-
-
-def answer(executor: TransformersExecutor, request: GenerateRequest) -> list[GenerateReply]:
-    replies: list[GenerateReply] = []
-    payload: GenerateRequest | None = request
-    while True:
-        [output] = executor.execute([StepInput(1, payload)])
-        payload = None
-        if isinstance(output, Exception):
-            raise output
-        if output.reply is not None:
-            assert isinstance(output.reply, GenerateReply)
-            replies.append(output.reply)
-        if output.finished:
-            return replies
 
 
 def prompt_of(executor: TransformersExecutor, request: GenerateRequest) -> str:

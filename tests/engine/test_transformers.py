@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from shmring.engine.executors.interface import ContextLengthError, Executor, Exe
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
-    GenerateReply,
     GenerateRequest,
     Medium,
     MediumPart,
@@ -32,6 +31,7 @@ from shmring.engine.protocol import (
     Video,
     Waveform,
 )
+from tests.stepping import answer, run
 from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
@@ -66,34 +66,6 @@ def ask(*parts: str | Medium, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         [ChatMessage("user", content)], media, SamplingParams(**({"temperature": 0, "max_tokens": 20} | sampling))
     )
-
-
-def run(executor: Executor, requests: Mapping[int, GenerateRequest]) -> dict[int, list[GenerateReply] | Exception]:
-    """Executes steps until all requests are finished, as the engine does."""
-    answers: dict[int, Any] = {number: [] for number in requests}
-    batch = [StepInput(number, request) for number, request in requests.items()]
-    while batch:
-        running = []
-        for part, output in zip(batch, executor.execute(batch), strict=True):
-            if isinstance(output, Exception):
-                answers[part.request_id] = output
-                continue
-            assert not output.keep_inputs
-            if output.reply is not None:
-                answers[part.request_id].append(output.reply)
-            if not output.finished:
-                running.append(StepInput(part.request_id, None))
-        batch = running
-    for number in requests:
-        executor.forget(number)
-    return answers
-
-
-def answer(executor: Executor, request: GenerateRequest) -> list[GenerateReply]:
-    replies = run(executor, {1: request})[1]
-    if isinstance(replies, Exception):
-        raise replies
-    return replies
 
 
 def tokens_of(replies: Any) -> list[int]:
