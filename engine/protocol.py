@@ -15,6 +15,7 @@ import torch
 from shmring.engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
 
 __all__ = [
+    "FEATURES",
     "Calls",
     "ChatMessage",
     "EncodeReply",
@@ -32,8 +33,10 @@ __all__ = [
     "SamplingParams",
     "SoundSpec",
     "Spectrogram",
+    "StructuredOutputsParams",
     "Text",
     "TextPart",
+    "TokenLogprobs",
     "ToolCall",
     "Video",
     "VideoSpec",
@@ -159,6 +162,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
         tools: whether conversations can have tools, which its answers call.
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
+        features: what else of a request has an effect that not every executor gives it: of :data:`FEATURES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
     """
 
@@ -172,6 +176,21 @@ class ModelDescription(msgspec.Struct, frozen=True):
     synthetic: bool = False
     tools: bool = False
     template_options: bool = False
+    features: list[str] = []
+
+
+#: Fields of :class:`SamplingParams`, and ``tool_choice`` of :class:`GenerateRequest`, that an executor may not know. Frontends
+#: refuse them, unless they have their default or the executor's description names them.
+FEATURES = (
+    "n",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop_token_ids",
+    "logprobs",
+    "structured_outputs",
+    "tool_choice",
+)
 
 
 # -- requests and replies -------------------------------------------------------------------------------------------------
@@ -242,32 +261,63 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class SamplingParams(msgspec.Struct):
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+    """What an answer must be; one of the fields is set. Names as in vLLM.
+
+    Attributes:
+        json: a value of this JSON schema, which is JSON in a text.
+        json_object: any JSON object.
+        regex: a text that all of this pattern matches.
+        choice: one of these texts.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] = []
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """How tokens are chosen; fields as in OpenAI's and vLLM's APIs.
 
     Attributes:
-        max_tokens: of the answer; None: up to the model's limit.
+        n: answers to the same prompt.
+        max_tokens: of an answer; None: up to the model's limit.
+        min_tokens: before which no token and no text ends an answer.
         temperature: 0 is greedy.
         top_p: share of probability that is sampled from.
         top_k: tokens that are sampled from, the likeliest; 0 and -1: all.
         min_p: tokens with less than this share of the likeliest token's probability are left out.
+        presence_penalty: taken from the logit of each token that the answer has already.
+        frequency_penalty: the same, times how often the answer has it.
         repetition_penalty: above 1, tokens that the prompt or the answer has already are less likely.
         logit_bias: by token: what is added to its logit, -100 to 100.
         seed: makes the answer repeatable.
         stop: texts at which the answer ends; they are not part of it.
+        stop_token_ids: tokens at which it ends; their text is not part of it.
         ignore_eos: go on to ``max_tokens`` whatever the model says; for benchmarks.
+        logprobs: of how many of the likeliest tokens replies say how likely they were, beside the one that was chosen; None:
+            of none.
+        structured_outputs: what the answer must be.
     """
 
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: list[str] = []
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):
@@ -277,6 +327,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     Attributes:
         prompt: a text or its tokens, in place of ``messages``.
         tools: that the answer may call, as chat templates take them.
+        tool_choice: ``"required"``: it must call one of them, and does nothing else.
         parallel_tool_calls: whether it may have several calls.
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
@@ -292,6 +343,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     add_special_tokens: bool = True
     tokenize: bool = False
     tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "required"] = "auto"
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = {}
 
@@ -304,17 +356,33 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
-class GenerateReply(msgspec.Struct, tag="generated"):
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """How likely a token was, before anything but the model had a say.
+
+    Attributes:
+        token: its text.
+        logprob: the natural logarithm of its probability.
+        top: of the likeliest tokens, in that order, the same.
+    """
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]]
+
+
+class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     """A piece of an answer.
 
     Attributes:
         text: what is new.
         token_ids: what is new, as the model numbers it.
         prompt_tokens: of the request, media included.
-        completion_tokens: so far.
-        finish_reason: on the last piece: the model (or a stop text) ended it, or a limit did, or it calls tools.
+        completion_tokens: of this answer so far.
+        finish_reason: on the last piece of this answer: the model (or a stop text) ended it, or a limit did, or it calls tools.
         tool_calls: what is new; each comes whole.
         reasoning: what is new of what the model wrote for itself, where that is told apart.
+        index: which of the request's ``n`` answers it is a piece of.
+        logprobs: of each of ``token_ids``, if they were asked for.
     """
 
     text: str
@@ -324,6 +392,8 @@ class GenerateReply(msgspec.Struct, tag="generated"):
     finish_reason: FinishReason | None = None
     tool_calls: list[ToolCall] = []
     reasoning: str = ""
+    index: int = 0
+    logprobs: list[TokenLogprobs] = []
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

@@ -97,11 +97,13 @@ class StepOutput:
             together have one for each.
         finished: whether the request is complete.
         keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
+        others: further replies, where a request has several answers.
     """
 
     reply: EncodeReply | GenerateReply | None = None
     finished: bool = True
     keep_inputs: bool = False
+    others: Sequence[GenerateReply] = ()
 
 
 @runtime_checkable
