@@ -131,16 +131,23 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
 _CONVERSATION = {"prompt": None, "messages": [{"role": "user", "content": "Hi"}]}
 
 _GENERATION_WORKS = {
+    "frequency_penalty": 0.5,
     "ignore_eos": True,
     "logit_bias": {"5": 1.5},
     "max_tokens": 3,
     "min_p": 0.1,
+    "min_tokens": 1,
+    "n": 2,
+    "presence_penalty": 0.5,
     "priority": 2,
     "repetition_penalty": 1.2,
+    "response_format": {"type": "json_object"},
     "seed": 4,
     "stop": ["x"],
+    "stop_token_ids": [1],
     "stream": True,
     "stream_options": {"include_usage": True},
+    "structured_outputs": {"regex": "a"},
     "temperature": 0.5,
     "top_k": 4,
     "top_p": 0.5,
@@ -151,17 +158,12 @@ _GENERATION_REFUSED = {
     "bad_words": ["x"],
     "ec_transfer_params": {"a": 1},
     "echo": True,
-    "frequency_penalty": 0.5,
     "include_stop_str_in_output": True,
     "kv_transfer_params": {"a": 1},
     "length_penalty": 2.0,
     "logprob_token_ids": [1],
-    "min_tokens": 3,
-    "n": 2,
-    "presence_penalty": 0.5,
     "prompt_logprobs": 1,
     "repetition_detection": {"max_pattern_size": 2},
-    "response_format": {"type": "json_object"},
     "return_mm_kwargs": True,
     "return_token_ids": True,
     "return_token_offsets": True,
@@ -169,8 +171,6 @@ _GENERATION_REFUSED = {
     "routed_experts_prompt_start": 1,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
-    "stop_token_ids": [1],
-    "structured_outputs": {"regex": "a"},
     "thinking_token_budget": 5,
     "truncate_prompt_tokens": 5,
     "truncation_side": "left",
@@ -181,7 +181,16 @@ _GENERATION_REFUSED = {
 
 _GENERATION_NAMED = {"cache_salt": "x", "mm_payload": "none", "request_id": "x", "session_id": "x", "stream_interval": 2}
 
+_OURS = "with `--executor transformers`"
+
 _GENERATION_NOTES = {
+    "frequency_penalty": _OURS,
+    "min_tokens": f"{_OURS}; not beside a form of the answer",
+    "n": f"{_OURS}; up to `--max-num-seqs`",
+    "presence_penalty": _OURS,
+    "response_format": f"{_OURS}: `json_object` and `json_schema`; not beside tools. A schema that can't be kept to is refused",
+    "stop_token_ids": _OURS,
+    "structured_outputs": f"{_OURS}: `json`, `json_object`, `regex` and `choice`",
     "priority": "lower is sooner",
     "request_id": "the header `X-Request-Id` does that",
     "stream_options": "`continuous_usage_stats` is named",
@@ -195,11 +204,13 @@ FIELDS = {
         works=_GENERATION_WORKS
         | {
             "chat_template_kwargs": {"a": 1},
+            "logprobs": True,
             "max_completion_tokens": 3,
             "parallel_tool_calls": False,
             "reasoning_effort": "high",
-            "tool_choice": "none",
+            "tool_choice": "required",
             "tools": _TOOLS,
+            "top_logprobs": 2,
         },
         taken={"user": "me"},
         refused=_GENERATION_REFUSED
@@ -210,36 +221,38 @@ FIELDS = {
             "continue_final_message": True,
             "documents": [{"text": "x"}],
             "include_reasoning": False,
-            "logprobs": True,
             "media_io_kwargs": {"video": {"num_frames": 4}},
             "mm_processor_kwargs": {"a": 1},
             "return_prompt_text": True,
-            "top_logprobs": 2,
         },
         named=_GENERATION_NAMED,
         notes=_GENERATION_NOTES
         | {
             "chat_template_kwargs": "variables that the template does not have are refused",
             "reasoning_effort": "a variable of the template; refused if it has none",
-            "tool_choice": "`none` and `auto`; others are refused",
+            "logprobs": f"{_OURS}; those of the model itself, before penalties and temperature",
+            "tool_choice": "`required` and a named function where the model writes its calls as JSON between two marks",
             "tools": "with `--executor transformers`, if the model's template takes them and transformers can read its calls; "
-            "`strict` is refused",
+            "`strict` only where a call is required",
+            "top_logprobs": "up to 20",
         },
         beside={
             "parallel_tool_calls": {"tools": _TOOLS},
             "stream_options": {"stream": True},
             "tool_choice": {"tools": _TOOLS},
+            "top_logprobs": {"logprobs": True},
         },
     ),
     "POST /v1/completions": Fields(
         CompletionRequest,
         base={"model": MODEL, "prompt": "Once"},
         required=("model", "prompt"),
-        works=_GENERATION_WORKS | {"add_special_tokens": False},
+        works=_GENERATION_WORKS | {"add_special_tokens": False, "logprobs": 2},
         taken={"user": "me"},
-        refused=_GENERATION_REFUSED | {"logprobs": 2, "prompt_embeds": "x", "suffix": "x"},
+        refused=_GENERATION_REFUSED | {"prompt_embeds": "x", "suffix": "x"},
         named=_GENERATION_NAMED,
-        notes=_GENERATION_NOTES | {"prompt": "one: a text or an array of tokens; several are refused"},
+        notes=_GENERATION_NOTES
+        | {"logprobs": f"{_OURS}; up to 20", "prompt": "one: a text or an array of tokens; several are refused"},
         beside={"stream_options": {"stream": True}},
     ),
     "POST /tokenize": Fields(

@@ -26,6 +26,8 @@ def checked(output: object, payload: EngineRequestPayload | None) -> StepOutput 
         return without_frames(output)
     if not isinstance(output, StepOutput):
         return TypeError(f"the executor answered {type(output).__name__} where StepOutput or an exception is expected")
+    if output.others and not all(isinstance(reply, GenerateReply) for reply in (output.reply, *output.others)):
+        return TypeError("the executor has other replies beside none, or beside embeddings")
     match output.reply:
         case None:
             return output

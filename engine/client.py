@@ -27,6 +27,7 @@ from shmring.engine.protocol import (
     GenerateRequest,
     Medium,
     ModelDescription,
+    TokenLogprobs,
     ToolCall,
 )
 
@@ -68,6 +69,8 @@ class GenerateOutput(msgspec.Struct):
     finished: bool
     tool_calls: list[ToolCall] = []
     reasoning: str = ""
+    index: int = 0
+    logprobs: list[TokenLogprobs] = []
 
 
 class MediaMemory:
@@ -353,6 +356,8 @@ class EngineClient:
                     finished=reply.finish_reason is not None,
                     tool_calls=reply.tool_calls,
                     reasoning=reply.reasoning,
+                    index=reply.index,
+                    logprobs=reply.logprobs,
                 )
 
     async def encode(

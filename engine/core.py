@@ -32,7 +32,7 @@ from shmring.engine.executors.interface import Executor, ExecutorDeadError, Step
 from shmring.engine.logs import concerned
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.profiling import StepProfiler
-from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply
+from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
 from shmring.engine.request import EngineRequest, check_media_indices
 from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 
@@ -249,13 +249,20 @@ class EngineCore:
         if request.over:
             return  # aborted or out of time during the step; it is removed before the next one
         self._count(request, output, now)
-        task = request.deliver(output.reply, finished=output.finished)
-        if task is not None:
-            self._flushing.add(task)
-            task.add_done_callback(self._flushing.discard)
+        for reply in output.others:
+            self._send(request, reply, finished=False)
+        self._send(request, output.reply, finished=output.finished)
         if output.finished:
             self._scheduler.finish(request)
             self._to_forget[request.number] = request.claim.name
+
+    def _send(self, request: EngineRequest, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> None:
+        if request.ended:  # the reply before could not be sent
+            return
+        task = request.deliver(reply, finished=finished)
+        if task is not None:
+            self._flushing.add(task)
+            task.add_done_callback(self._flushing.discard)
 
     def _count(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         reply = output.reply
@@ -268,7 +275,7 @@ class EngineCore:
         if output.finished:
             self.metrics.prompt_tokens += reply.prompt_tokens
         if isinstance(reply, GenerateReply):
-            self.metrics.generated_tokens += len(reply.token_ids)
+            self.metrics.generated_tokens += sum(len(each.token_ids) for each in (reply, *output.others))
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
 

@@ -352,6 +352,11 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         """Whether only a model that knows tools can answer it."""
         return bool(self.tools) or any(message.tool_calls or message.role == "tool" for message in self.messages)
 
+    @property
+    def needs_form(self) -> bool:
+        """Whether the answer can't be just any text."""
+        return self.sampling.structured_outputs is not None or self.tool_choice == "required"
+
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 

@@ -18,6 +18,7 @@ from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, G
 __all__ = ["EngineRequest", "check_media_indices"]
 
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
+_PIECE_LOGPROBS = 64  # the same of tokens that are described, each with up to 20 others
 
 
 class EngineRequest:
@@ -26,7 +27,7 @@ class EngineRequest:
     Attributes:
         number: unique in this engine's life; what executors know it by.
         claim: the ring's claim.
-        client_id, priority, nbytes: for the scheduler; bytes are those of its tensors.
+        client_id, priority, nbytes, num_seqs: for the scheduler; bytes are those of its tensors.
         arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
@@ -45,6 +46,7 @@ class EngineRequest:
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)
+        self.num_seqs = payload.sampling.n if isinstance(payload, GenerateRequest) else 1
         self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
@@ -123,9 +125,10 @@ class EngineRequest:
         self.claim.release()
 
     def _keep(self, reply: EncodeReply | GenerateReply) -> None:
-        last = self._unsent[-1] if self._unsent else None
-        if isinstance(last, GenerateReply) and isinstance(reply, GenerateReply) and _has_room(last):
-            self._unsent[-1] = GenerateReply(
+        place = self._find_piece(reply)
+        last = self._unsent[place] if place is not None else None
+        if place is not None and isinstance(last, GenerateReply) and isinstance(reply, GenerateReply) and _has_room(last):
+            self._unsent[place] = GenerateReply(
                 last.text + reply.text,
                 last.token_ids + reply.token_ids,
                 reply.prompt_tokens,
@@ -133,9 +136,18 @@ class EngineRequest:
                 reply.finish_reason,
                 last.tool_calls + reply.tool_calls,
                 last.reasoning + reply.reasoning,
+                reply.index,
+                last.logprobs + reply.logprobs,
             )
         else:
             self._unsent.append(reply)
+
+    def _find_piece(self, reply: EncodeReply | GenerateReply) -> int | None:
+        """Returns the place of the last piece of the same answer."""
+        for place, piece in reversed(list(enumerate(self._unsent))):
+            if isinstance(piece, GenerateReply) and isinstance(reply, GenerateReply) and piece.index == reply.index:
+                return place
+        return None
 
     def _flush_nowait(self) -> bool:
         try:
@@ -168,7 +180,7 @@ class EngineRequest:
 
 
 def _has_room(piece: GenerateReply) -> bool:
-    return len(piece.text) < _PIECE_LENGTH and len(piece.token_ids) < _PIECE_LENGTH
+    return max(len(piece.text), len(piece.token_ids)) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
 
 
 def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:

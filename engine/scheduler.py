@@ -1,13 +1,15 @@
 """Which requests are part of the next step: by priority, then round robin over frontends, each in order of arrival.
 
 Theory of operation: a request waits until a step has room for it, and is then part of every step until it ends. Admission is
-bounded three ways: requests in a step, bytes of media that a step reads for the first time (decoding steps read none), and
-requests that wait, beyond which a request is refused instead of being kept for longer than its caller would wait.
+bounded three ways: answers in a step (a request may have several), bytes of media that a step reads for the first time
+(decoding steps read none), and requests that wait, beyond which a request is refused instead of being kept for longer than its
+caller would wait.
 
 The scheduler is a book like those of ``shmring.core``: no loop, no clock, no executor. A waiting request can be withdrawn at
 any time. The scheduler never removes a running one: its step may be reading its slots.
 
-Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` run.
+Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` answers run. A request whose answers do not
+all have room waits at the head of the line, and so do those behind it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ class Schedulable(Protocol):
     def nbytes(self) -> int:
         """Bytes of media that its first step reads."""
 
+    @property
+    def num_seqs(self) -> int:
+        """How many answers it has."""
+
 
 _Request = TypeVar("_Request", bound=Schedulable)
 
@@ -48,7 +54,8 @@ class SchedulerConfig:
     """Bounds of a step, and of the line before it.
 
     Attributes:
-        max_num_seqs: requests in a step. More requests share its overhead, but all wait for its end.
+        max_num_seqs: requests in a step, each counted as often as it has answers. More of them share its overhead, but all wait
+            for its end.
         max_batch_nbytes: bytes of media from which a step admits no further request.
         max_waiting: requests that wait. 4096 is four times what one frontend may have in flight; their media are bounded by
             the slab anyway.
@@ -82,6 +89,10 @@ class _Line(Generic[_Request]):
             del self._queues[request.client_id]
         return True
 
+    def first(self) -> _Request:
+        """Returns what :meth:`pop` would take."""
+        return next(iter(next(iter(self._queues.values()))))
+
     def pop(self) -> _Request:
         """Takes the first request of the frontend whose turn it is; the frontend goes to the end of the line."""
         client_id, queue = next(iter(self._queues.items()))
@@ -104,6 +115,7 @@ class Scheduler(Generic[_Request]):
         self._lines: dict[int, _Line[_Request]] = {}  # by priority; only lines with waiting requests
         self._waiting = 0
         self._running: dict[_Request, None] = {}
+        self._num_seqs = 0  # of those that run
 
     @property
     def waiting(self) -> int:
@@ -124,7 +136,10 @@ class Scheduler(Generic[_Request]):
 
         Raises:
             OverloadedError: the line is full; nothing was changed.
+            ValueError: the request has no answers, or more than can run.
         """
+        if not 1 <= request.num_seqs <= self.config.max_num_seqs:
+            raise ValueError(f"n is {request.num_seqs}; this server takes at most {self.config.max_num_seqs} (max_num_seqs)")
         if self._waiting >= self.config.max_waiting:
             raise OverloadedError(f"{self._waiting} requests are waiting in the engine, it takes no more; try again later")
         line = self._lines.setdefault(request.priority, _Line())
@@ -160,9 +175,13 @@ class Scheduler(Generic[_Request]):
         """
         admitted: list[_Request] = []
         nbytes = 0
-        while self._waiting and len(self._running) < self.config.max_num_seqs and nbytes < self.config.max_batch_nbytes:
+        while self._waiting and nbytes < self.config.max_batch_nbytes:
+            num_seqs = self._num_seqs + self._lines[min(self._lines)].first().num_seqs
+            if num_seqs > self.config.max_num_seqs:
+                break
             request = self._pop()
             self._running[request] = None
+            self._num_seqs = num_seqs
             admitted.append(request)
             nbytes += request.nbytes
         return admitted
@@ -170,6 +189,7 @@ class Scheduler(Generic[_Request]):
     def finish(self, request: _Request) -> None:
         """A running request has ended."""
         del self._running[request]
+        self._num_seqs -= request.num_seqs
 
     def _pop(self) -> _Request:
         priority = min(self._lines)

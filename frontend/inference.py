@@ -13,7 +13,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -21,7 +21,16 @@ from msgspec import UNSET
 
 import shmring
 from shmring.engine.client import EngineClient, GenerateOutput
-from shmring.engine.protocol import EncodeRequest, FinishReason, GenerateRequest, Medium, ModelDescription, Text, tensor_of
+from shmring.engine.protocol import (
+    FEATURES,
+    EncodeRequest,
+    FinishReason,
+    GenerateRequest,
+    Medium,
+    ModelDescription,
+    Text,
+    tensor_of,
+)
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
@@ -52,6 +61,7 @@ __all__ = ["Answer", "Facts", "Inference", "events_of"]
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
 _PART_CHARACTERS = 256 << 10
+_PLAIN = GenerateRequest()
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
 
@@ -98,17 +108,17 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
         """Iterates over all pieces, the first one included; once."""
-        last, last_at = self._first, self._first_at
+        last, last_at = self._first, {self._first.index: self._first_at}
         yield last
         async for last in self._others:
             now = time.monotonic()
             if count := len(last.token_ids):
-                self._statistics.inter_token.add((now - last_at) / count, count)
-            last_at = now
+                self._statistics.inter_token.add((now - last_at.get(last.index, self._first_at)) / count, count)
+            last_at[last.index] = now
             yield last
         if last.finish_reason is not None:
             self._statistics.success[last.finish_reason,] += 1
-            self._statistics.whole.add(last_at - self._arrived_at)
+            self._statistics.whole.add(last_at[last.index] - self._arrived_at)
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
@@ -151,11 +161,13 @@ class Inference:
         before = self._engine.copies
         async with asyncio.timeout_at(admitted.deadline):
             answer = await self.begin(form, request, admitted, request_id)
+            parts = [_Parts(form) for _ in range(request.n or 1)]
             async with contextlib.aclosing(answer):
-                pieces = [piece async for piece in answer]
+                async for piece in answer:
+                    _part_of(parts, piece).add(piece)
         answer.facts.copies = self._engine.copies - before
-        choice = form.choice(pieces, _finish_reason(pieces[-1]))
-        whole = form.whole(_new_id(form), int(time.time()), request.model, [choice], _usage(pieces[-1]))
+        choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
+        whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts))
         return whole, answer.facts
 
     async def begin(self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str) -> Answer:
@@ -163,7 +175,7 @@ class Inference:
         async with asyncio.timeout_at(admitted.deadline):
             description = await self._model.check(request.model, form.task)
             generate_request, sources = form.engine_request(request)
-            _check_abilities(generate_request, description)
+            _check_abilities(generate_request, description, request)
             async with self._media(sources, description, admitted, "messages") as (media, facts):
                 generate_request.media = media  # not a copy: it is emptied when the block is left
                 outputs = self._engine.generate(generate_request, request_id=request_id, timeout=_seconds_left(admitted))
@@ -265,24 +277,84 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
     def chunk(choice: msgspec.Struct) -> bytes:
         return event(msgspec.structs.replace(template, choices=[choice]))
 
+    parts = [_Parts(form, keep=False) for _ in range(request.n or 1)]
     if form.opening is not None:
-        yield chunk(form.opening)
+        for index in range(len(parts)):
+            yield chunk(form.opening(index))
     async for piece in answer:
-        last = piece
-        if last.text or last.tool_calls or last.reasoning:
-            yield chunk(form.piece(last, None))
-    yield chunk(form.piece(None, _finish_reason(last)))
+        logprobs = _part_of(parts, piece).add(piece)
+        if piece.text or piece.tool_calls or piece.reasoning or logprobs is not None:
+            yield chunk(form.piece(piece, None, piece.index, logprobs))
+        if piece.finish_reason is not None:
+            yield chunk(form.piece(None, piece.finish_reason, piece.index, None))
+    usage = _usage(parts)
     if include_usage:
-        yield event(msgspec.structs.replace(template, usage=_usage(last)))
+        yield event(msgspec.structs.replace(template, usage=usage))
     yield DONE
 
 
-def _check_abilities(request: GenerateRequest, description: ModelDescription) -> None:
+class _Parts:
+    """What has come of one answer of a request.
+
+    Attributes:
+        pieces: all of them, or the last one.
+        logprobs: of their tokens, if they were asked for.
+    """
+
+    def __init__(self, form: AnswerForm[Any], *, keep: bool = True) -> None:
+        self._form = form
+        self._keep = keep
+        self._characters = 0
+        self.pieces: list[GenerateOutput] = []
+        self.logprobs: Any = None
+
+    def add(self, piece: GenerateOutput) -> Any:
+        """Takes the next piece; returns how likely its tokens were, as the form says it, or None."""
+        logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
+        self._characters += len(piece.text)
+        if not self._keep:
+            self.pieces.clear()
+        elif self.logprobs is None:
+            self.logprobs = logprobs
+        elif logprobs is not None:
+            for name in logprobs.__struct_fields__:
+                getattr(self.logprobs, name).extend(getattr(logprobs, name))
+        self.pieces.append(piece)
+        return logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended. Raises shmring.RemoteError if its last piece does not say so: the executor has a bug."""
+        if not self.pieces or self.pieces[-1].finish_reason is None:
+            raise _unfinished()
+        return self.pieces[-1].finish_reason
+
+
+def _part_of(parts: Sequence[_Parts], piece: GenerateOutput) -> _Parts:
+    """Returns what a piece belongs to. Raises shmring.RemoteError if that is no answer of the request, by an executor's bug."""
+    if not 0 <= piece.index < len(parts):
+        raise shmring.RemoteError("NoReply", f"the engine answers {piece.index}, where it was asked for {len(parts)} answers")
+    return parts[piece.index]
+
+
+def _check_abilities(request: GenerateRequest, description: ModelDescription, asked: GenerationRequest | None = None) -> None:
     """Refuses what the model can't do.
 
+    Args:
+        request: for the engine.
+        description: of its model.
+        asked: the caller's request, which may name a thing in another way.
+
     Raises:
-        ApiError: it takes no tools, or its chat template no variables.
+        ApiError: it takes no tools, or its chat template no variables, or something else has no effect.
     """
+    names = {"structured_outputs": "response_format"} if asked is not None and asked.response_format is not None else {}
+    for feature in FEATURES:
+        owner, plain = (request, _PLAIN) if feature == "tool_choice" else (request.sampling, _PLAIN.sampling)
+        if feature not in description.features and getattr(owner, feature) != getattr(plain, feature):
+            name = names.get(feature, feature)
+            text = f"{name} is not supported by the model {description.model!r} (executor {description.executor})"
+            raise ApiError(400, text, code="unsupported_value", param=name)
     if request.needs_tools and not description.tools:
         text = f"the model {description.model!r} takes no tools"
         raise ApiError(400, text, code="unsupported_value", param="tools" if request.tools else "messages")
@@ -299,19 +371,15 @@ def _shortfalls_of(media: Sequence[Medium]) -> str:
     return " | ".join([*texts[:_MAX_TOLD], *more])
 
 
-def _finish_reason(last: GenerateOutput) -> FinishReason:
-    """Why an answer ended. Raises shmring.RemoteError if its last piece does not say so: the executor has a bug."""
-    if last.finish_reason is None:
-        raise _unfinished()
-    return last.finish_reason
-
-
 def _unfinished() -> shmring.RemoteError:
     return shmring.RemoteError("NoReply", "the engine ended the answer without saying why")
 
 
-def _usage(last: GenerateOutput) -> Usage:
-    return Usage(last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens)
+def _usage(parts: Sequence[_Parts]) -> Usage:
+    """Returns what answers cost. The prompt, which they have in common, counts once. All must have ended."""
+    last = [part.pieces[-1] for part in parts if part.finish_reason]
+    prompt_tokens, completion_tokens = last[0].prompt_tokens, sum(piece.completion_tokens for piece in last)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
 def _new_id(form: AnswerForm[_Request]) -> str:

@@ -19,12 +19,11 @@ def run(executor: Executor, requests: Mapping[int, GenerateRequest]) -> dict[int
             if isinstance(output, Exception):
                 answers[part.request_id] = output
                 continue
-            assert not output.keep_inputs
-            if output.reply is not None:
-                assert isinstance(output.reply, GenerateReply)
-                answers[part.request_id].append(output.reply)
+            for reply in (output.reply, *output.others):
+                assert reply is None or isinstance(reply, GenerateReply)
+                answers[part.request_id] += [] if reply is None else [reply]
             if not output.finished:
-                running.append(StepInput(part.request_id, None))
+                running.append(StepInput(part.request_id, part.payload if output.keep_inputs else None))
         batch = running
     for number in requests:
         executor.forget(number)

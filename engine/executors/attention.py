@@ -97,16 +97,23 @@ class ContextCache:
         """Makes room for a context to become so long. It may move."""
         if tokens <= row.shelf.capacity:
             return
-        moved = self.open(tokens)
-        try:
-            for number, layer in row.shelf.layers.items():
-                for old, new in zip(layer, moved.shelf.layer(number, *(memory[0] for memory in layer)), strict=True):
-                    new[moved.index, :, : row.length] = old[row.index, :, : row.length]
-        except BaseException:  # there was no memory; the context stays where it was
-            self.close(moved)
-            raise
+        moved = self.copy(row, tokens)
         self.close(row)
         row.shelf, row.index = moved.shelf, moved.index
+
+    @torch.inference_mode()
+    def copy(self, row: Row, tokens: int) -> Row:
+        """Returns a row for a context of so many tokens that begins as another does."""
+        copied = self.open(tokens)
+        try:
+            for number, layer in row.shelf.layers.items():
+                for old, new in zip(layer, copied.shelf.layer(number, *(memory[0] for memory in layer)), strict=True):
+                    new[copied.index, :, : row.length] = old[row.index, :, : row.length]
+        except BaseException:  # there was no memory; the context stays where it was
+            self.close(copied)
+            raise
+        copied.length = row.length
+        return copied
 
     @torch.inference_mode()
     def close(self, row: Row) -> None:

@@ -27,6 +27,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -195,6 +196,12 @@ class LanguageModel:
             if found is not None:
                 context.prompt = None
         return logits
+
+    def fork(self, context: Context) -> Context:
+        """Returns a context that goes on from the same tokens in a way of its own. The prompt was read."""
+        assert context.prompt is None, "it was read"
+        row = None if context.row is None else self.contexts.copy(context.row, context.length + 1)
+        return dataclasses.replace(context, row=row, cache=copy.deepcopy(context.cache))
 
     def close(self, context: Context) -> None:
         """Lets go of a context."""

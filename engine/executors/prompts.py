@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from shmring.engine.executors.checkpoint import Checkpoint
+from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
 from shmring.engine.protocol import (
@@ -145,7 +146,31 @@ class PromptBuilder:
         if not request.tools:
             return None
         before = self._tokenizer.decode(prompt.tolist())
-        return ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
+        reader = ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
+        if request.tool_choice == "required" and reader.begins_within:
+            raise ValueError(
+                f"the model {self._name!r} begins its answer with reasoning, so a call can't be required; its chat template "
+                "may have a variable that turns reasoning off (chat_template_kwargs)"
+            )
+        return reader
+
+    def form_of(self, request: GenerateRequest) -> Form:
+        """Returns the form that an answer must have, of a request that needs one.
+
+        Raises:
+            ValueError: there are two, or it has too much, or calls of this model can't be required.
+        """
+        structure = request.sampling.structured_outputs
+        if structure is not None:
+            if request.tools:
+                raise ValueError("an answer either has a form, or may call tools")
+            return form_of(structure)
+        if not request.tools:
+            raise ValueError("a call is required, and there are no tools")
+        if not can_require_calls(self._response_template):
+            raise ValueError(f"the model {self._name!r} can't be made to call a tool: its calls are no JSON between two marks")
+        assert self._response_template is not None, "looked at above"
+        return form_of_calls(self._response_template, request.tools, parallel=request.parallel_tool_calls)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.

@@ -57,11 +57,14 @@ class ResponseReader:
 
     Attributes:
         called: how many calls were read.
+        begins_within: whether the prompt has begun reasoning, or a call.
     """
 
     def __init__(self, template: Any, prompt: str, tools: Sequence[dict[str, Any]], *, parallel: bool) -> None:
         parsing = importlib.import_module("transformers.utils.chat_parsing")
         self._parser: Any | None = parsing.ResponseParser(template, prefix=prompt, tools=list(tools))
+        kinds = [event["type"] for event in self._parser.initial_events if event["field"] != "content"]
+        self.begins_within = kinds.count("region_open") > kinds.count("region_close")
         self._parallel = parallel
         self._unsettled = ""  # the text from the last call that was read, or from the text that was given out, on
         self.called = 0

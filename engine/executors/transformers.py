@@ -32,7 +32,7 @@ import copy
 import dataclasses
 import logging
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,12 +44,14 @@ from shmring.engine.executors.detokenizer import Detokenizer
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
 from shmring.engine.executors.generation import Context, LanguageModel, Prompt
+from shmring.engine.executors.grammars import Grammar, Grammars
 from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.prompts import PromptBuilder
-from shmring.engine.executors.sampling import Sampler
+from shmring.engine.executors.sampling import Sampler, find_likeliest
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.protocol import (
+    FEATURES,
     EncodeRequest,
     FinishReason,
     GenerateReply,
@@ -59,6 +61,7 @@ from shmring.engine.protocol import (
     Picture,
     SamplingParams,
     Text,
+    TokenLogprobs,
 )
 
 __all__ = ["TransformersExecutor", "TransformersOptions"]
@@ -78,6 +81,7 @@ _PIECE_TOKENS = 256
 _IDLE_TOKENS = 2048
 
 _GOES_ON = StepOutput(finished=False)
+_WAITS = StepOutput(finished=False, keep_inputs=True)
 
 _LOOKING_S = 0.01  # a step with nothing to do waits so long for a prompt that is being prepared; requests that come wait, too
 _SIDE = 64  # pixels; of the picture that a model is tried with
@@ -117,6 +121,8 @@ class _Answer:
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
         reader: tells tool calls from text; None: all of it is text.
+        grammar: what it may be; None: anything.
+        index: which of the request's answers it is.
 
     Raises:
         ValueError: the sampling parameters make no sense.
@@ -124,60 +130,93 @@ class _Answer:
 
     Attributes:
         context: what the model knows of it; set when its prompt is ready.
+        request_id: whose it is; set then, too.
+        twins: the request's other answers, until the prompt was read, which they have in common.
         repeatable: whether it must be the same again, bit for bit.
     """
 
     context: Context
+    request_id: int
 
     def __init__(
-        self, sampling: SamplingParams, prompt: torch.Tensor, checkpoint: Checkpoint, reader: ResponseReader | None = None
+        self,
+        sampling: SamplingParams,
+        prompt: torch.Tensor,
+        checkpoint: Checkpoint,
+        reader: ResponseReader | None = None,
+        grammar: Grammar | None = None,
+        index: int = 0,
     ) -> None:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.repeatable = sampling.seed is not None
-        self._sampler = Sampler(sampling, prompt)
+        self.twins: list[_Answer] = []
+        self._index = index
+        self._ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends |= checkpoint.eos_token_ids
+        self._sampler = Sampler(sampling, prompt, self._ends, index)
+        self._min_tokens = sampling.min_tokens
+        self._grammar = grammar
         self._stops = StopTexts(sampling.stop)
         self._reader = reader
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
-        self._eos_token_ids = frozenset() if sampling.ignore_eos else checkpoint.eos_token_ids
+        self._tokenizer = checkpoint.tokenizer
+        self._top_logprobs = sampling.logprobs
         self._limit = ContextLengthError.check(len(prompt), sampling.max_tokens, checkpoint.max_model_len)
         self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._unsent: list[int] = []
+        self._unsent_logprobs: list[TokenLogprobs] = []
 
-    def advance(self, logits: torch.Tensor) -> StepOutput:
+    def advance(self, logits: torch.Tensor) -> GenerateReply | None:
         """Chooses the next token; returns what is new, if it can be let go yet.
 
         Raises:
             RuntimeError: the logits are no numbers.
+            ValueError: the grammar is too complex.
         """
-        token = self.context.token = self._sampler.choose(logits)
+        token = self.context.token = self._sampler.choose(logits, self._grammar)
         self._completion_tokens += 1
         self._unsent.append(token)
+        if self._top_logprobs is not None:
+            self._unsent_logprobs.append(self._describe(token, logits, self._top_logprobs))
         finish_reason: FinishReason | None = None
-        if token in self._eos_token_ids:
-            text, stopped = self._stops.push(self._detokenizer.flush())
+        if token in self._ends:
+            text, stopped = self._push(self._detokenizer.flush())
             finish_reason = "stop"
         else:
-            text, stopped = self._stops.push(self._detokenizer.push(token))
+            if self._grammar is not None:
+                self._grammar.take(token)
+            text, stopped = self._push(self._detokenizer.push(token))
+            is_complete = self._grammar is not None and self._grammar.complete
             if stopped:
                 finish_reason = "stop"
-            elif self._completion_tokens >= self._limit:
-                rest, stopped = self._stops.push(self._detokenizer.flush())
+            elif is_complete or self._completion_tokens >= self._limit:
+                rest, stopped = self._push(self._detokenizer.flush())
                 text += rest
-                finish_reason = "stop" if stopped else "length"
+                finish_reason = "stop" if stopped or is_complete else "length"
         if finish_reason is not None and not stopped:
             text += self._stops.flush()
-        return self._output(text, finish_reason)
+        return self._reply(text, finish_reason)
 
-    def _output(self, text: str, finish_reason: FinishReason | None) -> StepOutput:
+    def _push(self, text: str) -> tuple[str, bool]:
+        """Looks for stop texts, of which none ends the answer too early."""
+        return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
+
+    def _describe(self, token: int, logits: torch.Tensor, count: int) -> TokenLogprobs:
+        logprob, likeliest = find_likeliest(logits, token, count)
+        texts = {number: self._tokenizer.decode([number]) for number in (token, *(number for number, _ in likeliest))}
+        return TokenLogprobs(texts[token], logprob, [(texts[number], value) for number, value in likeliest])
+
+    def _reply(self, text: str, finish_reason: FinishReason | None) -> GenerateReply | None:
         parts = Parts(text)
         if self._reader is not None:
             parts = self._reader.push(text, ended=finish_reason is not None)
             if self._reader.complete or (finish_reason == "stop" and self._reader.called):
                 finish_reason = "tool_calls"
         if parts == Parts() and finish_reason is None:
-            return StepOutput(finished=False)
+            return None
         reply = GenerateReply(
             parts.text,
             self._unsent,
@@ -186,9 +225,11 @@ class _Answer:
             finish_reason,
             parts.tool_calls,
             parts.reasoning,
+            self._index,
+            self._unsent_logprobs,
         )
-        self._unsent = []
-        return StepOutput(reply, finished=finish_reason is not None)
+        self._unsent, self._unsent_logprobs = [], []
+        return reply
 
 
 class TransformersExecutor:
@@ -222,7 +263,8 @@ class TransformersExecutor:
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, list[_Answer]] = {}
+        self._grammars = Grammars(self._checkpoint)
         # Once in a step: a token of each answer is beside it.
         self._line = EncodingLine(self._embed, lambda _: _FORWARD_S, _report, together=_TEXTS, slice_s=0)
 
@@ -250,6 +292,7 @@ class TransformersExecutor:
             max_model_len=self._checkpoint.max_model_len,
             tools=self._prompts.has_tools,
             template_options=self._prompts.has_template,
+            features=list(FEATURES),
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
@@ -285,14 +328,16 @@ class TransformersExecutor:
         if (preparing := self._preparing.pop(request_id, None)) is not None:
             preparing.request.clear()
             preparing.future.cancel()
-        if (answer := self._answers.pop(request_id, None)) is not None:
+        for answer in self._answers.pop(request_id, ()):
             self._model.close(answer.context)
+        self._grammars.forget(request_id)
         self._line.forget(request_id)
 
     def close(self) -> None:
         """Lets go of everything but the model and a thread that waits, which go with this object."""
         for request_id in [*self._answers, *self._preparing]:
             self.forget(request_id)
+        self._grammars.close()
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -304,31 +349,55 @@ class TransformersExecutor:
         return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
 
     def _begin(self, request_id: int, request: GenerateRequest, outputs: dict[int, StepOutput | Exception]) -> None:
-        """Prepares a prompt; or has that done, if it takes long."""
+        """Prepares a prompt; or has that done, if it takes long. A request whose answer has a form waits for that first."""
         try:
+            grammar = None
+            if request.needs_form:
+                grammar = self._grammars.ready(request_id, lambda: self._prompts.form_of(request))
+                if grammar is None:
+                    outputs[request_id] = _WAITS
+                    return
             if request.media and self._model.flat:
                 owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
-                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned))
+                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned, grammar))
             else:
-                self._answers[request_id] = self._open(*self._prepare(request, self._prompts))
+                self._open(request_id, *self._prepare(request, self._prompts, grammar))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
 
-    def _prepare_aside(self, owned: list[GenerateRequest]) -> tuple[_Answer, Prompt]:
-        return self._prepare(owned.pop(), self._prompts_aside)
+    def _prepare_aside(self, owned: list[GenerateRequest], grammar: Grammar | None) -> tuple[list[_Answer], Prompt]:
+        return self._prepare(owned.pop(), self._prompts_aside, grammar)
 
-    def _prepare(self, request: GenerateRequest, prompts: PromptBuilder) -> tuple[_Answer, Prompt]:
+    def _prepare(
+        self, request: GenerateRequest, prompts: PromptBuilder, grammar: Grammar | None
+    ) -> tuple[list[_Answer], Prompt]:
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
-        answer = _Answer(request.sampling, tokens, self._checkpoint, prompts.reader_of(request, tokens))
-        return answer, self._model.prepare(inputs)
+        answers = [
+            _Answer(
+                request.sampling,
+                tokens,
+                self._checkpoint,
+                prompts.reader_of(request, tokens),
+                None if grammar is None else grammar.copy(),
+                index,
+            )
+            for index in range(request.sampling.n)
+        ]
+        return answers, self._model.prepare(inputs)
 
-    def _open(self, answer: _Answer, prompt: Prompt) -> _Answer:
-        answer.context = self._model.open(prompt)
-        return answer
+    def _open(self, request_id: int, answers: list[_Answer], prompt: Prompt) -> None:
+        """Begins with the first answer, which reads the prompt for all of them."""
+        for answer in answers:
+            answer.request_id = request_id
+        first, *first.twins = answers
+        first.context = self._model.open(prompt)
+        self._answers[request_id] = [first]
 
     def _enter(self, outputs: dict[int, StepOutput | Exception], *, is_idle: bool) -> None:
         """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
+        if is_idle and outputs and all(output is _WAITS for output in outputs.values()):
+            self._grammars.wait(_LOOKING_S)
         mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
         if mine and is_idle and not any(request_id in self._answers for request_id in outputs):
             futures = [preparing.future for preparing in mine.values()]
@@ -338,7 +407,7 @@ class TransformersExecutor:
                 continue
             del self._preparing[request_id]
             try:
-                self._answers[request_id] = self._open(*preparing.future.result())
+                self._open(request_id, *preparing.future.result())
             except Exception as error:  # noqa: BLE001 - as in the request's first step
                 outputs[request_id] = _report(error)
                 error.__traceback__ = None  # its frames hold media, and the future that holds the error
@@ -347,42 +416,65 @@ class TransformersExecutor:
 
     def _advance(self, outputs: dict[int, StepOutput | Exception]) -> None:
         """Reads a token of each answer, and pieces of prompts: together as far as possible."""
-        pieces = self._choose_pieces(request_id for request_id, output in outputs.items() if output is _GOES_ON)
-        together = [request_id for request_id in pieces if self._can_batch(self._answers[request_id])]
+        running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
+        pieces = self._choose_pieces([answer for request_id in running for answer in self._answers[request_id]])
+        together = [answer for answer in pieces if self._can_batch(answer)]
         passes = [together] if together else []
-        passes += [[request_id] for request_id in pieces if request_id not in together]
+        passes += [[answer] for answer in pieces if not self._can_batch(answer)]
+        replies: dict[int, list[GenerateReply]] = {request_id: [] for request_id in running}
         while passes:
-            request_ids = passes.pop()
-            answers = [self._answers[request_id] for request_id in request_ids]
+            answers = passes.pop()
             try:
-                logits = self._model.advance(
-                    [(answer.context, pieces[request_id]) for request_id, answer in zip(request_ids, answers, strict=True)]
-                )
+                logits = self._model.advance([(answer.context, pieces[answer]) for answer in answers])
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a step fails the requests in it
-                if len(request_ids) > 1 and not isinstance(error, torch.AcceleratorError):  # one may be at fault for all
+                if len(answers) > 1 and not isinstance(error, torch.AcceleratorError):  # one may be at fault for all
                     text = str(error)[:_MAX_ERROR_CHARACTERS]
-                    logger.warning("a step of %d requests failed, and they are read one by one: %s", len(request_ids), text)
-                    passes += [[request_id] for request_id in request_ids]
+                    logger.warning("a step of %d answers failed, and they are read one by one: %s", len(answers), text)
+                    passes += [[answer] for answer in answers]
                 else:
-                    outputs.update(dict.fromkeys(request_ids, _report(error)))
+                    outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
                 continue
-            for request_id, answer, row in zip(request_ids, answers, logits, strict=True):
+            for answer, row in zip(answers, logits, strict=True):
                 if row is not None:
-                    outputs[request_id] = _choose(answer, row)
+                    try:
+                        replies[answer.request_id] += self._choose(answer, row)
+                    except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
+                        outputs[answer.request_id] = _report(error)
+        for request_id in running:
+            if outputs[request_id] is _GOES_ON:
+                first, others = next(iter(replies[request_id]), None), replies[request_id][1:]
+                outputs[request_id] = StepOutput(first, finished=not self._answers[request_id], others=others)
 
-    def _choose_pieces(self, request_ids: Iterable[int]) -> dict[int, int]:
-        """Returns how many tokens of each request are read in this step; those of none are missing."""
-        answers = {request_id: self._answers[request_id] for request_id in request_ids if request_id in self._answers}
-        budget = _PIECE_TOKENS if any(answer.context.prompt is None for answer in answers.values()) else _IDLE_TOKENS
-        pieces: dict[int, int] = {}
-        for request_id, answer in answers.items():
+    def _choose(self, answer: _Answer, logits: torch.Tensor) -> list[GenerateReply]:
+        """Chooses the next token of an answer; with the first one, those of all answers to the same prompt."""
+        answers = [answer]
+        while answer.twins:
+            twin = answer.twins.pop(0)
+            twin.context = self._model.fork(answer.context)
+            self._answers[answer.request_id].append(twin)
+            answers.append(twin)
+        replies = []
+        for each in answers:
+            reply = each.advance(logits)
+            if reply is not None:
+                replies.append(reply)
+                if reply.finish_reason is not None:
+                    self._answers[each.request_id].remove(each)
+                    self._model.close(each.context)
+        return replies
+
+    def _choose_pieces(self, answers: Sequence[_Answer]) -> dict[_Answer, int]:
+        """Returns how many tokens of each answer's context are read in this step; those of none are missing."""
+        budget = _PIECE_TOKENS if any(answer.context.prompt is None for answer in answers) else _IDLE_TOKENS
+        pieces: dict[_Answer, int] = {}
+        for answer in answers:
             count = answer.context.unread
             if answer.context.prompt is not None and self._model.flat:
                 count = min(count, budget if self._can_batch(answer) else _PIECE_TOKENS)
                 if not 0 < count <= budget:
                     continue
                 budget -= count
-            pieces[request_id] = count
+            pieces[answer] = count
         return pieces
 
     def _can_batch(self, answer: _Answer) -> bool:
@@ -406,7 +498,7 @@ class _Preparing:
     """
 
     request: list[GenerateRequest]
-    future: concurrent.futures.Future[tuple[_Answer, Prompt]]
+    future: concurrent.futures.Future[tuple[list[_Answer], Prompt]]
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
@@ -421,13 +513,6 @@ def _copy(medium: Medium) -> Medium:
     """Returns a medium that is no view of the slab."""
     tensors = {name: value for name, value in msgspec.structs.asdict(medium).items() if isinstance(value, torch.Tensor)}
     return msgspec.structs.replace(medium, **{name: tensor.clone() for name, tensor in tensors.items()})
-
-
-def _choose(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:
-    try:
-        return answer.advance(logits)
-    except Exception as error:  # noqa: BLE001 - if it were raised, other requests of the step would lose their token
-        return _report(error)
 
 
 def _report(error: Exception) -> Exception:

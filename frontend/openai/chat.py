@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart
+from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, TokenLogprobs
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.body_scan import MAX_VALUES, has_too_many_values
 from shmring.frontend.errors import ApiError
@@ -21,6 +21,7 @@ from shmring.frontend.openai.generation import (
     MAX_CHARACTERS,
     AnswerForm,
     GenerationRequest,
+    Logprobs,
     TokenCount,
     Usage,
     sampling_of,
@@ -37,12 +38,13 @@ from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.tools import (
     DeltaToolCall,
     ToolCall,
+    ToolChoice,
     Tools,
     called,
     called_now,
     check_values,
+    choose_tools,
     engine_calls,
-    engine_tools,
 )
 from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
@@ -85,12 +87,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[Any, only("auto", "none")] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="With false, an answer ends with its first call.")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
-    logprobs: Annotated[Any, only(False)] = None
-    top_logprobs: Annotated[Any, only(0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Logprobs | None, Meta(description="With logprobs.")] = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
     web_search_options: Annotated[Any, only()] = None
@@ -116,13 +118,33 @@ class ResponseMessage(msgspec.Struct):
     reasoning: str | UnsetType = UNSET
 
 
+class TopLogprob(msgspec.Struct):
+    """How likely a token was: the logarithm of its probability. `bytes` are null where they are no text by themselves."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """The same of a token of the answer, and of those that were likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """How likely the tokens of an answer were, before the request's parameters had a say."""
+
+    content: list[ChatLogprob]
+
+
 class Choice(msgspec.Struct):
-    """The one answer of a request."""
+    """An answer."""
 
     message: ResponseMessage
     finish_reason: FinishReason
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -146,12 +168,12 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct):
-    """What is new of the one answer; `finish_reason` is in the last of them."""
+    """What is new of an answer; `finish_reason` is in the last of them."""
 
     delta: Delta
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -176,10 +198,17 @@ CHAT_PARSER = BodyParser(ChatRequest)
 def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
     """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_request`."""
     check_supported(request, _UNSUPPORTED)
-    sampling = sampling_of(request, request.max_completion_tokens)
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs are for logprobs: set logprobs", code="invalid_value", param="top_logprobs")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    sampling = sampling_of(request, request.max_completion_tokens, logprobs)
     messages, request.messages = request.messages, []
     in_engine, sources = engine_messages(messages)
-    tools = engine_tools(request.tools or [])
+    tools, is_required = choose_tools(request.tools or [], request.tool_choice)
+    if tools and sampling.structured_outputs is not None:
+        text = "tools and a form of the answer can't be asked for together: leave out one, or set tool_choice to none"
+        param = "structured_outputs" if request.structured_outputs is not None else "response_format"
+        raise ApiError(400, text, code="unsupported_value", param=param)
     options = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
@@ -188,7 +217,8 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
         in_engine,
         sampling=sampling,
         priority=request.priority or 0,
-        tools=[] if request.tool_choice == "none" else tools,
+        tools=tools,
+        tool_choice="required" if is_required else "auto",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         template_options=options,
     ), sources
@@ -276,21 +306,45 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
     return ChatMessage(message.role, parts, calls, message.tool_call_id)
 
 
-def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason) -> Choice:
+def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason, index: int, logprobs: ChatLogprobs | None) -> Choice:
     text = "".join(piece.text for piece in pieces)
     reasoning = "".join(piece.reasoning for piece in pieces)
     calls = called([call for piece in pieces for call in piece.tool_calls])
     message = ResponseMessage(text or (None if calls else ""), tool_calls=calls or UNSET, reasoning=reasoning or UNSET)
-    return Choice(message, reason)
+    return Choice(message, reason, index, logprobs)
 
 
-def _piece(output: GenerateOutput | None, reason: FinishReason | None) -> ChunkChoice:
+def _piece(
+    output: GenerateOutput | None, reason: FinishReason | None, index: int, logprobs: ChatLogprobs | None
+) -> ChunkChoice:
     if output is None:
-        return ChunkChoice(Delta(), reason)
+        return ChunkChoice(Delta(), reason, index)
     delta = Delta(
         content=output.text or None, tool_calls=called_now(output.tool_calls) or None, reasoning=output.reasoning or None
     )
-    return ChunkChoice(delta, reason)
+    return ChunkChoice(delta, reason, index, logprobs)
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs], _: int) -> ChatLogprobs:
+    """Each token is encoded at once: an answer of thousands would keep the loop for long at its end."""
+    encoded = [
+        msgspec.Raw(
+            msgspec.json.encode(
+                ChatLogprob(
+                    token.token,
+                    token.logprob,
+                    _bytes_of(token.token),
+                    [TopLogprob(text, logprob, _bytes_of(text)) for text, logprob in token.top],
+                )
+            )
+        )
+        for token in tokens
+    ]
+    return ChatLogprobs(encoded)  # type: ignore[arg-type]  # what they are is said by the type
+
+
+def _bytes_of(token: str) -> list[int] | None:
+    return None if "\ufffd" in token else list(token.encode())
 
 
 #: How chats are understood and answered.
@@ -302,6 +356,7 @@ CHAT_FORM = AnswerForm(
     whole=ChatCompletion,
     event=ChatCompletionChunk,
     choice=_choice,
-    opening=ChunkChoice(Delta("assistant", "")),
+    opening=lambda index: ChunkChoice(Delta("assistant", ""), index=index),
     piece=_piece,
+    logprobs=_logprobs,
 )

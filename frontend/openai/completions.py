@@ -5,6 +5,7 @@ A request has one prompt. Several in one request, which OpenAI's API also takes,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,19 +13,26 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import FinishReason, GenerateRequest
+from shmring.engine.protocol import FinishReason, GenerateRequest, TokenLogprobs
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
-from shmring.frontend.openai.generation import MAX_CHARACTERS, AnswerForm, GenerationRequest, Usage, sampling_of
+from shmring.frontend.openai.generation import (
+    MAX_CHARACTERS,
+    AnswerForm,
+    GenerationRequest,
+    Logprobs,
+    Token,
+    Usage,
+    sampling_of,
+)
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
-__all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "Token", "check_prompt"]
+__all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "check_prompt"]
 
 _MAX_TOKENS = 16  # of an answer whose request does not say how many, as in OpenAI's API
 
-Token = Annotated[int, Meta(ge=0, lt=2**31)]
 _PROMPT = "A text, or its tokens; a list with one text or one list of tokens will do."
 
 
@@ -34,17 +42,26 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: Annotated[str | Annotated[list[str | Token | list[Token]], Meta(min_length=1)], Meta(description=_PROMPT)]
     add_special_tokens: bool | None = None
     suffix: Annotated[Any, only("")] = None
-    logprobs: Annotated[Any, only()] = None
+    logprobs: Logprobs | None = None
     prompt_embeds: Annotated[Any, only()] = None
 
 
+class CompletionLogprobs(msgspec.Struct):
+    """How likely tokens were: logarithms of their probabilities, before the request's parameters had a say."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class CompletionChoice(msgspec.Struct):
-    """The one answer of a request, or what is new of it."""
+    """An answer, or what is new of it."""
 
     text: str
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct):
@@ -63,7 +80,7 @@ _UNSUPPORTED = unsupported_of(CompletionRequest)
 
 def _engine_request(request: CompletionRequest) -> tuple[GenerateRequest, list[MediaSource]]:
     check_supported(request, _UNSUPPORTED)
-    sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None)
+    sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None, request.logprobs)
     prompt, request.prompt = check_prompt(request.prompt), ""
     add_special_tokens = request.add_special_tokens is not False
     return GenerateRequest(
@@ -99,12 +116,24 @@ def check_prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
     return prompt if isinstance(prompt, str) else tokens
 
 
-def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason) -> CompletionChoice:
-    return CompletionChoice("".join(piece.text for piece in pieces), reason)
+def _choice(
+    pieces: Sequence[GenerateOutput], reason: FinishReason, index: int, logprobs: CompletionLogprobs | None
+) -> CompletionChoice:
+    return CompletionChoice("".join(piece.text for piece in pieces), reason, index, logprobs)
 
 
-def _piece(output: GenerateOutput | None, reason: FinishReason | None) -> CompletionChoice:
-    return CompletionChoice(output.text if output is not None else "", reason)
+def _piece(
+    output: GenerateOutput | None, reason: FinishReason | None, index: int, logprobs: CompletionLogprobs | None
+) -> CompletionChoice:
+    return CompletionChoice(output.text if output is not None else "", reason, index, logprobs)
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs], characters: int) -> CompletionLogprobs:
+    """The chosen token is among the likeliest, as in OpenAI's API. They are encoded at once: all at the end would take long."""
+    texts = [token.token for token in tokens]
+    tops = [msgspec.Raw(msgspec.json.encode({**dict(token.top), token.token: token.logprob})) for token in tokens]
+    offsets = list(itertools.accumulate(map(len, texts), initial=characters))[:-1]
+    return CompletionLogprobs(texts, [token.logprob for token in tokens], tops, offsets)  # type: ignore[arg-type]  # as above
 
 
 #: How completions are understood and answered.
@@ -118,4 +147,5 @@ COMPLETION_FORM = AnswerForm(
     choice=_choice,
     opening=None,
     piece=_piece,
+    logprobs=_logprobs,
 )

@@ -11,22 +11,39 @@ import msgspec
 from msgspec import Meta
 
 from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import FinishReason, GenerateRequest, SamplingParams
+from shmring.engine.protocol import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import INT64, Priority
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.structures import ResponseFormat, StructuredOutputs, structure_of
 from shmring.frontend.openai.unsupported import only
 
-__all__ = ["MAX_CHARACTERS", "AnswerForm", "GenerationRequest", "StreamOptions", "TokenCount", "Usage", "sampling_of"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "AnswerForm",
+    "GenerationRequest",
+    "Logprobs",
+    "StreamOptions",
+    "Token",
+    "TokenCount",
+    "Usage",
+    "sampling_of",
+]
 
 #: Of all texts together: a million tokens, and a few milliseconds of the loops that they pass.
 MAX_CHARACTERS = 4 << 20
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TEXTS = 4  # as in OpenAI's API
+_MAX_STOP_TOKENS = 128
+_MAX_ANSWERS = 128  # as in OpenAI's API; an engine has a limit of its own
+MAX_LOGPROBS = 20  # as in OpenAI's API
 
 TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopText = Annotated[str, Meta(min_length=1)]
 
 
@@ -54,16 +71,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: Priority | None = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
-    n: Annotated[Any, only(1)] = None
+    n: Annotated[int, Meta(ge=1, le=_MAX_ANSWERS)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Token], Meta(max_length=_MAX_STOP_TOKENS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     best_of: Annotated[Any, only(1)] = None
     echo: Annotated[Any, only(False)] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
     use_beam_search: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1)] = None
-    min_tokens: Annotated[Any, only(0)] = None
-    stop_token_ids: Annotated[Any, only([])] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
     bad_words: Annotated[Any, only([])] = None
     allowed_token_ids: Annotated[Any, only()] = None
@@ -71,7 +89,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: Annotated[Any, only()] = None
     guided_choice: Annotated[Any, only()] = None
     guided_grammar: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
     prompt_logprobs: Annotated[Any, only()] = None
     logprob_token_ids: Annotated[Any, only([])] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
@@ -114,9 +131,12 @@ class AnswerForm(Generic[_Request]):
             still without its media, and the sources of the media, in order. Raises :class:`ApiError` if the request asks for
             something that is not implemented.
         whole, event: the types of an answer and of a stream's events: their name, time, model, choices and usage.
-        choice: the choice of a whole answer: its pieces, and why it ended.
-        opening: the choice of a stream's first event. None: it begins with the text.
-        piece: the choice of an event with text, or of the last one, which says why the answer ended.
+        choice: one choice of a whole answer: its pieces, why it ended, which it is, and how likely its tokens were.
+        opening: the choice of a stream's first event, by its number. None: it begins with the text.
+        piece: the choice of an event with text, or of the last one, which says why the answer ended; which one it is, and how
+            likely its tokens were.
+        logprobs: how likely tokens were, behind so many characters of text. All fields of it are lists, so that parts of an
+            answer can be joined.
     """
 
     task: str
@@ -125,17 +145,19 @@ class AnswerForm(Generic[_Request]):
     engine_request: Callable[[_Request], tuple[GenerateRequest, list[MediaSource]]]
     whole: Callable[..., msgspec.Struct]
     event: Callable[..., msgspec.Struct]
-    choice: Callable[[Sequence[GenerateOutput], FinishReason], msgspec.Struct]
-    opening: msgspec.Struct | None
-    piece: Callable[[GenerateOutput | None, FinishReason | None], msgspec.Struct]
+    choice: Callable[[Sequence[GenerateOutput], FinishReason, int, Any], msgspec.Struct]
+    opening: Callable[[int], msgspec.Struct] | None
+    piece: Callable[[GenerateOutput | None, FinishReason | None, int, Any], msgspec.Struct]
+    logprobs: Callable[[Sequence[TokenLogprobs], int], Any]
 
 
-def sampling_of(request: GenerationRequest, max_tokens: int | None) -> SamplingParams:
+def sampling_of(request: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """Returns how a request's tokens are chosen.
 
     Args:
         request: any.
         max_tokens: how many, if the request says so in another field than ``max_tokens``.
+        logprobs: as in the result.
 
     Raises:
         ApiError: its options do not fit together.
@@ -143,15 +165,30 @@ def sampling_of(request: GenerationRequest, max_tokens: int | None) -> SamplingP
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
     stop = request.stop or []
+    max_tokens = request.max_tokens if max_tokens is None else max_tokens
+    if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
+        text = f"min_tokens is {request.min_tokens}, more than the {max_tokens} tokens that the answer may have"
+        raise ApiError(400, text, code="invalid_value", param="min_tokens")
+    structure = structure_of(request.response_format, request.structured_outputs)
+    if request.min_tokens and structure is not None:
+        text = "min_tokens can't be asked for together with a form of the answer, which says when it ends"
+        raise ApiError(400, text, code="unsupported_value", param="min_tokens")
     return SamplingParams(
-        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        n=request.n or 1,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=request.top_k or 0,
         min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=request.logit_bias or {},
         seed=request.seed,
         stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=request.stop_token_ids or [],
         ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        structured_outputs=structure,
     )

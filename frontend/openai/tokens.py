@@ -10,7 +10,8 @@ from msgspec import Meta
 from shmring.engine.protocol import GenerateRequest
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.chat import ChatMessageParam, engine_messages
-from shmring.frontend.openai.completions import Token, check_prompt
+from shmring.frontend.openai.completions import check_prompt
+from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import MAX_MESSAGES
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.tools import Tools, check_values, engine_tools

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -12,16 +12,17 @@ from msgspec import Meta
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import check_length
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
 
 __all__ = [
     "DeltaToolCall",
     "Tool",
     "ToolCall",
+    "ToolChoice",
     "Tools",
     "called",
     "called_now",
     "check_values",
+    "choose_tools",
     "engine_calls",
     "engine_tools",
 ]
@@ -38,7 +39,9 @@ class FunctionDefinition(msgspec.Struct):
     name: _Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Any, only(False)] = None
+    strict: Annotated[bool | None, Meta(description="True only where a call is required: it always keeps to the schema.")] = (
+        None
+    )
 
 
 class Tool(msgspec.Struct):
@@ -49,6 +52,21 @@ class Tool(msgspec.Struct):
 
 
 Tools = Annotated[list[Tool], Meta(max_length=_MAX_TOOLS)]
+
+
+class NamedFunction(msgspec.Struct):
+    """The name of a function."""
+
+    name: _Name
+
+
+class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
+    """The tool that must be called."""
+
+    function: NamedFunction
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool
 
 
 class FunctionCall(msgspec.Struct):
@@ -72,17 +90,37 @@ class DeltaToolCall(ToolCall, kw_only=True):
     index: int
 
 
-_UNSUPPORTED = unsupported_of(FunctionDefinition)
+def choose_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the tools that an answer may call, as chat templates take them, and whether it must call one.
+
+    A model that must call a tool which its caller names knows of no other.
+
+    Raises:
+        ApiError: there is no such tool, or one has something that is not implemented.
+    """
+    is_required = choice == "required" or isinstance(choice, NamedTool)
+    in_engine = engine_tools(tools, strict=is_required)
+    if isinstance(choice, NamedTool):
+        in_engine = [tool for tool in in_engine if tool["function"]["name"] == choice.function.name]
+    if is_required and not in_engine:
+        raise ApiError(400, "tool_choice requires a tool that tools do not have", code="invalid_value", param="tool_choice")
+    return ([] if choice == "none" else in_engine), is_required
 
 
-def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def engine_tools(tools: Sequence[Tool], *, strict: bool = False) -> list[dict[str, Any]]:
     """Returns tools as chat templates take them.
+
+    Args:
+        tools: of a request.
+        strict: whether calls keep to the schemas.
 
     Raises:
         ApiError: one has something that is not implemented.
     """
     for index, tool in enumerate(tools):
-        check_supported(tool.function, _UNSUPPORTED, f"tools[{index}].function.")
+        if tool.function.strict and not strict:
+            text = "strict is not supported where no call is required: set tool_choice to required, or leave strict out"
+            raise ApiError(400, text, code="unsupported_value", param=f"tools[{index}].function.strict")
     values: list[dict[str, Any]] = msgspec.to_builtins(tools)
     for value in values:
         value["function"] = {name: field for name, field in value["function"].items() if field is not None and name != "strict"}

@@ -58,7 +58,7 @@ def logits_of(
         while batch or any(later >= step for later in arrivals):
             batch += [StepInput(number, request) for number, request in arrivals.get(step, {}).items()]
             outputs: Any = executor.execute(batch)
-            found |= executor._answers
+            found |= {number: running[0] for number, running in executor._answers.items() if running}
             for part, output in zip(batch, outputs, strict=True):
                 assert not isinstance(output, Exception), output
                 tokens.setdefault(part.request_id, []).extend(output.reply.token_ids if output.reply else [])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors.sampling import Sampler
+from shmring.engine.executors.sampling import Sampler, find_likeliest
 from shmring.engine.protocol import SamplingParams
 from tests.tables import for_each
 
@@ -137,6 +137,14 @@ def test_a_temperature_that_makes_no_sense_is_refused(params: dict[str, float]) 
         {"top_k": -2},
         {"min_p": 1.1},
         {"min_p": math.nan},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": math.nan},
+        {"min_tokens": -1},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"stop_token_ids": list(range(129))},
         {"repetition_penalty": 0},
         {"repetition_penalty": math.nan},
         {"logit_bias": {1: 101.0}},
@@ -155,3 +163,87 @@ def test_other_parameters_that_make_no_sense_are_refused(params: dict[str, Any])
 def test_a_top_p_that_makes_no_sense_is_refused(top_p: float) -> None:
     with pytest.raises(ValueError, match="top_p must be"):
         Sampler(SamplingParams(top_p=top_p))
+
+
+# -- penalties, ends and probabilities ------------------------------------------------------------------------------------
+
+
+class Seen:
+    """In the place of a grammar: keeps the scores that it is given, which are those after all that changes them."""
+
+    def __init__(self) -> None:
+        self.scores: list[torch.Tensor] = []
+
+    def restrict(self, scores: torch.Tensor) -> torch.Tensor:
+        self.scores.append(scores.clone())
+        return scores
+
+
+def scores_of(prompt: list[int], chosen: list[int], logits: torch.Tensor, **params: Any) -> torch.Tensor:
+    """The scores of the next token, after others were chosen."""
+    sampler = Sampler(SamplingParams(temperature=0, **params), torch.tensor(prompt))
+    for token in chosen:
+        assert sampler.choose(torch.full_like(logits, -1e6).index_fill(0, torch.tensor([token]), 1e6)) == token
+    seen = Seen()
+    sampler.choose(logits, seen)  # type: ignore[arg-type]
+    return seen.scores[0]
+
+
+@for_each("penalty", [0.5, 1.3, 2.0])
+def test_the_penalty_of_repetitions_is_that_of_transformers(penalty: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 3
+    prompt, chosen = [1, 2, 2, 3], [3, 7, 7, 9]
+    process = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected = process(torch.tensor([prompt + chosen]), logits.double().unsqueeze(0))[0]
+    torch.testing.assert_close(scores_of(prompt, chosen, logits, repetition_penalty=penalty), expected, rtol=0, atol=1e-12)
+
+
+def test_presence_and_frequency_count_what_the_answer_has_and_not_the_prompt() -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(6))
+    scores = scores_of([1, 2, 2], [3, 7, 7, 7], logits, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = logits.double()
+    expected[3] -= 0.5 + 0.25
+    expected[7] -= 0.5 + 3 * 0.25
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-12)
+
+
+def test_a_penalty_keeps_an_answer_from_repeating_itself() -> None:
+    assert draw(5, temperature=0, frequency_penalty=2, logit_bias={0: 1.0}) == [0, 4, 0, 1, 2]
+    assert draw(4, temperature=0, presence_penalty=-2) == [0] * 4
+
+
+def test_no_end_is_chosen_before_min_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    params = SamplingParams(temperature=0, min_tokens=3)
+    sampler = Sampler(params, ends={0, 4, 99})  # the vocabulary has five
+    process = transformers.MinNewTokensLengthLogitsProcessor(0, 3, eos_token_id=[0, 4])
+    for chosen in range(6):
+        expected = process(torch.zeros((1, chosen), dtype=torch.long), LOGITS.unsqueeze(0))[0]
+        assert sampler.choose(LOGITS) == int(expected.argmax())
+
+
+def test_a_token_of_a_prompt_that_the_head_does_not_have_is_no_problem() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), torch.tensor([0, 5, 900]))
+    assert sampler.choose(LOGITS) == 4
+
+
+def test_how_likely_tokens_were() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(7))
+    logits[9] = -math.inf
+    expected = torch.log_softmax(logits.double(), 0)
+    logprob, likeliest = find_likeliest(logits, 13, 5)
+    assert logprob == pytest.approx(float(expected[13]))
+    assert [token for token, _ in likeliest] == expected.argsort(descending=True)[:5].tolist()
+    assert [value for _, value in likeliest] == sorted((value for _, value in likeliest), reverse=True)
+    assert find_likeliest(logits, 9, 0) == (-9999.0, [])  # JSON has no infinity
+    assert len(find_likeliest(logits[:3], 0, 20)[1]) == 3
+
+
+def test_each_answer_of_a_request_has_a_seed_of_its_own() -> None:
+    def drawn(seed: int, index: int) -> list[int]:
+        sampler = Sampler(SamplingParams(temperature=1.5, seed=seed), index=index)
+        return [sampler.choose(LOGITS) for _ in range(40)]
+
+    assert drawn(7, 0) != drawn(7, 1)
+    assert drawn(7, 1) == drawn(8, 0)

@@ -22,6 +22,7 @@ class Request:
     client_id: int = 0
     priority: int = 0
     nbytes: int = 1
+    num_seqs: int = 1
 
 
 def admitted(config: SchedulerConfig, *requests: Request) -> list[str]:
@@ -62,6 +63,26 @@ def test_what_runs_counts_toward_max_num_seqs_until_it_is_finished() -> None:
     scheduler.finish(requests[0])
     assert scheduler.admit() == requests[2:]
     assert list(scheduler) == requests[1:]
+
+
+def test_a_request_with_several_answers_takes_as_many_places() -> None:
+    requests = [Request("a"), Request("b", num_seqs=3), Request("c")]
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=3))
+    for request in requests:
+        scheduler.add(request)
+    assert [request.name for request in scheduler.admit()] == ["a"], "those behind it wait, or it would wait for ever"
+    scheduler.finish(requests[0])
+    assert [request.name for request in scheduler.admit()] == ["b"]
+    scheduler.finish(requests[1])
+    assert [request.name for request in scheduler.admit()] == ["c"]
+
+
+@for_each("num_seqs", [0, -1, 4])
+def test_a_request_whose_answers_can_never_run_is_refused(num_seqs: int) -> None:
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=3))
+    with pytest.raises(ValueError, match=f"n is {num_seqs}; this server takes at most 3"):
+        scheduler.add(Request("a", num_seqs=num_seqs))
+    assert scheduler.waiting == 0
 
 
 def test_a_step_admits_nothing_more_once_it_has_max_batch_nbytes() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import torch
 
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
-from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, TextPart, ToolCall
+from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart, ToolCall
 from tests.stepping import answer
 
 transformers = pytest.importorskip("transformers")
@@ -148,6 +150,9 @@ def test_a_region_may_have_a_list_of_calls() -> None:
 def with_tools(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tools") / "tiny-tools"
     shutil.copytree(tiny_model("llama"), path)
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config.max_position_embeddings = 4096  # each letter of a schema is a token
+    config.save_pretrained(path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = RESPONSES
@@ -181,7 +186,7 @@ def write(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> Ca
     def choose(text: str) -> None:
         tokens = iter(executor._checkpoint.tokenizer(text + "<|end|>")["input_ids"])
 
-        def next_token(_: sampling.Sampler, logits: torch.Tensor) -> int:
+        def next_token(_: sampling.Sampler, logits: torch.Tensor, grammar: None) -> int:
             return int(next(tokens))
 
         monkeypatch.setattr(sampling.Sampler, "choose", next_token)
@@ -283,3 +288,123 @@ def test_a_model_without_either_takes_no_tools(with_tools: Path, tmp_path: Path,
         answer(executor, conversation(tools=[WEATHER]))
     with pytest.raises(ValueError, match="takes no tools"):
         answer(executor, conversation(ChatMessage("tool", [TextPart("Rain")], tool_call_id="c1")))
+
+
+# -- calls that are required ----------------------------------------------------------------------------------------------
+
+NESTED = {
+    "type": "function",
+    "function": {
+        "name": 'pla"ce é',
+        "parameters": {
+            "properties": {"at": {"$ref": "#/$defs/point"}},
+            "required": ["at"],
+            "additionalProperties": False,
+            "$defs": {
+                "point": {
+                    "type": "object",
+                    "properties": {"x": {"type": "boolean"}},
+                    "required": ["x"],
+                    "additionalProperties": False,
+                }
+            },
+        },
+    },
+}
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Ulm", "Aš"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def required(seed: int, *tools: Any, **fields: Any) -> GenerateRequest:
+    request = conversation(tools=list(tools), tool_choice="required", **fields)
+    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=seed)
+    return request
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_model_that_must_call_does(executor: TransformersExecutor, seed: int) -> None:
+    replies = answer(executor, required(seed, STRICT, NESTED, parallel_tool_calls=False))
+    [call] = [call for reply in replies for call in reply.tool_calls]
+    assert ("".join(reply.text for reply in replies), replies[-1].finish_reason) == ("", "tool_calls")
+    tool = next(tool for tool in (STRICT, NESTED) if tool["function"]["name"] == call.name)  # type: ignore[index]
+    jsonschema_rs.validate(tool["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+
+
+def test_several_calls_may_be_made(executor: TransformersExecutor) -> None:
+    counts = set()
+    for seed in range(8):
+        replies = answer(executor, required(seed, STRICT))
+        calls = [call for reply in replies for call in reply.tool_calls]
+        counts.add(len(calls))
+        for call in calls:
+            jsonschema_rs.validate(STRICT["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+    assert min(counts) >= 1
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "xml-inline", "content_args": {"tag_pattern": "<(?P<key>a)>(?P<value>b)"}},
+        {"open_pattern": r"<tool_call>call:(?P<name>\w+)", "transform": {"name": "{name}", "arguments": "{content}"}},
+        {"transform_each": True},
+        {"close": ["</tool_call>", "</tool>"]},
+    ],
+)
+def test_a_model_whose_calls_are_written_otherwise_can_not_be_made_to_call(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    calls = RESPONSES["fields"]["tool_calls"] | change  # type: ignore[index]
+    monkeypatch.setattr(
+        executor._prompts,
+        "_response_template",
+        RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}},  # type: ignore[operator]
+    )
+    with pytest.raises(ValueError, match="can't be made to call a tool"):
+        answer(executor, required(1, STRICT))
+
+
+def test_a_prompt_that_has_begun_reasoning_can_not_go_on_with_a_call(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        executor._checkpoint.tokenizer, "chat_template", TEMPLATE.replace("assistant: {%", "assistant: <think>{%")
+    )
+    with pytest.raises(ValueError, match="begins its answer with reasoning"):
+        answer(executor, required(1, STRICT))
+    assert answer(executor, conversation(tools=[STRICT]))
+
+
+def test_a_call_can_not_be_required_without_tools_and_not_beside_a_form(executor: TransformersExecutor) -> None:
+    with pytest.raises(ValueError, match="there are no tools"):
+        answer(executor, required(1))
+    request = conversation(tools=[STRICT])
+    request.sampling = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    with pytest.raises(ValueError, match="either has a form, or may call tools"):
+        answer(executor, request)
+
+
+def test_marks_that_are_control_tokens_are_written_as_such(with_tools: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(with_tools, path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    marks = {"open": "<|pad|>", "close": "</tool_call>"}
+    calls = {name: value for name, value in RESPONSES["fields"]["tool_calls"].items() if name != "open_pattern"} | marks  # type: ignore[index]
+    tokenizer.response_template = RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}}  # type: ignore[operator]
+    tokenizer.save_pretrained(path)
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
+    request = required(2, STRICT, parallel_tool_calls=False)
+    request.sampling.ignore_eos = True
+    replies = answer(executor, request)
+    assert replies[0].token_ids[0] == tokenizer.convert_tokens_to_ids("<|pad|>")
+    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]

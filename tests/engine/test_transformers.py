@@ -450,7 +450,7 @@ def test_forgetting_a_request_frees_its_keys_and_values(executor: TransformersEx
     executor.execute([StepInput(1, None), StepInput(2, None)])
     (shelf,) = executor._model.contexts.shelves
     memory = [weakref.ref(tensor) for layer in shelf.layers.values() for tensor in layer]
-    left = executor._answers[1].context.row
+    left = executor._answers[1][0].context.row
     assert left is not None
     executor.forget(1)
     assert left.index in shelf.free
@@ -844,3 +844,90 @@ def test_it_is_made_by_its_name(tiny_model: Callable[..., Path]) -> None:
     executor = create_executor("transformers", ExecutorOptions(model=str(tiny_model("llama"))))
     assert isinstance(executor, TransformersExecutor)
     executor.close()
+
+
+# -- what is generated ----------------------------------------------------------------------------------------------------
+
+
+@for_each("architecture", ["llama", "llava", "gemma3"])
+def test_probabilities_are_those_of_transformers(architecture: str, tiny_model: Callable[..., Path]) -> None:
+    """In float64; of each token, whatever it was chosen by; also where the model reads one request at a time."""
+    path = tiny_model(architecture)
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
+    executor._checkpoint.model.double()
+    model, tokenizer = Reference(path).model.double(), executor._checkpoint.tokenizer
+    request = ask("Tell me", temperature=1.5, seed=3, logprobs=4, ignore_eos=True, presence_penalty=1.0, max_tokens=12)
+    replies = answer(executor, request)
+    prompt = executor._prompts.build(request)["input_ids"][0].tolist()
+    tokens = tokens_of(replies)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits.double(), dim=1)
+    found = [described for reply in replies for described in reply.logprobs]
+    assert len(found) == len(tokens) == 12
+    for token, described, row in zip(tokens, found, expected, strict=True):
+        assert described.token == tokenizer.decode([token])
+        assert described.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        values, numbers = row.topk(4)
+        assert [text for text, _ in described.top] == [tokenizer.decode([number]) for number in numbers.tolist()]
+        assert [value for _, value in described.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@for_each("architecture", ["llama", "llava", "gemma3"])
+@for_each("parts", [("Hi",), (noise(50, 60), "What is it? " * 20)], ids=str)
+def test_several_answers_are_those_of_as_many_requests(
+    architecture: str, parts: Any, load: Callable[..., TransformersExecutor]
+) -> None:
+    """The second has the next seed. The prompt is read once; a picture is looked at once."""
+    executor = load(architecture)
+    if architecture == "llama":
+        parts = parts[-1:]
+    sampling = {"temperature": 1.5, "ignore_eos": True, "max_tokens": 15}
+    alone = [tokens_of(answer(executor, ask(*parts, seed=seed, **sampling))) for seed in (5, 6, 7)]
+    together = answer(executor, ask(*parts, seed=5, n=3, **sampling))
+    for index in range(3):
+        mine = [reply for reply in together if reply.index == index]
+        assert tokens_of(mine) == alone[index]
+        assert [reply.finish_reason for reply in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert mine[-1].completion_tokens == 15
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    assert executor._answers == {}
+
+
+def test_several_answers_end_each_by_itself_and_are_given_up_together(executor: TransformersExecutor) -> None:
+    lengths = set()
+    for seed in range(6):
+        replies = answer(executor, ask("Hi", n=4, seed=seed, temperature=1.8, max_tokens=40))
+        last = [reply for reply in replies if reply.finish_reason is not None]
+        assert sorted(reply.index for reply in last) == [0, 1, 2, 3]
+        lengths |= {reply.completion_tokens for reply in last}
+    assert len(lengths) > 1
+    executor.execute([StepInput(1, ask("Hi", n=4, ignore_eos=True))])
+    executor.execute([StepInput(1, None)])
+    assert [len(answers) for answers in executor._answers.values()] == [4]
+    executor.forget(1)  # and the fixture looks whether anything is left
+
+
+def test_several_answers_without_a_seed_share_steps(executor: TransformersExecutor) -> None:
+    replies = answer(executor, ask("Hi", n=3, ignore_eos=True, max_tokens=9))
+    greedy = tokens_of(answer(executor, ask("Hi", ignore_eos=True, max_tokens=9)))
+    assert [tokens_of([reply for reply in replies if reply.index == index]) for index in range(3)] == [greedy] * 3
+
+
+def test_an_answer_ends_at_a_stop_token_whose_text_is_not_in_it(executor: TransformersExecutor) -> None:
+    plain = answer(executor, ask("Hi", ignore_eos=True))
+    tokens = tokens_of(plain)
+    stop = next(token for token in tokens[3:] if token not in tokens[:3])
+    replies = answer(executor, ask("Hi", ignore_eos=True, stop_token_ids=[stop]))
+    assert tokens_of(replies) == tokens[: tokens.index(stop) + 1]
+    assert replies[-1].finish_reason == "stop"
+    text = executor._checkpoint.tokenizer.decode(tokens[: tokens.index(stop)], skip_special_tokens=True)
+    assert text_of(replies) == text
+
+
+def test_nothing_ends_an_answer_before_min_tokens(executor: TransformersExecutor) -> None:
+    plain = answer(executor, ask("Hi", ignore_eos=True))
+    stop = text_of(plain)[:1]
+    assert answer(executor, ask("Hi", stop=[stop], ignore_eos=True))[-1].completion_tokens < 5
+    replies = answer(executor, ask("Hi", stop=[stop], stop_token_ids=tokens_of(plain)[:1], min_tokens=10, max_tokens=12))
+    assert replies[-1].completion_tokens >= 10

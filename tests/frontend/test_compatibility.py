@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shmring
-from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
+from shmring.engine.protocol import FEATURES, EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
 from tests.pages import load_maker
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -29,6 +29,7 @@ DESCRIPTION = ModelDescription(
     embedding_size=4,
     tools=True,
     template_options=True,
+    features=list(FEATURES),
 )
 
 
@@ -45,7 +46,8 @@ class Server:
         if isinstance(request, EncodeRequest):
             await claim.reply(EncodeReply(torch.eye(4)[: len(request.inputs)]))
         else:
-            await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
+            for index in range(request.sampling.n):
+                await claim.reply(GenerateReply("yes", [1], 1, 1, "stop", index=index))
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[httpx.Response, Any]:
         """Sends a request; returns its answer, and what can tell it from that of another request."""

@@ -71,6 +71,95 @@ def test_how_tokens_are_filtered_reaches_the_engine() -> None:
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.logit_bias) == (5, 0.1, 1.2, {7: -100})
 
 
+def test_what_is_generated_reaches_the_engine() -> None:
+    fields = {"n": 3, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop_token_ids": [4]}
+    sampling = engine_request(parse(**fields))[0].sampling
+    assert sampling == SamplingParams(**fields)
+
+
+@for_each(
+    ("fields", "count"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)],
+)
+def test_probabilities_are_asked_for(fields: dict[str, Any], count: int | None) -> None:
+    assert engine_request(parse(**fields))[0].sampling.logprobs == count
+
+
+@for_each(
+    ("fields", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": True}, "n"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "x"}, "frequency_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 4, "max_completion_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 4, "response_format": {"type": "json_object"}}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [0] * 129}, "stop_token_ids"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        engine_request(parse(**fields))
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+
+@for_each(
+    ("choice", "names", "required"),
+    [
+        (None, "fg", "auto"),
+        ("auto", "fg", "auto"),
+        ("none", "", "auto"),
+        ("required", "fg", "required"),
+        ({"type": "function", "function": {"name": "g"}}, "g", "required"),
+    ],
+)
+def test_which_tools_may_or_must_be_called(choice: Any, names: str, required: str) -> None:
+    request, _ = engine_request(parse(tools=TOOLS, tool_choice=choice))
+    assert ("".join(tool["function"]["name"] for tool in request.tools), request.tool_choice) == (names, required)
+
+
+@for_each(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    ],
+)
+def test_a_choice_of_tools_that_makes_no_sense_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        engine_request(parse(**fields))
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_a_call_that_is_required_is_strict_anyway() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    request, _ = engine_request(parse(tools=tools, tool_choice="required"))
+    assert request.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_tools_that_may_not_be_called_leave_room_for_a_form() -> None:
+    request, _ = engine_request(parse(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"}))
+    assert (request.tools, request.needs_form) == ([], True)
+
+
 def test_max_completion_tokens_is_the_newer_name() -> None:
     assert engine_request(parse(max_tokens=3))[0].sampling.max_tokens == 3
     assert engine_request(parse(max_tokens=3, max_completion_tokens=5))[0].sampling.max_tokens == 5
@@ -83,19 +172,11 @@ def test_one_stop_text_is_a_list_of_one() -> None:
 @for_each(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("n", "1"),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("logprobs", True),
-        ("top_logprobs", 3),
-        ("presence_penalty", 0.5),
+        ("use_beam_search", True),
+        ("use_beam_search", 0),
+        ("use_beam_search", "false"),
         ("modalities", ["text", "audio"]),
         ("guided_json", {}),
-        ("min_tokens", 5),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:

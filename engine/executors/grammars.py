@@ -1,0 +1,348 @@
+"""Answers that must have a form: JSON of a schema, a pattern, one of some texts, calls of tools.
+
+A form becomes a grammar. Before each token of such an answer, the grammar says which tokens may be next, and the logits of all
+others are left out: of this answer alone. llguidance makes grammars and follows them; it is a library in Rust, which lets go of
+the interpreter while it computes.
+
+Compiling takes from a millisecond to some hundred, and a caller chooses what is compiled. So it is done on threads of its own.
+Steps go on meanwhile, and a request asks in each of its steps whether its form is ready. llguidance counts what it does, and
+gives up beyond limits that are set here, for a form and for each token. But it does not count everything: forty alternatives,
+combined, are sixteen million, and nothing ends a thread. So a new form is first tried in a process, which the system ends when
+it has used its seconds or its memory. Forms that were compiled are kept, those also that can't be.
+
+Invariant: an answer has a matcher of its own, a copy of the one that is kept; nothing changes that one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shmring.engine.executors.checkpoint import Checkpoint
+from shmring.engine.protocol import StructuredOutputsParams
+
+__all__ = ["Form", "Grammar", "Grammars", "can_require_calls", "form_of", "form_of_calls"]
+
+#: What an answer must be: its kind, and what says more. It can be a key.
+Form = tuple[str, str]
+
+_KEPT = 32  # forms
+_MAX_CHARACTERS = 128 << 10  # of a form; OpenAI's API takes 120,000
+_MAX_CHOICES = 1024
+_MAX_CALLS = 16  # of tools in an answer that must call one
+_MAX_ERROR_CHARACTERS = 300
+_THREADS = 4  # a form that is tried for seconds keeps no other one waiting
+
+# Seconds of a processor and bytes that the process of a form may take: a form of use takes a hundredth. On a busy machine it
+# may be waited for longer.
+_MAX_SECONDS = 2
+_MAX_NBYTES = 2 << 30
+_TIMEOUT_S = 30.0
+_TRIAL = """
+import json, os, resource, sys
+seconds, nbytes, limits = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.nice(5)
+from llguidance import LLMatcher, LLParserLimits
+sys.stdout.buffer.write(LLMatcher.validate_grammar(sys.stdin.buffer.read().decode(), limits=LLParserLimits(**limits)).encode())
+"""
+
+# What llguidance may do for a form, and for a token of an answer, in its own units; and lexer states, of 1 to 2 KB each.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 100_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,
+    "verbose_errors": False,
+}
+
+# A model that does not know how to go on writes white space without end, which JSON allows.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
+
+
+def form_of(structure: StructuredOutputsParams) -> Form:
+    """Returns what an answer must be.
+
+    Raises:
+        ValueError: it says nothing, or too much.
+    """
+    if structure.json is not None:
+        form = "json", structure.json
+    elif structure.json_object:
+        form = "json", '{"type": "object"}'
+    elif structure.regex is not None:
+        form = "regex", structure.regex
+    elif structure.choice:
+        if len(structure.choice) > _MAX_CHOICES:
+            raise ValueError(f"the form of the answer has {len(structure.choice)} choices, at most {_MAX_CHOICES} are taken")
+        form = "choice", f"start: {' | '.join(map(_quoted, structure.choice))}"
+    else:
+        raise ValueError("the form of the answer is empty: it has no json, json_object, regex or choice")
+    return _checked(form)
+
+
+def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Form:
+    """Returns the form of an answer that calls tools and does nothing else.
+
+    Args:
+        template: how the model writes, as transformers says it.
+        tools: that it may call.
+        parallel: whether there may be several calls.
+
+    Raises:
+        ValueError: they are too many or too long.
+    """
+    marks = _read_marks(template)
+    assert marks is not None, "can_require_calls says so"
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        before = f'{{"name": {_quoted(function["name"])}, "arguments": '
+        schema = (function.get("parameters") or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
+        calls.append(f'{_quoted(before)} %json {json.dumps(schema, ensure_ascii=False)} "}}"')
+    more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    lines = [f"start: call {more}", f"call: opening BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
+    return _checked(("calls", json.dumps([*marks, "\n".join(lines)])))
+
+
+def can_require_calls(template: Mapping[str, Any] | None) -> bool:
+    """Whether a model's calls have a form that is known here: a JSON object with name and arguments, between two marks."""
+    return template is not None and _read_marks(template) is not None
+
+
+class Grammar:
+    """Which tokens an answer may go on with.
+
+    Args:
+        matcher: llguidance's, for this answer alone.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Grammar:
+        """Returns the same for another answer."""
+        return Grammar(self._matcher.deep_copy())
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
+
+    def restrict(self, scores: torch.Tensor) -> torch.Tensor:
+        """Leaves out the tokens that can't be next.
+
+        Args:
+            scores: shape (vocabulary,).
+
+        Raises:
+            ValueError: it takes too long to say which can.
+        """
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: len(scores)]
+        self._check()
+        excluded = torch.ones(len(scores), dtype=torch.bool)
+        excluded[: len(allowed)] = allowed == 0
+        return scores.masked_fill(excluded.to(scores.device), -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Goes on with a token that was chosen.
+
+        Raises:
+            ValueError: it takes too long.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the form of the answer is too complex: {_first_line(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles forms, and keeps them.
+
+    All methods are called from one thread.
+
+    Args:
+        checkpoint: the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="shmring-grammars")
+        self._tokens: Any = None  # the tokenizer as llguidance has it: a second's work, once
+        self._making_tokens = threading.Lock()
+        self._kept: OrderedDict[Form, concurrent.futures.Future[Any]] = OrderedDict()
+        self._awaited: dict[int, tuple[Form, concurrent.futures.Future[Any]]] = {}  # by request
+        self._trials: set[subprocess.Popen[bytes]] = set()
+
+    def _missing(self) -> str | None:
+        """What an answer can't have a form without; None: nothing."""
+        try:
+            importlib.import_module("llguidance")
+        except ImportError:
+            return "response_format, structured_outputs and a required call need llguidance, which is not installed"
+        if getattr(self._checkpoint.tokenizer, "backend_tokenizer", None) is None:
+            return "response_format, structured_outputs and a required call need a tokenizer of the library tokenizers"
+        return None
+
+    def ready(self, request_id: int, make_form: Callable[[], Form]) -> Grammar | None:
+        """Returns what an answer goes by; None if that is not ready yet: to be asked again, or to be forgotten.
+
+        Args:
+            request_id: whose it is.
+            make_form: what the answer must be.
+
+        Raises:
+            ValueError: the form can't be compiled, or ``make_form`` raises it, or what is needed is missing.
+        """
+        if (missing := self._missing()) is not None:
+            raise ValueError(missing)
+        if request_id not in self._awaited:
+            form = make_form()
+            self._awaited[request_id] = form, self._find(form)
+        form, future = self._awaited[request_id]
+        if not future.done():
+            return None
+        del self._awaited[request_id]
+        error = future.exception()
+        if error is None:
+            return Grammar(future.result().deep_copy())
+        if not isinstance(error, ValueError) and self._kept.get(form) is future:
+            del self._kept[form]  # another time it may succeed
+        # Not raised itself: it may be kept, and the frames of this step would be with it.
+        raise (ValueError if isinstance(error, ValueError | TimeoutError) else RuntimeError)(str(error))
+
+    def _find(self, form: Form) -> concurrent.futures.Future[Any]:
+        future = self._kept.get(form)
+        if future is None or future.cancelled():
+            future = self._kept[form] = self._threads.submit(self._compile, form)
+        self._kept.move_to_end(form)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return future
+
+    def wait(self, seconds: float) -> None:
+        """Waits a little until one of those that requests ask for is ready."""
+        futures = [future for _, future in self._awaited.values()]
+        concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended; what only it was waiting for, and was not begun, is not compiled."""
+        _, future = self._awaited.pop(request_id, (None, None))
+        if future is not None and all(other is not future for _, other in self._awaited.values()):
+            future.cancel()
+
+    def close(self) -> None:
+        """Ends what is being tried; nothing can be compiled any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in list(self._trials):
+            trial.kill()
+
+    def _compile(self, form: Form) -> Any:
+        llguidance = importlib.import_module("llguidance")
+        with self._making_tokens:
+            if self._tokens is None:
+                eos = sorted(self._checkpoint.eos_token_ids) or None
+                from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
+                self._tokens = from_tokenizer(self._checkpoint.tokenizer, eos_token=eos)
+        try:
+            self._try(self._write(form, tokens=False))
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            matcher = llguidance.LLMatcher(self._tokens, self._write(form, tokens=True), log_level=0, limits=limits)
+            matcher.compute_logit_bias()  # the first mask takes longest
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+        except ValueError as error:
+            raise ValueError(f"the form of the answer can't be compiled: {_first_line(str(error))}") from None
+        return matcher
+
+    def _try(self, grammar: str) -> None:
+        """Compiles a grammar in a process that is ended if that takes too much.
+
+        Raises:
+            ValueError: it does, or the grammar is wrong.
+            TimeoutError: it has had no turn on a busy machine.
+            RuntimeError: there can be no such process.
+        """
+        command = [sys.executable, "-P", "-c", _TRIAL, json.dumps([_MAX_SECONDS, _MAX_NBYTES, _LIMITS])]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as trial:
+            self._trials.add(trial)
+            try:
+                output, errors = trial.communicate(grammar.encode(), _TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError("the form of the answer can't be compiled: it takes too long") from None
+            finally:
+                trial.kill()
+                self._trials.discard(trial)
+        if trial.returncode > 0:
+            raise RuntimeError(f"forms can't be tried: {errors.decode(errors='replace')[-_MAX_ERROR_CHARACTERS:]}")
+        if trial.returncode < 0:  # of a signal
+            raise ValueError(f"it takes more than {_MAX_SECONDS} s or {_MAX_NBYTES >> 30} GiB")
+        if output and not output.startswith(b"WARNING"):
+            raise ValueError(output.decode())
+
+    def _write(self, form: Form, *, tokens: bool) -> str:
+        """Returns a form as a grammar, for those who know this model's tokens or for others."""
+        kind, text = form
+        matcher = importlib.import_module("llguidance").LLMatcher
+        if kind == "json":
+            grammar: str = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        elif kind == "regex":
+            grammar = matcher.grammar_from_regex(text)
+        elif kind == "choice":
+            grammar = matcher.grammar_from_lark(text)
+        else:
+            opening, closing, lark = json.loads(text)
+            write = self._mark if tokens else _quoted
+            marks = [f"opening: {write(opening)}", f"closing: {write(closing)}"]
+            grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", lark, *marks]))
+        return grammar
+
+    def _mark(self, text: str) -> str:
+        """Returns a mark as a grammar has it: a control token is no text."""
+        token = self._checkpoint.tokenizer.get_vocab().get(text)
+        return f"<[{token}]>" if token is not None and self._tokens.is_special_token(token) else _quoted(text)
+
+
+def _checked(form: Form) -> Form:
+    if len(form[1]) > _MAX_CHARACTERS:
+        raise ValueError(f"the form of the answer has {len(form[1])} characters, at most {_MAX_CHARACTERS} are taken")
+    return form
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_marks(template: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns what stands before and after a call; None if it is not JSON in the usual form."""
+    field = template["fields"]["tool_calls"]
+    opening, closing = field.get("open"), field.get("close")
+    pattern = field.get("open_pattern", "").removeprefix(r"\s*")
+    literal = pattern.replace("\\", "")
+    if literal and re.escape(literal) == pattern:
+        opening = literal
+    is_usual = field.get("transform") == {"type": "function", "function": "{content}"} and not field.get("content_args")
+    if field.get("content") != "json" or not is_usual or field.get("transform_each"):
+        return None
+    return (opening, closing) if isinstance(opening, str) and isinstance(closing, str) else None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:_MAX_ERROR_CHARACTERS]

@@ -1,0 +1,119 @@
+"""Forms that an answer must have: ``response_format`` of OpenAI's API, and ``structured_outputs`` of vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from shmring.engine.protocol import StructuredOutputsParams
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.tools import check_values
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+
+__all__ = ["ResponseFormat", "StructuredOutputs", "structure_of"]
+
+_MAX_CHOICES = 1024
+_MAX_CHARACTERS = 128 << 10  # of a form
+
+_Schema = dict[str, Any] | bool
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(msgspec.Struct):
+    """A JSON schema. Answers always keep to it, whatever `strict` says; `name` and `description` are not told to the model."""
+
+    name: str
+    schema: _Schema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """JSON of a schema."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(msgspec.Struct):
+    """What an answer must be; one of the fields is set. As in vLLM."""
+
+    json: _Schema | str | None = None
+    json_object: bool | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=_MAX_CHOICES)] | None = None
+    grammar: Annotated[Any, only()] = None
+    structural_tag: Annotated[Any, only()] = None
+    disable_any_whitespace: Annotated[Any, only(False)] = None
+    disable_additional_properties: Annotated[Any, only(False)] = None
+    whitespace_pattern: Annotated[Any, only()] = None
+
+
+_UNSUPPORTED = unsupported_of(StructuredOutputs)
+
+
+def structure_of(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> StructuredOutputsParams | None:
+    """Returns what an answer must be; None: anything.
+
+    Raises:
+        ApiError: that is said twice, or not at all, or at too great a length.
+    """
+    if isinstance(response_format, TextFormat):
+        response_format = None
+    if response_format is not None and structured is not None:
+        text = "response_format and structured_outputs both say what the answer must be: send one of them"
+        raise ApiError(400, text, code="invalid_value", param="structured_outputs")
+    if isinstance(response_format, JsonObjectFormat):
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(response_format, JsonSchemaFormat):
+        place = "response_format.json_schema.schema"
+        if response_format.json_schema.schema is None:
+            raise ApiError(400, "a json_schema must have a schema", code="invalid_value", param=place)
+        return StructuredOutputsParams(json=_schema_text(response_format.json_schema.schema, place))
+    return None if structured is None else _structure(structured)
+
+
+def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
+    check_supported(structured, _UNSUPPORTED, "structured_outputs.")
+    fields = {name: getattr(structured, name) for name in ("json", "json_object", "regex", "choice")}
+    names = [name for name, value in fields.items() if value not in (None, False) or (name == "json" and value is False)]
+    if len(names) != 1:
+        text = f"structured_outputs must have one of {', '.join(fields)}; it has {len(names)}"
+        raise ApiError(400, text, code="invalid_value", param="structured_outputs")
+    place = f"structured_outputs.{names[0]}"
+    if structured.json is not None:
+        return StructuredOutputsParams(json=_schema_text(structured.json, place))
+    texts = [structured.regex] if structured.regex is not None else structured.choice or []
+    for text in texts:
+        check_length(text, place)
+    _check_characters(sum(map(len, texts)), place)
+    return StructuredOutputsParams(
+        json_object=bool(structured.json_object), regex=structured.regex, choice=structured.choice or []
+    )
+
+
+def _schema_text(schema: dict[str, Any] | bool | str, place: str) -> str:
+    check_values(schema, place)
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    _check_characters(len(text), place)
+    return text
+
+
+def _check_characters(characters: int, place: str) -> None:
+    if characters > _MAX_CHARACTERS:
+        text = f"the form of the answer has {characters} characters, at most {_MAX_CHARACTERS} are accepted"
+        raise ApiError(400, text, code="text_too_long", param=place)
