@@ -151,6 +151,7 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(start: Sta
             ["--executor", "no_such_module:Executor"],
             "there is no module 'no_such_module' for the executor",
         ),
+        (["--executor", "synthetic", "--max-model-len", "1"], "max_model_len must be at least 2, got 1"),
         (["--executor", "synthetic", "--executor-options", '{"step": 1}'], "it takes step_s"),
         (["--executor", "synthetic", "--executor-options", "{step: 1}"], "write a JSON object"),
         (["--executor", "synthetic", "--mm-processor-kwargs", "[1]"], "Expected `object`, got `array`"),

@@ -56,6 +56,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--model": "/models/a b",
         "--executor-options": '{"dtype": "float32"}',
         "--mm-processor-kwargs": '{"num_frames": 8}',
+        "--max-model-len": "900",
         "--slab-nbytes": "64MiB",
         "--slab-backing": "memfd",
         "--reply-nbytes": "8MiB",
@@ -77,6 +78,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         model="/models/a b",
         executor_options={"dtype": "float32"},
         mm_processor_kwargs={"num_frames": 8},
+        max_model_len=900,
         ring=RingConfig(
             slab_nbytes=64 << 20,
             backing="memfd",
