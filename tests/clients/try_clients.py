@@ -10,7 +10,7 @@ import instructor
 import openai
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 ARGUMENTS = {"city": "Ulm", "days": 3}
 RAIN = "It rains in Ulm."
@@ -31,6 +31,13 @@ class Weather(BaseModel):
     days: int
 
 
+class Report(BaseModel):
+    """The same, in a form that has an end, since the model chooses anything else at random."""
+
+    city: str = Field(max_length=5)
+    days: int = Field(ge=0, le=9)
+
+
 def try_openai(url: str, model: str) -> None:
     client = openai.OpenAI(base_url=url, api_key="none")
     answer = client.chat.completions.create(model=model, messages=HELLO, tools=[TOOL])
@@ -41,13 +48,32 @@ def try_openai(url: str, model: str) -> None:
     again = client.chat.completions.create(model=model, messages=[*HELLO, answer.choices[0].message, returned], tools=[TOOL])
     assert again.choices[0].message.content == RAIN
     assert client.completions.create(model=model, prompt="<|says|>").choices[0].text == RAIN
+    for choice in ("required", {"type": "function", "function": {"name": "Weather"}}):
+        answer = client.chat.completions.create(
+            model=model, messages=HELLO, tools=[openai.pydantic_function_tool(Report, name="Weather")], tool_choice=choice
+        )
+        for call in answer.choices[0].message.tool_calls:
+            Report.model_validate_json(call.function.arguments)
+    parsed = client.chat.completions.parse(model=model, messages=HELLO, response_format=Report, n=2, seed=1)
+    assert all(isinstance(choice.message.parsed, Report) for choice in parsed.choices)
+    assert [choice.index for choice in parsed.choices] == [0, 1]
+    likely = client.chat.completions.create(model=model, messages=HELLO, logprobs=True, top_logprobs=2, temperature=0)
+    tokens = likely.choices[0].logprobs.content
+    assert "".join(token.token for token in tokens).startswith(RAIN)
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in tokens)
+    said = client.completions.create(model=model, prompt="<|says|>", logprobs=1, temperature=0).choices[0]
+    assert "".join(said.logprobs.tokens).startswith(said.text)
     try:
-        client.chat.completions.create(model=model, messages=HELLO, tools=[TOOL], tool_choice="required")
+        client.chat.completions.create(
+            model=model,
+            messages=HELLO,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "cat"}}},
+        )
     except openai.BadRequestError as error:
-        refused = error.param
+        refused = str(error)
     else:
-        refused = None
-    assert refused == "tool_choice"
+        refused = ""
+    assert "can't be compiled" in refused
 
 
 async def try_openai_async(url: str, model: str) -> None:
@@ -57,6 +83,11 @@ async def try_openai_async(url: str, model: str) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "I look."
     [call] = [call for delta in deltas for call in delta.tool_calls or []]
     assert Weather.model_validate_json(call.function.arguments).model_dump() == ARGUMENTS
+    async with client.chat.completions.stream(model=model, messages=HELLO, response_format=Report) as parsing:
+        async for _ in parsing:
+            pass
+        final = await parsing.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Report)
 
 
 def try_langchain(url: str, model: str) -> None:
@@ -66,13 +97,20 @@ def try_langchain(url: str, model: str) -> None:
     assert (call["name"], call["args"]) == ("Weather", ARGUMENTS)
     returned = ToolMessage("Rain", tool_call_id=call["id"])
     assert chat.invoke([("user", "How is the weather in Ulm?"), answer, returned]).content == RAIN
+    for method in ("json_schema", "function_calling"):
+        structured = ChatOpenAI(base_url=url, api_key="none", model=model).with_structured_output(Report, method=method)
+        assert isinstance(structured.invoke("How is the weather in Ulm?"), Report)
 
 
 def try_instructor(url: str, model: str) -> None:
-    """With calls that the model may make; the modes in which it must are refused, since nothing makes it do so."""
+    """With calls that the model may make, and in the modes in which it must."""
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.PARALLEL_TOOLS)
     [found] = client.chat.completions.create(model=model, messages=HELLO, response_model=Iterable[Weather])
     assert found.model_dump() == ARGUMENTS
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=mode)
+        report = client.chat.completions.create(model=model, messages=HELLO, response_model=Report, max_retries=0)
+        assert isinstance(report, Report)
 
 
 def main() -> None:
