@@ -8,6 +8,9 @@ with the fields that there are.
 from __future__ import annotations
 
 import enum
+import operator
+from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -73,36 +76,78 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 
 def plain(value: Any) -> Any:
     """Returns a deep, comparable copy, in which the order of dicts counts."""
-    if value is None or isinstance(value, int | float | str | bytes | enum.Enum | msgspec.Struct):
-        return value
-    if isinstance(value, dict):
-        return [(key, plain(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((plain(item) for item in value), key=repr)
-    name = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in FIELDS or hasattr(kind, "runs"))
+    copy = _COPIES[type(value)]
+    return value if copy is None else copy(value)
+
+
+_ENGINE_SLOTS, _CLIENT_SLOTS, _LEASES = tuple(EngineSlot), tuple(ClientSlot), tuple(Lease)  # enums take long to go through
+
+_Copy = Callable[[Any], Any]
+
+
+class _Copies(dict[type, _Copy | None]):
+    """How objects of a class are copied, which is looked up once. None: they stay as they are."""
+
+    def __missing__(self, kind: type) -> _Copy | None:
+        copy = self[kind] = _copy_of(kind)
+        return copy
+
+
+_COPIES = _Copies()
+
+
+def _copy_of(kind: type) -> _Copy | None:
+    if issubclass(kind, NoneType | int | float | str | bytes | enum.Enum | msgspec.Struct):
+        return None
+    if issubclass(kind, dict):
+        return lambda value: [(key, plain(item)) for key, item in value.items()]
+    if issubclass(kind, list | tuple):
+        return lambda value: [plain(item) for item in value]
+    if issubclass(kind, set | frozenset):
+        return lambda value: sorted((plain(item) for item in value), key=repr)
+    name = next(base.__name__ for base in kind.__mro__ if base.__name__ in FIELDS or hasattr(base, "runs"))
     if name not in FIELDS:
-        return [getattr(value, "start", None), getattr(value, "length", None), *value.runs()]
-    items = [(field, plain(_field(value, field))) for field in FIELDS[name]]
-    items += [(answer, getattr(value, answer)) for answer in ANSWERS.get(name, ())]
-    if name == "EngineBook":
-        items += [("slots", [value.count_slots(state) for state in EngineSlot]), ("device", value.count_device_slots())]
-    if name == "ClientBook":
-        items.append(("slots", [value.count(state) for state in ClientSlot]))
-        items += [("draining", value.draining_nbytes()), ("in use", value.leases_in_use()), ("expiry", value.next_expiry())]
-    if name == "Lending":
-        items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_apart", ())]))
-        items.append(("leased", [value.leased_nbytes(state) for state in Lease]))
-    if name == "RequestRecord":
-        items[1] = ("slots", plain(value.slots or []))
-    return name, items
+        return lambda value: [getattr(value, "start", None), getattr(value, "length", None), *value.runs()]
+    hidden = HIDDEN if issubclass(kind, ClientBook) else {}
+    fields = [(field, hidden.get(field, operator.attrgetter(field))) for field in FIELDS[name]]
+    answers = [(answer, operator.attrgetter(answer)) for answer in ANSWERS.get(name, ())]
+    add = _ADDS.get(name)
+
+    def copy(value: Any) -> Any:
+        items = [(field, plain(read(value))) for field, read in fields]
+        items += [(answer, read(value)) for answer, read in answers]
+        if add is not None:
+            add(value, items)
+        return name, items
+
+    return copy
 
 
-def _field(value: Any, name: str) -> Any:
-    if isinstance(value, ClientBook) and name in HIDDEN:
-        return HIDDEN[name](value)
-    return getattr(value, name)
+def _add_of_engine(value: Any, items: list[tuple[str, Any]]) -> None:
+    items += [("slots", [value.count_slots(state) for state in _ENGINE_SLOTS]), ("device", value.count_device_slots())]
+
+
+def _add_of_client(value: Any, items: list[tuple[str, Any]]) -> None:
+    items.append(("slots", [value.count(state) for state in _CLIENT_SLOTS]))
+    items += [("draining", value.draining_nbytes()), ("in use", value.leases_in_use()), ("expiry", value.next_expiry())]
+
+
+def _add_of_lending(value: Any, items: list[tuple[str, Any]]) -> None:
+    items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_apart", ())]))
+    items.append(("leased", [value.leased_nbytes(state) for state in _LEASES]))
+
+
+def _add_of_request(value: Any, items: list[tuple[str, Any]]) -> None:
+    items[1] = ("slots", plain(value.slots or []))
+
+
+#: What a class has beside its fields and answers, or has otherwise than its model.
+_ADDS = {
+    "EngineBook": _add_of_engine,
+    "ClientBook": _add_of_client,
+    "Lending": _add_of_lending,
+    "RequestRecord": _add_of_request,
+}
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
