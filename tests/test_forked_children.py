@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 pytestmark = pytest.mark.timeout(600)  # some 200 forks, in the first test that needs what came of them
@@ -392,11 +394,35 @@ def with_threads(options: dict[str, Any], served_by: Any = "thread") -> dict[tup
         return outcomes
 
 
+def say_outcomes(directory: str, *served_by: str) -> None:
+    """What a program prints that a nursery starts: its children, some hundreds, are as small as it is.
+
+    Args:
+        directory: for sockets.
+        served_by: who serves a ring for threads. Without it, ends in loops have their turn as well.
+    """
+    options = {"socket_dir": directory}
+    outcomes = with_threads(options, *served_by)
+    if not served_by:
+        outcomes |= asyncio.run(with_loops(options))
+    print(json.dumps([(title(kind), name, outcome) for (kind, name), outcome in outcomes.items()]))
+
+
+_KINDS = {title(kind): kind for kind in REFUSED}
+
+
+def outcomes_in(nursery: Nursery, directory: str, *served_by: str) -> dict[tuple[type, str], str]:
+    program = "import sys; from tests.test_forked_children import say_outcomes; say_outcomes(*sys.argv[1:])"
+    done = nursery.run_text(program, directory, *served_by)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {(_KINDS[kind], name): outcome for kind, name, outcome in json.loads(done.stdout)}
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[tuple[type, str], str]]:
+def outcomes(nursery: Nursery) -> Iterator[dict[tuple[type, str], str]]:
     directory = tempfile.mkdtemp(prefix="shmr-", dir="/tmp")
     try:
-        yield asyncio.run(with_loops({"socket_dir": directory})) | with_threads({"socket_dir": directory})
+        yield outcomes_in(nursery, directory)
     finally:
         shutil.rmtree(directory)
 
@@ -422,9 +448,9 @@ def test_what_a_forked_child_may_call_returns(kind: type, outcomes: dict[tuple[t
 
 
 def test_a_forked_child_gets_the_same_of_a_ring_that_its_callers_serve(
-    outcomes: dict[tuple[type, str], str], socket_dir: Path
+    outcomes: dict[tuple[type, str], str], nursery: Nursery, socket_dir: Path
 ) -> None:
-    of_callers = with_threads({"socket_dir": str(socket_dir)}, "both")
+    of_callers = outcomes_in(nursery, str(socket_dir), "both")
     assert {key: is_refused(outcome) for key, outcome in of_callers.items()} == {
         key: is_refused(outcomes[key]) for key in of_callers
     }

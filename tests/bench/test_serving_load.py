@@ -12,8 +12,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,6 +42,7 @@ from bench.serving.run import Server, ServerError, serving
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 TEXT_ONLY = Media(kinds=())
@@ -566,17 +565,16 @@ asyncio.run(main())
 """
 
 
-def test_a_server_ends_with_whoever_started_it() -> None:
+def test_a_server_ends_with_whoever_started_it(nursery: Nursery, tmp_path: Path) -> None:
     assert "--stop-with-stdin" in run._PROGRAM
-    with subprocess.Popen([sys.executable, "-c", HAS_A_SERVER], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            server = os.pidfd_open(int(process.stdout.readline()))
-        finally:
-            process.kill()
+    starter = nursery.start_text(tmp_path / "output", HAS_A_SERVER)
+    try:
+        server = os.pidfd_open(int(starter.says()[0]))
+    finally:
+        starter.process.kill()
     try:
         assert select.select([server], [], [], 20.0)[0], "it still runs"
     finally:
         os.close(server)
-        for directory in Path("/tmp").glob(f"shmring-serve-{process.pid}-*"):
+        for directory in Path("/tmp").glob(f"shmring-serve-{starter.pid}-*"):
             shutil.rmtree(directory)

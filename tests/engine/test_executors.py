@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorOptions
 from shmring.engine.settings import EXECUTORS
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 
@@ -48,14 +45,13 @@ def test_what_is_no_executor_is_told() -> None:
         create_executor("builtins:type")
 
 
-def test_only_the_chosen_one_is_imported() -> None:
+def test_only_the_chosen_one_is_imported(nursery: Nursery) -> None:
     """The others may need packages that are not installed."""
     code = (
         "import sys, shmring.engine.executors\n"
         "shmring.engine.executors.create_executor('synthetic')\n"
         "print([name for name in shmring.engine.settings.EXECUTORS if f'shmring.engine.executors.{name}' in sys.modules])\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "['synthetic']\n"
+    done = nursery.run_text(code)
+    assert (done.stdout, done.stderr) == ("['synthetic']\n", "")
     assert "transformers" in EXECUTORS

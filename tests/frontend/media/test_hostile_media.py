@@ -11,8 +11,6 @@ import io
 import random
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -31,6 +29,7 @@ from shmring.frontend.media import audio, container, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.signatures import demuxer_of
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
@@ -556,7 +555,9 @@ def test_references_in_an_mp4_are_not_followed(secret: Path, monkeypatch: pytest
 # -- what is said -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]], damaged_tiff: bytes) -> None:
+def test_nothing_is_written_to_the_terminal(
+    seeds: dict[str, tuple[Kind, bytes]], damaged_tiff: bytes, nursery: Nursery, tmp_path: Path
+) -> None:
     lines = []
     for name in ("MP4", "WebM", "MP3", "FLAC", "JPEG", "TIFF", "GIF clip", "HEVC"):
         kind, data = seeds[name]
@@ -567,7 +568,7 @@ def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]]
         lines += [f"{kind} {base64.b64encode(file).decode()}" for file in files]
     lines.append(f"image {base64.b64encode(damaged_tiff).decode()}")
     program = """
-import asyncio, base64, sys
+import asyncio, base64, sys, warnings
 from shmring.engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.preparation import Preparation
@@ -585,17 +586,14 @@ async def main():
         except MediaError:
             return True
         return False
-    print(sum(await asyncio.gather(*map(is_refused, sys.stdin.read().splitlines()))))
+    with open(sys.argv[1]) as lines:
+        print(sum(await asyncio.gather(*map(is_refused, lines))))
     preparation.close()
+warnings.simplefilter("ignore")
 asyncio.run(main())
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr == ""
+    path = tmp_path / "lines"
+    path.write_text("\n".join(lines))
+    done = nursery.run_text(program, str(path))
+    assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) >= 6
