@@ -21,6 +21,9 @@ from tests.simulation.scenario import IN_CODE, Kind, Scenario
 from tests.simulation.simulation import Simulation
 from tests.simulation.walk import choose, walk
 
+# What computes for ever is ended by its CPU time (crash.py), and some seconds of that are minutes on a crowded machine.
+pytestmark = pytest.mark.timeout(600)
+
 Patch = pytest.MonkeyPatch
 
 

@@ -41,6 +41,9 @@ from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
 from tests.tables import for_each
 
+# As test_midst: what computes for ever is ended by its CPU time.
+pytestmark = pytest.mark.timeout(600)
+
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
 MOST_ACTIONS = 48  # that a failure comes down to: the one with most takes 44, since something happens in the midst of calls
 #: With which few actions show what others show late.
