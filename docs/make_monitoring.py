@@ -17,6 +17,7 @@ from shmring.frontend.counted import COUNTED
 FOLDER = Path(__file__).with_name("monitoring")
 DASHBOARD = FOLDER / "grafana.json"
 ALERTS = FOLDER / "alerts.yml"
+RUNBOOK = "docs/operations.md"  # has a row for each alert
 
 _NAMES = {each.exposed_name for each in COUNTED if each.kind != "histogram"} | {
     f"{each.name}_{part}" for each in COUNTED if each.kind == "histogram" for part in ("bucket", "sum", "count")
@@ -276,6 +277,7 @@ def make_alerts() -> str:
     for name, expression, duration, severity, text in RULES:
         lines += [f"  - alert: {name}", f"    expr: {json.dumps(expression)}", f"    for: {duration}"]
         lines += [f"    labels: {{severity: {severity}}}", "    annotations:", f"      summary: {json.dumps(text)}"]
+        lines.append(f"      runbook_url: {json.dumps(f'{RUNBOOK}#{name.lower()}')}")
     return "\n".join(lines) + "\n"
 
 
