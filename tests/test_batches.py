@@ -249,6 +249,65 @@ async def test_draining_ends_in_time(serve: Any, connect: Any) -> None:
         await ring.drain()
 
 
+async def test_an_engine_may_go_on_claiming_until_nothing_comes(serve: Any, connect: Any, eventually: Any) -> None:
+    go_on = asyncio.Event()
+
+    async def wait(claim: shmring.Claim) -> None:
+        await go_on.wait()
+        await claim.reply(claim.payload)
+
+    ring = await serve()
+    running = asyncio.create_task(ring.run(wait))
+    client = await connect()
+    first = asyncio.create_task(client.request(1, timeout=10))
+    await eventually(lambda: ring.statistics().running == 1)
+    draining = asyncio.create_task(ring.drain(claiming=True))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(client.request(2, timeout=10))
+    await eventually(lambda: ring.statistics().running == 2)
+    assert not draining.done()
+    go_on.set()
+    assert await draining
+    assert [await first, await late] == [1, 2]
+    await running  # nothing more is claimed
+    too_late = await client.submit(3)
+    await eventually(lambda: ring.statistics().waiting == 1)
+    await ring.close()
+    with pytest.raises(shmring.EngineDeadError):
+        await too_late.result()
+
+
+async def test_the_last_replies_in_slots_are_read_before_an_engine_has_drained(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit(1)
+    claim = await ring.claim()
+    await claim.done(torch.ones(4096))
+    draining = asyncio.create_task(ring.drain(claiming=True))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not draining.done()
+    reply = await submission.result()
+    assert float(reply.sum()) == 4096
+    del reply
+    assert await draining
+
+
+async def test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring, client = await serve(), await connect()
+    inline, slot = [await client.submit(number) for number in range(2)]
+    await (await ring.claim()).done({"text": "whole", "x": torch.ones(3)})
+    await (await ring.claim()).done(torch.ones(4096))
+    await eventually(lambda: inline.ended and slot.ended)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    reply = await inline.result()
+    assert (reply["text"], reply["x"].tolist()) == ("whole", [1, 1, 1])
+    with pytest.raises(shmring.EngineDeadError):
+        await slot.result()
+
+
 async def test_who_waits_to_claim_hears_that_the_engine_drains(serve: Any) -> None:
     ring = await serve()
     waiting = [asyncio.ensure_future(ring.claim()), asyncio.ensure_future(ring.claim_many(2))]

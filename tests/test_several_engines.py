@@ -88,6 +88,63 @@ def tensor(nbytes: int = 8192) -> torch.Tensor:
     return torch.ones(nbytes, dtype=torch.uint8)
 
 
+# -- engines that drain ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["least_loaded", "round_robin"])
+async def test_an_engine_that_drains_gets_what_is_bound_to_it_and_nothing_else(
+    engines: Engines, connect_to: Connect, route: Any
+) -> None:
+    client = await connect_to(route=route)
+    owned = [key for key in map(str, range(30)) if client.choose(key=key) == "vision-0"]
+    async with client.slot(8192, engine="vision-0") as slot:
+        view = slot.tensor((8192,), torch.uint8).fill_(2)
+        engines.go_on.clear()
+        first = asyncio.create_task(client.request({}, engine="vision-0"))
+        while not engines.rings["vision-0"].statistics().running:
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(engines.rings["vision-0"].drain(claiming=True))
+        await asyncio.sleep(0)
+        assert list(client.loads()) == ["vision-1"]
+        sent = [client.request({}) for _ in range(4)] + [client.request({}, key=key) for key in owned]
+        bound = asyncio.create_task(client.request({"x": view}))
+        while engines.rings["vision-0"].statistics().running < 2:
+            await asyncio.sleep(0)
+        engines.go_on.set()
+        assert {name for name, _ in await asyncio.gather(*sent)} == {"vision-1"}
+        assert (await first)[0] == "vision-0"
+        assert await bound == ["vision-0", 16384.0]
+        assert await draining
+    assert client.submit_nowait({}).engine == "vision-1"
+
+
+async def test_where_all_engines_drain_they_are_used(client: shmring.Client, engines: Engines) -> None:
+    engines.go_on.clear()
+    held = [asyncio.create_task(client.request({}, engine=name)) for name in NAMES]
+    while not all(ring.statistics().running for ring in engines.rings.values()):
+        await asyncio.sleep(0)
+    draining = [asyncio.create_task(ring.drain(claiming=True)) for ring in engines.rings.values()]
+    await asyncio.sleep(0)
+    more = [asyncio.create_task(client.request({})) for _ in range(4)]
+    while sum(ring.statistics().running for ring in engines.rings.values()) < 6:
+        await asyncio.sleep(0)
+    engines.go_on.set()
+    assert {name for name, _ in await asyncio.gather(*held, *more)} == set(NAMES)
+    assert await asyncio.gather(*draining) == [True, True]
+
+
+async def test_a_request_that_comes_when_its_engine_has_drained_goes_to_another(
+    client: shmring.Client, engines: Engines
+) -> None:
+    assert await engines.rings["vision-0"].drain(claiming=True)
+    async with client.slot(8192, engine="vision-0") as slot:
+        bound = asyncio.create_task(client.request({"x": slot.tensor((8192,), torch.uint8).fill_(1)}, retry=1))
+        while not engines.rings["vision-0"].statistics().waiting:
+            await asyncio.sleep(0)
+        await engines.stop("vision-0")
+        assert await bound == ["vision-1", 8192.0]
+
+
 # -- where requests go ------------------------------------------------------------------------------------------------------
 
 

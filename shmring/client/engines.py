@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
@@ -203,12 +203,15 @@ class Engines:
         self.check_process()
         return {name: self._load(name, session) for name, session in self._reached()}
 
-    def _reached(self) -> Iterator[tuple[str, Session]]:
-        """The engines to which something may be sent now."""
-        for name, attachment in self.attachments.items():
-            session = attachment.session
-            if session is not None and not session.link.lost:  # else it reports its end in the next turn
-                yield name, session
+    def _reached(self) -> list[tuple[str, Session]]:
+        """The engines to which something may be sent now; those that drain only if all do."""
+        reached = [
+            (name, session)
+            for name, attachment in self.attachments.items()
+            # Else it reports its end in the next turn.
+            if (session := attachment.session) is not None and not session.link.lost
+        ]
+        return [each for each in reached if not each[1].load.draining] or reached
 
     def _load(self, name: str, session: Session) -> EngineLoad:
         if self._sessions.get(name) is not session:  # another life: observations of the last one are void

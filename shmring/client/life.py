@@ -8,7 +8,7 @@ from shmring.client.counters import ClientCounters
 from shmring.config import ClientConfig
 from shmring.core.compiled import Origin
 from shmring.core.messages import Welcome
-from shmring.errors import ClosedError, ShmringError, fresh
+from shmring.errors import ClosedError, EngineDeadError, ShmringError, fresh
 from shmring.transport.loops import check_loop
 
 __all__ = ["Life"]
@@ -55,6 +55,11 @@ class Life:
             raise self.fresh_error()
         if self.is_closing:
             raise self.closed_error()
+
+    def check_readable(self) -> None:
+        """The same for replies that came in messages, which are here although the engine has gone."""
+        if self._origin.forked or not isinstance(self.error, EngineDeadError):
+            self.check_alive()
 
     def check_loop(self) -> None:
         """Raises LocalProtocolError in another loop than the session's."""

@@ -176,7 +176,7 @@ class Session:
         self.calls = CallsInFlight(life, self.link, self.sending)
         self.kept: KeptContents = KeptContents(life, self.end, self.link, self.host_slots, self.sending, slab, _OF_KEPT)
         # For the end: it asks its shell for these.
-        self.check_alive, self.check_loop = life.check_alive, life.check_loop
+        self.check_alive, self.check_readable, self.check_loop = life.check_alive, life.check_readable, life.check_loop
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
         self.slot_is_viewed, self.flight_ended = self.host_slots.left_viewed, self.sending.flight_ended
         self._watch = watch

@@ -1022,6 +1022,8 @@ cdef class ClientEnd(RecordHandler):
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
         """Decodes a reply. Its slot goes back when its last view dies, or at once if the engine is short of reply space.
 
+        A reply without a slot came in a message: it is here, also when its engine has gone meanwhile.
+
         Raises:
             RemoteError: it is not of the decoder's type.
             StaleDescriptorError: the reply's slot does not hold what the engine announced.
@@ -1031,7 +1033,10 @@ cdef class ClientEnd(RecordHandler):
         cdef uint64_t numbers[2]
         cdef bint is_viewed = False
         cdef Mapping mapping = self._mapping
-        self.shell.check_alive()
+        if content.slot_count:
+            self.shell.check_alive()
+        else:
+            self.shell.check_readable()
         regions = regions_of(content, self._reply_key, self.regions, mapping)
         regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
         try:

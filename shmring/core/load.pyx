@@ -1,5 +1,5 @@
 """An engine's load, in a page that the engine writes and its frontends read: the number of requests in flight, to choose an
-engine, and the number of bytes received, to choose a way to copy.
+engine, and the number of bytes received, to choose a way to copy; and whether the engine drains.
 
 The engine stores its numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to
 send. They are hints: they need not be of the same moment, and only these choices depend on them.
@@ -15,6 +15,7 @@ cdef enum:
     _AT_IN_FLIGHT = 0
     _AT_WAITING = 8
     _AT_RECEIVED = 16
+    _AT_DRAINING = 24
     _NBYTES = 4096
 
 #: Of the page.
@@ -57,6 +58,16 @@ cdef class LoadPage:
             store_relaxed_u64(self._at + _AT_IN_FLIGHT, in_flight)
             store_relaxed_u64(self._at + _AT_WAITING, waiting)
             store_relaxed_u64(self._at + _AT_RECEIVED, received_nbytes)
+
+    def drain(self) -> None:
+        """Says that the engine drains, for good."""
+        if self._is_writable and self._forks == forks():
+            store_relaxed_u64(self._at + _AT_DRAINING, 1)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the engine ends what it has, and new requests should go to other engines."""
+        return self._forks == forks() and load_relaxed_u64(self._at + _AT_DRAINING) != 0
 
     @property
     def in_flight(self) -> int:

@@ -214,22 +214,24 @@ class Ring(EngineCalls, Generic[_Payload]):
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
-    async def drain(self, timeout: float | None = None) -> bool:
+    async def drain(self, timeout: float | None = None, *, claiming: bool = False) -> bool:
         """Claims no more requests, and waits until all claimed ones have ended. Call it before :meth:`close`.
 
         Claiming raises :class:`ClosedError`, and loops over claims end, as with a closed ring. Unclaimed requests wait until
-        :meth:`close`; then a client of several engines sends them to another one (``retry``).
+        :meth:`close`; then a client of several engines sends them to another one (``retry``). Such clients send this engine
+        nothing more from now on, unless they have a slot here, or all of their engines drain.
 
         Args:
             timeout: seconds.
+            claiming: go on claiming what comes until there is nothing more: a client may be filling a slot of this engine.
 
         Returns:
-            Whether all of them have ended.
+            Whether all of them have ended. If not, and with ``claiming``, claiming goes on.
 
         Raises:
             ClosedError: the ring is closed.
         """
-        return await self._shell.drain(timeout)
+        return await self._shell.drain(timeout, claiming=claiming)
 
     async def close(self, reason: str = "the engine is closing") -> None:
         """Ends all connections, aborts running requests, and gives the slab and the name up. A second call does nothing.

@@ -65,6 +65,7 @@ __all__ = ["Shell"]
 logger = logging.getLogger("shmring.ring")
 
 _COPY_THREADS = 2  # for replies, which are small beside requests
+_READ_S = 1.0  # for the last replies in slots to be read, which can't be read any more when the engine has gone
 _DRAINED_LOOK_S = 0.005  # between two checks whether requests in hand have ended
 
 
@@ -116,6 +117,7 @@ class Shell:
         self.loop = life.loop
         self._slab = slab = reserved.slab
         self._load_fd = reserved.load_fd
+        self._load = reserved.load
         self._geometry = geometry
         self._book = EngineBook(geometry, _limits(config, geometry))
         self._copier = copier = Copier(_COPY_THREADS, life.offload_nbytes)
@@ -368,18 +370,30 @@ class Shell:
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
-    async def drain(self, timeout: float | None) -> bool:
+    async def drain(self, timeout: float | None, *, claiming: bool) -> bool:
         """See :meth:`Ring.drain`."""
         self.life.check_open()
         self.life.check_loop()
-        self._is_draining = self.end.is_crowded = True
-        self._claimers.give_all(None)
+        self._load.drain()
+        if not claiming:
+            self._claim_nothing_more()
         end_s = math.inf if timeout is None else self.loop.time() + timeout
-        while self.end.running_count and not self.life.is_over:
-            if self.loop.time() >= end_s:
+        read_by_s = self.loop.time() + _READ_S
+        while not self.life.is_over:
+            now_s = self.loop.time()
+            if self.end.running_count or (claiming and self.end.waiting_count):
+                read_by_s = now_s + _READ_S
+            elif not claiming or now_s >= read_by_s or self._book.reply_free_nbytes == self._geometry.reply_nbytes:
+                break
+            if now_s >= end_s:
                 return False
             await asyncio.sleep(_DRAINED_LOOK_S)
+        self._claim_nothing_more()  # what comes from now on is sent to another engine, if its client may do that
         return True
+
+    def _claim_nothing_more(self) -> None:
+        self._is_draining = self.end.is_crowded = True
+        self._claimers.give_all(None)
 
     async def close(self, reason: str) -> None:
         """See :meth:`Ring.close`."""

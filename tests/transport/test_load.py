@@ -42,6 +42,17 @@ def test_nobody_but_its_engine_can_write_it(fd: int) -> None:
     assert (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0)
 
 
+def test_an_engine_drains_from_one_moment_on() -> None:
+    fd, page = create_load_page()
+    peer = map_load_page(fd)
+    assert not peer.draining
+    peer.drain()  # which changes nothing: it is not its page
+    assert not peer.draining
+    page.drain()
+    assert peer.draining
+    os.close(fd)
+
+
 def test_a_mapping_that_was_made_for_reading_can_not_be_made_writable(fd: int) -> None:
     view = mmap.mmap(fd, LOAD_PAGE_NBYTES, mmap.MAP_SHARED, mmap.PROT_READ)
     address = np.frombuffer(view, np.uint8).ctypes.data
