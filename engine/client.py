@@ -137,8 +137,8 @@ class EngineClient:
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
-    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics``, ``times`` and ``inspect`` are
-    ours: media travel in slots.
+    ``abort_requests``, ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics``, ``times`` and
+    ``inspect`` are ours: media travel in slots.
 
     Attributes:
         ring: the client beneath.
@@ -407,6 +407,14 @@ class EngineClient:
     async def is_paused(self, timeout: float = 2.0) -> bool:
         """Whether the engine is paused."""
         return all(await self._call(Calls.IS_PAUSED, timeout=timeout))
+
+    async def abort_requests(self, request_ids: Sequence[str], timeout: float = 2.0) -> int:
+        """Ends requests in the engine, of all frontends; their callers get an error. (:meth:`abort` is for this client's own.)
+
+        Returns:
+            How many there were. Requests whose media are still being prepared are not in the engine yet.
+        """
+        return sum(await self._call(Calls.ABORT_REQUESTS, list(request_ids), timeout=timeout))
 
     async def reset_mm_cache(self, timeout: float | None = None) -> None:
         """Has the executor forget what it keeps of media, if it keeps anything. Waits for the running step."""

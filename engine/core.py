@@ -36,7 +36,7 @@ from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, Ge
 from shmring.engine.request import EngineRequest, check_media_indices
 from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 
-__all__ = ["EngineCore", "PausedError"]
+__all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
 logger = logging.getLogger("shmring.engine.core")
 
@@ -53,6 +53,24 @@ class PausedError(Exception):
     """The engine was paused and gave up what was running; the same request may succeed once it goes on."""
 
 
+class OperatorAbortError(Exception):
+    """An operator has ended the request, which is not to be sent again."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """The server that an engine belongs to, for snapshots.
+
+    Attributes:
+        name: of the server.
+        engines: how many it has.
+        pid: of its supervisor.
+    """
+
+    name: str
+    engines: int
+    pid: int
+
+
 class EngineCore:
     """Executes what the ring brings. Use :meth:`run`; ``async with`` closes ring and executor.
 
@@ -63,7 +81,13 @@ class EngineCore:
     """
 
     def __init__(
-        self, executor: Executor, scheduler_config: SchedulerConfig, *, step_timeout_s: float, profiler_dir: str | None
+        self,
+        executor: Executor,
+        scheduler_config: SchedulerConfig,
+        *,
+        step_timeout_s: float,
+        profiler_dir: str | None,
+        server: ServerFacts | None,
     ) -> None:
         self.metrics = EngineMetrics()
         self.times = EngineTimes()
@@ -78,6 +102,8 @@ class EngineCore:
         self._to_forget: dict[int, str] = {}  # the names of requests that have ended, by number
         self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
         self._ended = False
+        self._server = server
+        self._draining = False
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
         self._work = asyncio.Event()  # there may be work
@@ -101,6 +127,7 @@ class EngineCore:
         *,
         step_timeout_s: float = 60.0,
         profiler_dir: str | None = None,
+        server: ServerFacts | None = None,
         **overrides: Any,
     ) -> EngineCore:
         """Opens the ring of a name for an executor.
@@ -112,12 +139,13 @@ class EngineCore:
             scheduler_config: by default, steps of as many requests as the executor takes.
             step_timeout_s: a step that takes longer makes the engine report that it is not well.
             profiler_dir: where traces of :meth:`start_profile` go; None: there is no profiling.
+            server: to which it belongs.
 
         Raises:
             shmring.ShmringError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
         """
         scheduling = scheduler_config or SchedulerConfig(max_num_seqs=executor.describe().max_batch_size)
-        core = cls(executor, scheduling, step_timeout_s=step_timeout_s, profiler_dir=profiler_dir)
+        core = cls(executor, scheduling, step_timeout_s=step_timeout_s, profiler_dir=profiler_dir, server=server)
         core._ring = await shmring.serve(name, ring_config, payload_type=EngineRequestPayload, calls=core._calls(), **overrides)
         core._ring.add_to_snapshots(core._describe)
         return core
@@ -131,6 +159,7 @@ class EngineCore:
             Calls.PAUSE: self.pause_generation,
             Calls.RESUME: self.resume_generation,
             Calls.IS_PAUSED: self.is_paused,
+            Calls.ABORT_REQUESTS: self.abort_requests,
             Calls.RESET_MM_CACHE: self.reset_mm_cache,
             Calls.COLLECTIVE_RPC: self.collective_rpc,
             Calls.LOG_STATS: self.do_log_stats,
@@ -221,11 +250,13 @@ class EngineCore:
         """Removes running requests that have ended. No step is running."""
         for request in self._scheduler:
             if self._giving_up and not request.over:
-                request.fail(PausedError("the engine was paused and gave this request up; send it again"))
+                request.revoked = PausedError("the engine was paused and gave this request up; send it again")
             if not request.over:
                 continue
             if request.claim.aborted:
                 request.leave()
+            elif request.revoked is not None and not request.ended:
+                request.fail(request.revoked)
             elif request.expired and not request.ended:
                 request.time_out()
             self._scheduler.finish(request)
@@ -346,6 +377,8 @@ class EngineCore:
         return {
             "executor": description.executor,
             "model": description.model,
+            "server": None if self._server is None else msgspec.to_builtins(self._server),
+            "draining": self._draining,
             "paused": self._paused,
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running,
@@ -382,6 +415,20 @@ class EngineCore:
         """Whether it is paused."""
         return self._paused
 
+    async def abort_requests(self, names: Sequence[str]) -> int:
+        """Ends the requests of these names, of all frontends, with an error; returns how many there were."""
+        wanted = set(names)
+        found = [request for request in self._scheduler.all() if request.claim.name in wanted and not request.over]
+        for request in found:
+            error = OperatorAbortError("an operator of this server has ended the request")
+            if self._scheduler.withdraw(request):
+                request.fail(error)
+            else:
+                request.revoked = error  # it ends at the next boundary: a step may be reading its slots
+        self._work.set()
+        logger.info("an operator has ended %d requests", len(found))
+        return len(found)
+
     async def reset_mm_cache(self) -> None:
         """Has an executor that keeps something of media forget it."""
         reset = getattr(self._executor, "reset_mm_cache", None)
@@ -411,6 +458,14 @@ class EngineCore:
     async def stop_profile(self) -> str:
         """Stops it; returns the trace's path."""
         return await self._on_thread("the profiler", self._profiler.stop)
+
+    async def drain(self, timeout: float) -> bool:
+        """Carries out the requests that it has, and those that still come while frontends turn to other engines.
+
+        :meth:`run` returns when all have ended, and the result is whether they have in this time.
+        """
+        self._draining = True
+        return await self.ring.drain(timeout, claiming=True)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

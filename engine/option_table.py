@@ -25,7 +25,7 @@ __all__ = ["CONFIG", "ELSEWHERE", "Option", "SUPERVISOR_FD", "filled", "options_
 
 #: For the last words of help texts, and for the page of options.
 ELSEWHERE = (
-    "Each option can also be a variable of the environment (SHMRING_MAX_PIXELS=1000) and, but for --api-key, a line in the "
+    "Each option can also be a variable of the environment (SHMRING_MAX_PIXELS=1000) and, but for keys, a line in the "
     "YAML file that --config names (max-pixels: 1000). The command line counts first, then the environment, then the file."
 )
 
@@ -36,7 +36,7 @@ _PATHS = {
     "directory": click.Path(exists=True, file_okay=False),
 }
 _PLACES = "shmring.engine.option_table.places"  # in a context: where the file of --config has each option
-_NOT_IN_FILES = {"config", "api-key"}  # a file of keys is --api-key-file, which only its owner can read
+_NOT_IN_FILES = {"config", "api-key", "admin-key"}  # a file of keys is --api-key-file, which only its owner can read
 
 
 class Option(click.Option):

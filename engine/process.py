@@ -1,4 +1,9 @@
-"""The engine as a process: loads the executor, serves frontends, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor."""
+"""The engine as a process: loads the executor, serves frontends, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor.
+
+When a signal tells it to end, it drains for ``shutdown_timeout_s``: frontends with several engines send new requests to the
+others, and the requests that it has, or that still come, are carried out. A second signal ends it at once; so does the end of
+the supervisor, with which the frontends end.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,12 @@ import torch
 import uvloop
 
 import shmring
-from shmring.engine.core import EngineCore
+from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
 from shmring.engine.scheduler import SchedulerConfig
-from shmring.engine.settings import EngineSettings
-from shmring.engine.supervision import SupervisorLink, stop_signals
+from shmring.engine.settings import EngineSettings, server_name
+from shmring.engine.supervision import Stop, SupervisorLink
 
 __all__ = ["run"]
 
@@ -67,18 +72,16 @@ def _leave() -> NoReturn:
 
 
 async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in stop_signals():
-        loop.add_signal_handler(number, stop.set)
-    async with link.held(stop.set) if link is not None else contextlib.nullcontext():
+    stop = Stop()
+    stop.heed_signals()
+    async with link.held(stop.tell_at_once) if link is not None else contextlib.nullcontext():
         executor = await _load(settings, stop)
         if executor is not None:
             await _run(settings, executor, stop, link)
     logger.info("%s has ended", settings.name)
 
 
-async def _load(settings: EngineSettings, stop: asyncio.Event) -> Executor | None:
+async def _load(settings: EngineSettings, stop: Stop) -> Executor | None:
     """Makes the executor on a thread, since that may load a model for minutes; None if the process is told to end."""
     limit = {} if settings.max_model_len is None else {"max_model_len": settings.max_model_len}
     options = ExecutorOptions(
@@ -87,20 +90,22 @@ async def _load(settings: EngineSettings, stop: asyncio.Event) -> Executor | Non
         options=settings.executor_options | limit,
     )
     loading = asyncio.ensure_future(asyncio.to_thread(create_executor, settings.executor, options))
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping = asyncio.ensure_future(stop.told.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         _leave()  # nothing is there to be closed, and a load can't be interrupted
     stopping.cancel()
     executor = loading.result()
-    if stop.is_set():
+    if stop.told.is_set():
         executor.close()
         return None
     return executor
 
 
-async def _run(settings: EngineSettings, executor: Executor, stop: asyncio.Event, link: SupervisorLink | None) -> None:
+async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: SupervisorLink | None) -> None:
     description = executor.describe()
+    size = settings.data_parallel_size
+    server = None if link is None else ServerFacts(server_name(settings.name, size), size, os.getppid())
     async with await EngineCore.create(
         settings.name,
         executor,
@@ -112,6 +117,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: asyncio.Event
         ),
         step_timeout_s=settings.step_timeout_s,
         profiler_dir=settings.profiler_dir,
+        server=server,
     ) as core:
         slab_nbytes = core.ring.statistics().slab_nbytes
         logger.info(
@@ -125,20 +131,33 @@ async def _run(settings: EngineSettings, executor: Executor, stop: asyncio.Event
         gc.freeze()  # as in frontends
         if link is not None:
             link.say_ready()
-        await _run_until(core, stop)
+        await _run_until(core, stop, settings.shutdown_timeout_s)
 
 
-async def _run_until(core: EngineCore, stop: asyncio.Event) -> None:
+async def _run_until(core: EngineCore, stop: Stop, shutdown_timeout_s: float) -> None:
     running = asyncio.ensure_future(core.run())
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    draining = asyncio.ensure_future(_drain(core, stop, shutdown_timeout_s))
+    await asyncio.wait([running, draining], return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
     if not running.done():
         asyncio.get_running_loop().call_later(_STOP_TIMEOUT_S, _give_up)
         running.cancel()
         await asyncio.wait([running])
     if not running.cancelled():
         running.result()
+
+
+async def _drain(core: EngineCore, stop: Stop, timeout_s: float) -> None:
+    """Returns when the process was told to end, and all requests have ended, the time is over, or there is a hurry."""
+    await stop.told.wait()
+    draining, hurrying = asyncio.ensure_future(core.drain(timeout_s)), asyncio.ensure_future(stop.hurry.wait())
+    try:
+        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        if draining.done() and not draining.result():
+            logger.warning("requests that have not ended within %g s are aborted", timeout_s)
+    finally:
+        draining.cancel()
+        hurrying.cancel()
 
 
 def _give_up() -> None:

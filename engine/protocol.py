@@ -57,6 +57,7 @@ class Calls:
     PAUSE = "pause_generation"
     RESUME = "resume_generation"
     IS_PAUSED = "is_paused"
+    ABORT_REQUESTS = "abort_requests"
     RESET_MM_CACHE = "reset_mm_cache"
     COLLECTIVE_RPC = "collective_rpc"
     LOG_STATS = "do_log_stats"

@@ -32,6 +32,7 @@ class EngineRequest:
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
         expired: whether that time has passed while a step was running with it.
+        revoked: why the engine ends it at the next boundary between steps, or None.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
 
@@ -51,6 +52,7 @@ class EngineRequest:
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
         self.expired = False
+        self.revoked: Exception | None = None
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
@@ -68,7 +70,7 @@ class EngineRequest:
     @property
     def over(self) -> bool:
         """Whether no step should spend time on it any more."""
-        return self.ended or self.expired or self.claim.aborted
+        return self.ended or self.expired or self.revoked is not None or self.claim.aborted
 
     def counted(self, output: StepOutput | Exception) -> StepOutput | Exception:
         """Counts the embeddings of an output; returns it, or what is wrong: all parts together have one for each input."""

@@ -106,6 +106,9 @@ class _Line(Generic[_Request]):
     def __bool__(self) -> bool:
         return bool(self._queues)
 
+    def __iter__(self) -> Iterator[_Request]:
+        return (request for queue in self._queues.values() for request in queue)
+
 
 class Scheduler(Generic[_Request]):
     """The book of waiting and running requests."""
@@ -130,6 +133,10 @@ class Scheduler(Generic[_Request]):
     def __iter__(self) -> Iterator[_Request]:
         """Iterates over running requests, in order of admission."""
         return iter(list(self._running))
+
+    def all(self) -> list[_Request]:
+        """Returns running and waiting requests."""
+        return [*self._running, *(request for line in self._lines.values() for request in line)]
 
     def add(self, request: _Request) -> None:
         """Puts a request in line.

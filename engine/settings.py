@@ -14,7 +14,17 @@ from shmring.config import RingConfig, validate_name
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
 
-__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "LogFormat", "LogLevel", "engine_names"]
+__all__ = [
+    "DEFAULT_EXECUTOR",
+    "DEFAULT_SHUTDOWN_TIMEOUT_S",
+    "EXECUTORS",
+    "MAX_ENGINES",
+    "EngineSettings",
+    "LogFormat",
+    "LogLevel",
+    "engine_names",
+    "server_name",
+]
 
 #: The built-in executors, by name.
 EXECUTORS = {
@@ -24,6 +34,9 @@ EXECUTORS = {
 }
 
 DEFAULT_EXECUTOR = "fingerprints"
+
+#: Together with the time for the rest, 30 s: what Kubernetes gives a pod to end.
+DEFAULT_SHUTDOWN_TIMEOUT_S = 20.0
 
 #: The most engines of one server: far more than there are accelerators in one machine.
 MAX_ENGINES = 64
@@ -39,6 +52,11 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 def engine_names(name: str, data_parallel_size: int) -> list[str]:
     """Returns the names of the engines of a server: its own, or with several NAME-0, NAME-1 and so on."""
     return [name] if data_parallel_size == 1 else [f"{name}-{rank}" for rank in range(data_parallel_size)]
+
+
+def server_name(engine_name: str, data_parallel_size: int) -> str:
+    """Returns the name of the server that has an engine of this name."""
+    return engine_name if data_parallel_size == 1 else engine_name.rpartition("-")[0]
 
 
 # The other fields of a ring's configuration have no option.
@@ -78,6 +96,8 @@ class EngineSettings:
         max_num_seqs: Requests in a step. None: what the executor takes.
         max_batch_nbytes: Bytes of media from which a step admits no further request.
         max_waiting: Requests that may wait for a step.
+        shutdown_timeout_s: Seconds that the requests of all frontends may go on after SIGTERM, SIGINT or SIGHUP; then they are
+            aborted. Frontends with several engines send new requests to the others meanwhile. A second signal ends it at once.
         step_timeout_s: Seconds from which a running step makes the engine report ill health.
         profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
         log_level: What is logged, to stderr.
@@ -96,6 +116,7 @@ class EngineSettings:
     max_num_seqs: int | None = None
     max_batch_nbytes: int = SchedulerConfig().max_batch_nbytes
     max_waiting: int = SchedulerConfig().max_waiting
+    shutdown_timeout_s: Annotated[float, Flag(least=0)] = DEFAULT_SHUTDOWN_TIMEOUT_S
     step_timeout_s: float = 60.0
     profiler_dir: str | None = None
     log_level: LogLevel = "info"

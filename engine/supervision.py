@@ -19,13 +19,14 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "SupervisorLink", "stop_signals"]
+__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "Stop", "SupervisorLink", "stop_signals"]
 
 READY = b"r"
 ALIVE = b"."
 
 _Settings = TypeVar("_Settings")
 
+_SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: they want one end, and no hurry
 _LINE_LIMIT_NBYTES = 1 << 20  # of a list of frontends: each takes 80 bytes
 
 
@@ -36,6 +37,39 @@ def stop_signals() -> list[signal.Signals]:
     """
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
+
+
+class Stop:
+    """What signals have told a process of a running loop: first to end in good order, and then to end at once.
+
+    Attributes:
+        told: set by the first signal.
+        hurry: set by the next one that is none of the first's echoes.
+    """
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._told_at = 0.0
+
+    def heed_signals(self) -> None:
+        """Listens to signals from now on."""
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, self.tell)
+
+    def tell(self) -> None:
+        """A signal has come."""
+        now = asyncio.get_running_loop().time()
+        if not self.told.is_set():
+            self._told_at = now
+            self.told.set()
+        elif now - self._told_at > _SAME_SIGNAL_S:
+            self.hurry.set()
+
+    def tell_at_once(self) -> None:
+        """There is nobody for whom to end in good order."""
+        self.told.set()
+        self.hurry.set()
 
 
 class Orders(msgspec.Struct, Generic[_Settings], frozen=True):

@@ -96,10 +96,12 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int
     raise SystemExit(1 if has_problem(checks) else 0)
 
 
+_SOCKET_DIR = click.option("--socket-dir", default=None, help="Where its socket lies.  [default: the user's runtime directory]")
+
+
 def _of_a_ring(command: Callable[..., None]) -> Callable[..., None]:
     """The argument and the option of a command that looks at a ring."""
-    place = click.option("--socket-dir", default=None, help="Where its socket lies.  [default: the user's runtime directory]")
-    return click.argument("name", default="shmring")(place(command))
+    return click.argument("name", default="shmring")(_SOCKET_DIR(command))
 
 
 @main.command()
@@ -122,6 +124,51 @@ def top(name: str, socket_dir: str | None) -> None:
     from shmring.frontend.top import watch
 
     raise SystemExit(watch(name, socket_dir))
+
+
+_TIMEOUT = click.option(
+    "--timeout",
+    "timeout_s",
+    default=900.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds until a process must have ended, and the next one must serve.",
+)
+
+
+@main.command()
+@click.argument("name")
+@_SOCKET_DIR
+@click.option(
+    "--engine", type=click.IntRange(min=0), help="End this engine, and no other: 0 is the first. Another one is started."
+)
+@click.option("--frontend", type=click.IntRange(min=0), help="The same for this frontend.")
+@_TIMEOUT
+def drain(name: str, socket_dir: str | None, engine: int | None, frontend: int | None, timeout_s: float) -> None:
+    """Ends a server, one of its engines or one of its frontends when its requests have ended.
+
+    NAME is the server's (--name). Running requests have the server's --shutdown-timeout. To end an engine or a frontend, there
+    must be another one, which gets new requests. This command waits until the next one serves. Ctrl-C ends only the waiting.
+    """
+    if engine is not None and frontend is not None:
+        raise click.UsageError("--engine and --frontend exclude each other")
+    from shmring.frontend.drain import drain as drain_server
+
+    raise SystemExit(drain_server(name, socket_dir, timeout_s, engine=engine, frontend=frontend))
+
+
+@main.command()
+@click.argument("name")
+@_SOCKET_DIR
+@_TIMEOUT
+def restart(name: str, socket_dir: str | None, timeout_s: float) -> None:
+    """Restarts all engines of a server, one after the other, as `shmring drain --engine` does; no request fails.
+
+    The server must have two engines or more. If an engine does not serve again in time, those behind it are left alone.
+    """
+    from shmring.frontend.drain import restart as restart_engines
+
+    raise SystemExit(restart_engines(name, socket_dir, timeout_s))
 
 
 @main.command()

@@ -38,6 +38,7 @@ import os
 import re
 import secrets
 import select
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -60,6 +61,7 @@ _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a ho
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # between two checks of a caller that has closed one half; doubled
 _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space, the end of the line
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_IDLE_GRACE_S = 1.0  # for a caller that sends a request on an open connection just when the server is told to end
 _LINGER_S = 5.0  # for the caller to read the last of an answer after the connection was given up
 
 
@@ -125,12 +127,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     Args:
         headers_for: returns the CORS headers of a refusal.
+        is_ending: returns whether the server was told to end.
         arguments, keywords: uvicorn's.
     """
 
-    def __init__(self, *arguments: Any, headers_for: HeadersFor = lambda _: [], **keywords: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        headers_for: HeadersFor = lambda _: [],
+        is_ending: Callable[[], bool] = lambda: False,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*arguments, **keywords)
         self._headers_for = headers_for
+        self._is_ending = is_ending
         self._overhead_nbytes = 0
         self._head_nbytes = 0
         self._is_full = False  # nothing more is read
@@ -146,6 +156,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Begins to wait for the first head."""
         super().connection_made(transport)
         self._await_head()
+        if self._is_ending():
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells all requests that the connection ended, and drops unanswered ones, which only the collector would find."""
@@ -215,6 +227,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_came()
         _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
+        if self._is_ending():
+            self.cycle.keep_alive = False
         if not self.pipeline:
             self._running = self.cycle
         else:
@@ -288,6 +302,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Has the application answer; to a caller of HTTP/1.0, without chunks, which that version does not have."""
         is_old = scope["http_version"] == "1.0"
         await self._application(scope, receive, _Unchunked(send) if is_old else send)
+
+    def shutdown(self) -> None:
+        """Ends the connection when its caller knows that it ends, or has not used it for a moment.
+
+        The head of an answer says so (``Connection: close``). If that was sent already, or there is no request, the caller may
+        be sending the next one just now.
+        """
+        self.timeout_keep_alive = min(self.timeout_keep_alive, _IDLE_GRACE_S)  # type: ignore[assignment]  # for call_later
+        if self.cycle is None or self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
+    def end_after_answer(self) -> None:
+        """Ends the connection: at once, if it has no request."""
+        super().shutdown()
+        self._linger()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came for a while after an answer."""

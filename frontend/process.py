@@ -1,8 +1,7 @@
 """The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM, SIGINT and SIGHUP and with its supervisor.
 
-When it ends, it stops listening at once. Requests may go on for ``shutdown_timeout_s``. Then those that still run are
-cancelled, and have a moment to tell their callers (503, or a last event of a stream). A second signal ends the waiting. Last,
-the process leaves the engine, and ends without unloading its imports.
+How it ends is said in :mod:`shmring.frontend.server`. Last, the process leaves the engine, and ends without unloading its
+imports.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shmring.frontend.app import create_app
 from shmring.frontend.listening import listen, place_of, repeated
 from shmring.frontend.malloc import make_malloc_return_memory
 from shmring.frontend.server import Server
-from shmring.frontend.settings import ProcessSettings
+from shmring.frontend.settings import ProcessSettings, frontend_name
 
 __all__ = ["run"]
 
@@ -71,7 +70,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
         await EngineClient.connect(
             names if len(names) > 1 else settings.name,
             config,
-            description=f"frontend {os.getpid()}",
+            description="frontend" if settings.index is None else frontend_name(settings.index),
             retries=settings.http.engine_retries,
         ) as engine,
     ):
@@ -83,6 +82,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
             root_path=settings.root_path,
             timeout_keep_alive_s=settings.timeout_keep_alive_s,
             log_level=settings.log_level,
+            shutdown_delay_s=settings.shutdown_delay_s,
             shutdown_timeout_s=settings.shutdown_timeout_s,
             on_started=lambda: None if link is None else link.say_ready(),
         )

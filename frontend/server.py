@@ -1,7 +1,8 @@
 """The HTTP server of a frontend process: uvicorn, with a start and a shutdown of our own.
 
-When it is told to end, it stops listening at once. Requests may go on for a while. Then those that still run are cancelled, and
-have a moment to tell their callers (503, or a last event of a stream). When it is told a second time, it no longer waits.
+When it is told to end, ``/ready`` says so, and answers say that their connection ends. After a delay, in which a load balancer
+can notice, it stops listening. Requests may go on for a while. Then those that still run are cancelled, and have a moment to
+tell their callers (503, or a last event of a stream). When it is told a second time, it no longer waits.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Server(uvicorn.Server):
         root_path: what a proxy in front strips from paths.
         timeout_keep_alive_s: how long a connection stays open between two requests.
         log_level: of uvicorn.
-        shutdown_timeout_s: how long requests may go on after :meth:`stop`.
+        shutdown_delay_s: how long it goes on listening after :meth:`stop`.
+        shutdown_timeout_s: how long requests may go on after that.
         on_started: called once requests are accepted.
     """
 
@@ -68,16 +70,20 @@ class Server(uvicorn.Server):
         log_level: str,
         shutdown_timeout_s: float,
         on_started: Callable[[], None],
+        shutdown_delay_s: float = 0.0,
         tls: TlsSettings | None = None,
         root_path: str = "",
         timeout_keep_alive_s: float = 5.0,
     ) -> None:
+        self._told_at = 0.0
         super().__init__(
             uvicorn.Config(
                 app,
                 host=host,
                 port=port,
-                http=functools.partial(BoundedHttpProtocol, headers_for=app.headers_for),  # type: ignore[arg-type]  # it is called
+                http=functools.partial(  # type: ignore[arg-type]  # it is called
+                    BoundedHttpProtocol, headers_for=app.headers_for, is_ending=lambda: self._told_at > 0
+                ),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -90,8 +96,8 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
-        self._told_at = 0.0
         self._on_started = on_started
+        self._shutdown_delay_s = shutdown_delay_s
         self._shutdown_timeout_s = shutdown_timeout_s
 
     @contextlib.contextmanager
@@ -110,11 +116,20 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Ends the server after the requests in flight. A second call no longer waits for them."""
         now = time.monotonic()
+        if not self._told_at:
+            self._told_at = now
+            self._app.begin_shutdown()
+            if self._shutdown_delay_s:
+                asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
+            else:
+                self._end()
         # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
-        self.force_exit = self.should_exit and now - self._told_at > _SAME_SIGNAL_S
-        self._told_at = now if not self.should_exit else self._told_at
+        elif now - self._told_at > _SAME_SIGNAL_S:
+            self.force_exit = True
+            self._end()
+
+    def _end(self) -> None:
         self.should_exit = True
-        self._app.begin_shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts listening, and says so."""
@@ -127,16 +142,21 @@ class Server(uvicorn.Server):
             server.close()
         for listening in sockets or ():
             listening.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()  # at once, or after its answer
+        for connection in self._connections():
+            connection.shutdown()
         await self._wait_until_idle(self._shutdown_timeout_s)
         if self.server_state.tasks:
             logger.warning("requests aborted, since the server ends: %d", len(self.server_state.tasks))
         for task in list(self.server_state.tasks):
             task.cancel()
+        for connection in self._connections():
+            connection.end_after_answer()
         self.force_exit = False
         await self._wait_until_idle(_CANCELLED_GRACE_S)
         await self.lifespan.shutdown()
+
+    def _connections(self) -> list[BoundedHttpProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, BoundedHttpProtocol)]
 
     async def _wait_until_idle(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -12,11 +12,19 @@ import re
 from typing import Annotated, Any
 
 from shmring.engine.flags import NO_OPTION, Flag
-from shmring.engine.settings import MAX_ENGINES, LogFormat, LogLevel
+from shmring.engine.settings import DEFAULT_SHUTDOWN_TIMEOUT_S, MAX_ENGINES, LogFormat, LogLevel
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
-__all__ = ["CorsSettings", "FrontendSettings", "MediaCounts", "ProcessSettings", "TlsSettings", "parse_list"]
+__all__ = [
+    "CorsSettings",
+    "FrontendSettings",
+    "MediaCounts",
+    "ProcessSettings",
+    "TlsSettings",
+    "frontend_name",
+    "parse_list",
+]
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@]+|null")  # RFC 6454, as browsers send it
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110
@@ -151,6 +159,7 @@ class FrontendSettings:
     Attributes:
         served_model_name: What requests may name as their model; several if given several times. Empty: the engine's own name.
         api_keys: what callers of ``/v1`` must have one of. None: anybody may call.
+        admin_keys: what callers of the routes for operators must have one of. None: there are no such routes.
         max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
 
             1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
@@ -203,6 +212,7 @@ class FrontendSettings:
 
     served_model_name: Annotated[tuple[str, ...], Flag(names=("--served-model-name", "--model-name"))] = ()
     api_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
+    admin_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
     max_concurrent_requests: int = 1024
     max_concurrent_media: int = 8
     max_queued_requests: int = 1024
@@ -268,8 +278,11 @@ class ProcessSettings:
         connect_timeout_s: Seconds to wait for the engine, which may be loading a model.
 
             It imports torch and fills its slab, about 1 s for each 4 GiB.
-        shutdown_timeout_s: Seconds that running requests may go on after SIGTERM, SIGINT or SIGHUP; then, or with 0 at once,
-            they are aborted. A server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
+        index: which one of its server's it is; None: it has no supervisor.
+        shutdown_delay_s: Seconds that it goes on listening after SIGTERM, SIGINT or SIGHUP, while /ready answers 503, so that a
+            load balancer notices.
+        shutdown_timeout_s: Seconds that running requests may go on after that; then, or with 0 at once, they are aborted. A
+            server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
         http: what it serves, and its limits.
@@ -286,10 +299,17 @@ class ProcessSettings:
     timeout_keep_alive_s: float = 5.0
     listen_fd: Annotated[int | None, Flag(least=0)] = None
     connect_timeout_s: Annotated[float, Flag(least=0)] = 30.0
-    shutdown_timeout_s: Annotated[float, Flag(least=0)] = 2.0
+    index: Annotated[int | None, NO_OPTION] = None
+    shutdown_delay_s: Annotated[float, Flag(least=0)] = 0.0
+    shutdown_timeout_s: Annotated[float, Flag(least=0)] = DEFAULT_SHUTDOWN_TIMEOUT_S
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)
+
+
+def frontend_name(index: int) -> str:
+    """Returns what the engine's snapshots and log call a frontend of a server."""
+    return f"frontend {index}"
 
 
 def _parse_root_path(path: str) -> str:

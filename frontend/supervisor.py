@@ -22,9 +22,14 @@ What happens when a process dies:
 Children import nothing from the working directory (``python -P``). They get their settings as JSON through their socket,
 because other users can read command lines, and sometimes environments.
 
-A stop (SIGTERM, SIGINT, SIGHUP) closes the port. Frontends may finish the requests in flight, for ``shutdown_timeout_s`` at
-most; then the engine ends. Both have some seconds more than they need: a process that still runs then is killed. A second
-signal kills at once. Children have process groups of their own, so that Ctrl-C in a terminal reaches the supervisor alone.
+A stop (SIGTERM, SIGINT, SIGHUP) reaches frontends first: their ``/ready`` says so, and after ``shutdown_delay_s`` the port
+closes. Frontends may finish the requests in flight, for ``shutdown_timeout_s`` at most; then the engine ends, which has as long
+for the requests of other programs. Both have some seconds more than they need: a process that still runs then is killed. A
+second signal kills at once. Children have process groups of their own, so that Ctrl-C in a terminal reaches the supervisor
+alone.
+
+A frontend, or one of several engines, that gets such a signal itself ends in the same way (``shmring drain``), and another one
+is started when it has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ import msgspec
 from shmring.config import parse_nbytes
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.settings import EngineSettings
-from shmring.engine.supervision import FrontendState, Orders, stop_signals
+from shmring.engine.supervision import FrontendState, Orders, Stop
 from shmring.frontend.accelerators import count_gpus, environment_of
 from shmring.frontend.child import Child, end_children
 from shmring.frontend.listening import listen, place_of, url_of
@@ -65,7 +70,6 @@ __all__ = ["ServeError", "ServeOptions", "Serving", "serve"]
 
 logger = logging.getLogger("shmring.frontend.supervisor")
 
-_SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: they want one end, and no hurry
 # Beside --shutdown-timeout. In this time a frontend answers the requests that it aborts (0.5 s at most, see frontend/server.py)
 # and disconnects: 0.2 s, or 1 s if other processes want twice as many cores as there are. Busier machines get three times that.
 _FRONTENDS_GRACE_S = 3.0
@@ -79,6 +83,7 @@ _FRONTEND_START_TIMEOUT_S = (
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 10.0  # a process that lived this long did not die of its start
+_PATIENCE_S = 1.5  # from which somebody who presses Ctrl-C is told what it waits for
 _PROGRESS_S = 5.0  # between two lines that say what a start waits for
 _SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # on a busy machine, a process may wait for a core for tenths of a second
 _LONGEST_HEARTBEAT_S = 1.0  # each takes a process some 20 us; the more there are, the sooner one that hangs is noticed
@@ -269,9 +274,7 @@ class _Supervisor:
         self._frontends: dict[int, Child] = {}
         self._restarts = [0] * options.frontends
         self._ready = [asyncio.Event() for _ in range(options.frontends)]
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._told_at = 0.0
+        self._stop = Stop()
 
     async def run(self) -> None:
         """Starts everything, keeps it running, and ends it.
@@ -279,8 +282,7 @@ class _Supervisor:
         Raises:
             ServeError: as :func:`serve`.
         """
-        for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
+        self._stop.heed_signals()
         gc.freeze()  # what was imported stays
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)
@@ -296,11 +298,11 @@ class _Supervisor:
                 *(asyncio.create_task(self._keep_frontend(index)) for index in range(self._options.frontends)),
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not self._stop.is_set():
+            if not self._stop.told.is_set():
                 next(task for task in tasks if task.done()).result()
         finally:
             await self._end_all(tasks)
-        if self._hurry.is_set():
+        if self._stop.hurry.is_set():
             raise ServeError("told twice to stop: whatever was still running was killed")
 
     def _watch_lifeline(self, fd: int) -> None:
@@ -314,33 +316,33 @@ class _Supervisor:
             if not data:
                 loop.remove_reader(fd)
                 logger.warning("whoever started the server has gone, so it stops")
-                self._stop.set()
+                self._stop.told.set()
 
         try:
             loop.add_reader(fd, read)
         except OSError:  # epoll refuses files and /dev/null
             raise ServeError("standard input is no pipe, socket or terminal, as --stop-with-stdin needs") from None
 
-    def _told_to_stop(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if not self._stop.is_set():
-            self._told_at = now
-            self._stop.set()
-        elif now - self._told_at > _SAME_SIGNAL_S:
-            self._hurry.set()
-
     async def _wait_for_stop(self) -> None:
-        await self._stop.wait()
+        await self._stop.told.wait()
 
     async def _end_all(self, tasks: list[asyncio.Task[None]]) -> None:
-        self._listening.close()  # frontends close theirs, too: then connections are refused, and do not wait
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        frontends_s = self._options.frontend.shutdown_timeout_s + _FRONTENDS_GRACE_S
-        await end_children(self._frontends.values(), frontends_s, self._hurry)
+        settings = self._options.frontend
+        # Frontends close theirs, too: then connections are refused, and do not wait.
+        closing = asyncio.get_running_loop().call_later(settings.shutdown_delay_s, self._listening.close)
+        told = f"running requests may go on for {settings.shutdown_timeout_s:g} s; a second signal ends them"
+        saying = asyncio.get_running_loop().call_later(settings.shutdown_delay_s + _PATIENCE_S, _say, told)
+        frontends_s = settings.shutdown_delay_s + settings.shutdown_timeout_s + _FRONTENDS_GRACE_S
+        await end_children(self._frontends.values(), frontends_s, self._stop.hurry)
+        for timer in (closing, saying):
+            timer.cancel()
+        self._listening.close()
         slabs_gib = _slabs_nbytes(self._options) / 2**30
-        await end_children(self._engines.values(), _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB, self._hurry)
+        engines_s = settings.shutdown_timeout_s + _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB
+        await end_children(self._engines.values(), engines_s, self._stop.hurry)
 
     async def _watch_start(self) -> None:
         """Says how the start goes, and that the server is ready. Fails if the start takes too long."""
@@ -360,7 +362,7 @@ class _Supervisor:
         click.echo(f"shmring: serving on {self._url} ({pids})")
         if self._options.ready_fd is not None:
             self._say_ready(self._options.ready_fd)
-        await self._stop.wait()
+        await self._stop.told.wait()
 
     def _say_ready(self, fd: int) -> None:
         engines, frontends = (
@@ -452,7 +454,7 @@ class _Supervisor:
         """Kills processes without signs of life. It counts heartbeats, not time: while this one is stopped, none is missed."""
         heartbeat_s = self._options.heartbeat_s
         if not heartbeat_s:
-            await self._stop.wait()
+            await self._stop.told.wait()
             return
         limit = math.ceil(self._options.heartbeat_timeout_s / heartbeat_s)
         while True:
@@ -492,12 +494,12 @@ class _Supervisor:
             # Or its gauges would stay in the sums for ever.
             await asyncio.to_thread(_forget_gauges, child.pid, self._metrics_dir)
             await pause.before_another(child)
-            self._restarts[index] += 1
+            self._restarts[index] += child.process.returncode != 0  # else it was drained
 
     async def _start_frontend(self, index: int) -> Child:
         """Starts a frontend, and returns when it serves or has failed to."""
         fd = self._listening.fileno()
-        settings = dataclasses.replace(self._options.frontend, listen_fd=fd)
+        settings = dataclasses.replace(self._options.frontend, listen_fd=fd, index=index)
         child = await Child.start(
             f"frontend {index}",
             self._frontend_command(),

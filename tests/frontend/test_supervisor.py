@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 from shmring.config import RingConfig
+from shmring.engine import supervision
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import FrontendState, Orders
 from shmring.frontend import supervisor
@@ -411,7 +412,7 @@ async def test_it_stops_when_the_program_that_started_it_ends(supervise: Any, ev
         other_end.send(b"means nothing\n")
         await eventually(lambda: not select.select([lifeline], [], [], 0)[0])  # it was read
         assert not running.done()
-        assert not server._stop.is_set()
+        assert not server._stop.told.is_set()
         other_end.close()
         await asyncio.wait_for(running, 30)
 
@@ -438,7 +439,7 @@ async def test_a_standard_input_that_never_ends_is_one_clear_message(supervise: 
 async def test_the_port_is_closed_before_requests_have_ended(
     supervise: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     closing = (  # as frontends do
         "import json, signal\n"
         "listen_fd = json.loads(orders)['settings']['listen_fd']\n"
@@ -466,17 +467,17 @@ async def test_the_port_is_closed_before_requests_have_ended(
 async def test_a_second_signal_kills(
     supervise: Any, eventually: Any, turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", 600.0)
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", 600.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
     server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(600.0))
     await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
     os.kill(os.getpid(), signal.SIGTERM)
-    await eventually(server._stop.is_set)
+    await eventually(server._stop.told.is_set)
     os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` and `tini -g` do: to a process, and then to its group
     await turns()  # the signal was delivered, to this thread, when it was sent
-    assert not server._hurry.is_set()
-    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
+    assert not server._stop.hurry.is_set()
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(ServeError, match="told twice to stop"):
         await asyncio.wait_for(running, 30)
@@ -539,7 +540,7 @@ async def test_a_hangup_that_is_ignored_stays_so(supervise: Any, eventually: Any
     await eventually(lambda: server._ready[0].is_set(), 30)
     os.kill(os.getpid(), signal.SIGHUP)
     await turns()
-    assert not server._stop.is_set()
+    assert not server._stop.told.is_set()
     assert not running.done()
 
 
@@ -550,6 +551,7 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
     supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHMRING_API_KEY", "a-secret")
+    monkeypatch.setenv("SHMRING_ADMIN_KEY", "a-secret")
     note = LINK + GET_ORDERS + "open({path!r}, 'w').write(orders); link.send(b'r'); time.sleep(600)"
     paths = [tmp_path / "engine", tmp_path / "frontend"]
     settings = dataclasses.replace(SETTINGS, shutdown_timeout_s=0.25, http=FrontendSettings(api_keys=("a-secret", "another")))
@@ -562,7 +564,7 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
     await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
     orders = msgspec.json.decode(paths[1].read_bytes(), type=Orders[ProcessSettings])
     assert orders.heartbeat_s == 0.5
-    assert dataclasses.replace(orders.settings, listen_fd=None) == settings
+    assert dataclasses.replace(orders.settings, listen_fd=None, index=None) == settings
     assert os.path.samestat(
         os.stat(f"/proc/{server._frontends[0].pid}/fd/{orders.settings.listen_fd}"), os.fstat(server._listening.fileno())
     )
