@@ -36,6 +36,7 @@ from starlette.types import Receive, Scope, Send
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.supervision import FrontendState
+from shmring.frontend.admin import admin_routes
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.cross_origin import CrossOrigin
@@ -124,6 +125,7 @@ def create_app(
             ObservedRoute("/metrics", routes.render_metrics),
             ObservedRoute("/version", routes.version),
             *status_routes(routes.feed, keys),
+            *admin_routes(engine, settings),
             ObservedRoute(DOCS_PATH, routes.documentation.page),
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],

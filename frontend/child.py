@@ -17,7 +17,7 @@ import msgspec
 
 from shmring.engine.supervision import READY, FrontendState
 from shmring.frontend.import_path import without_working_directory
-from shmring.frontend.keys import KEYS_VARIABLE
+from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
 from shmring.processes.process import Process
 
 __all__ = ["Child", "end_children"]
@@ -72,7 +72,8 @@ class Child:
             environment: variables that it gets besides those of this process. It never gets the keys, which it does not need.
         """
         ours, theirs = socket.socketpair()
-        inherited = {name: value for name, value in without_working_directory(os.environ).items() if name != KEYS_VARIABLE}
+        environ = without_working_directory(os.environ)
+        inherited = {name: value for name, value in environ.items() if name not in (KEYS_VARIABLE, ADMIN_KEYS_VARIABLE)}
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:

@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, Response
 
 import shmring
 from shmring.engine.supervision import FrontendState
+from shmring.frontend.admin import AbortRequest, AbortResponse, AdminStatus, PauseState
 from shmring.frontend.errors import ErrorEnvelope
 from shmring.frontend.health import Health
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
@@ -63,6 +64,10 @@ _TYPES = (
     Load,
     Health,
     FrontendState,
+    AdminStatus,
+    PauseState,
+    AbortRequest,
+    AbortResponse,
     ErrorEnvelope,
 )
 
@@ -75,6 +80,7 @@ _ERRORS = {
     400: "The request is wrong, or asks for what this server does not do; `param` says where.",
     401: "The server needs a key, and this is none of them.",
     404: "There is no such model.",
+    409: "The profiler is off, or runs already, or does not run.",
     408: "The body did not arrive in time.",
     413: "The body or its media are too large, or can never fit the slab.",
     415: "The body is not said to be JSON (Content-Type), or is compressed.",
@@ -150,8 +156,9 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
     servers: dict[str, Any] = {"servers": [{"url": root_path}]} if root_path else {}
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     components: dict[str, Any] = {"schemas": schemas}
-    if settings.api_keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schemes = {"key": settings.api_keys, "admin_key": settings.admin_keys}
+    if any(schemes.values()):
+        components["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name, keys in schemes.items() if keys}
     security: dict[str, Any] = {"security": [{"key": []}]} if settings.api_keys else {}
     return {
         "openapi": "3.1.0",
@@ -168,6 +175,7 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
             "/v1/models": {"get": _models() | security},
             "/v1/models/{name}": {"get": _model() | security},
             **_operations(),
+            **(_administration() if settings.admin_keys else {}),
         },
     }
 
@@ -234,6 +242,34 @@ def _operations() -> dict[str, Any]:
         "/load": {"get": _operation("How many requests wait or run", "operations", _answer("So many.", load), busy)},
         "/metrics": {"get": _operation("Numbers for Prometheus", "operations", _answer("The numbers.", plain), bugs)},
         "/version": {"get": _operation("The version", "operations", _answer("The version.", version), bugs)},
+    }
+
+
+def _administration() -> dict[str, Any]:
+    """Returns the paths that need an admin key."""
+
+    def path(method: str, summary: str, answer: str, statuses: Iterable[int], **further: Any) -> dict[str, Any]:
+        content = {"application/json": _schema(answer)}
+        errors = _errors((401, *statuses, 500, 503, 504))
+        operation = _operation(summary, "administration", _answer("It was done.", content), errors, **further)
+        return {method: operation | {"security": [{"admin_key": []}]}}
+
+    pause = path("post", "Pause all engines: requests wait", "AdminStatus", (400,))
+    mode = "What becomes of requests that run: `abort` (503 `paused`), or `wait` for their end."
+    waiting = {"description": "As `mode=wait`.", "schema": {"type": "boolean"}}
+    pause["post"]["parameters"] = [
+        _REQUEST_ID,
+        {"name": "mode", "in": "query", "description": mode, "schema": {"enum": ["abort", "wait"], "default": "abort"}},
+        {"name": "wait_for_inflight_requests", "in": "query", **waiting},
+    ]
+    abort = _body("AbortRequest", {"request_ids": ["my-request"]})
+    return {
+        "/pause": pause,
+        "/resume": path("post", "Go on", "AdminStatus", ()),
+        "/is_paused": path("get", "Whether all engines are paused", "PauseState", ()),
+        "/start_profile": path("post", "Profile the engines' steps", "AdminStatus", (409,)),
+        "/stop_profile": path("post", "Write the profiles to --profiler-dir", "AdminStatus", (409,)),
+        "/abort_requests": path("post", "End requests in the engines", "AbortResponse", (400, 408, 413), requestBody=abort),
     }
 
 

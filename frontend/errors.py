@@ -15,6 +15,7 @@ no key, or a wrong one                                 401     invalid_api_key
 no such model; no such route                           404     model_not_found, not_found
 no such method                                         405     method_not_allowed
 the body did not arrive in time                        408     body_timeout
+the profiler is off, or runs, or does not run          409     profiler
 body too large; of too many values; of a long text     413     body_too_large, too_many_values, text_too_long
 media too large together                               413     media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
@@ -24,6 +25,7 @@ no turn in time, here or in the engine                 503     overloaded (``Ret
 no space in the slab in time                           503     slab_full (``Retry-After``)
 engine gone or going; request aborted there            503     engine_unavailable (``Retry-After``)
 a decoder died, and the one that was next as well      503     decoder_lost (``Retry-After``)
+an operator has ended the request                      500     aborted
 the engine was paused and gave the request up          503     paused (``Retry-After``)
 a step has been running for too long (``/health``)     503     engine_unhealthy (``Retry-After``)
 the server shuts down, and its grace is over           503     shutting_down (``Retry-After``)
@@ -127,6 +129,8 @@ def api_error_of(error: Exception) -> ApiError:
             return ApiError(400, error.message, code="context_length_exceeded")
         case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
             return ApiError(400, error.message, code="rejected_by_engine")
+        case shmring.RemoteError(type_name="OperatorAbortError"):  # clients of OpenAI's heed the header
+            return ApiError(500, error.message, code="aborted", headers={"x-should-retry": "false"})
         case shmring.RemoteError(type_name="CapacityError"):
             return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
         case shmring.RemoteError() if error.type_name in _UNAVAILABLE:

@@ -252,9 +252,8 @@ class Inference:
 
     async def _encode(self, request: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
         parts, prompt_tokens = [], 0
-        for number, some in enumerate(_in_parts(request)):
-            name = f"{request_id}-{number}" if number else request_id
-            answering = self._engine.encode(some, request_id=name, timeout=_seconds_left(admitted))
+        for some in _in_parts(request):
+            answering = self._engine.encode(some, request_id=request_id, timeout=_seconds_left(admitted))
             async with contextlib.aclosing(answering) as outputs:
                 collected = [output async for output in outputs]
             parts += [output.embeddings for output in collected]

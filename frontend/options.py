@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from shmring.engine.option_table import Option, filled, options_of
-from shmring.frontend.keys import KEYS_VARIABLE, read_keys
+from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, read_keys
 from shmring.frontend.listening import check_tls
 from shmring.frontend.settings import FrontendSettings, ProcessSettings, TlsSettings
 
@@ -34,6 +34,18 @@ FRONTEND_OPTIONS = (
     ),
     Option(
         ["--api-key-file"],
+        type=click.Path(exists=True, dir_okay=False),
+        help="A file of such keys, one in a line, which only its owner can read.",
+    ),
+    Option(
+        ["--admin-key", "admin_keys"],
+        envvar=(),
+        multiple=True,
+        help="A key for the routes that pause, resume, profile and abort, which exist only with such a key. The rest is as for "
+        f"--api-key: the variable is {ADMIN_KEYS_VARIABLE}. A key can't be of both kinds.",
+    ),
+    Option(
+        ["--admin-key-file"],
         type=click.Path(exists=True, dir_okay=False),
         help="A file of such keys, one in a line, which only its owner can read.",
     ),
@@ -90,6 +102,13 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
     """
     try:
         keys = read_keys(values["api_keys"], os.environ.get(KEYS_VARIABLE), values["api_key_file"])
+        admin_keys = read_keys(
+            *(values["admin_keys"], os.environ.get(ADMIN_KEYS_VARIABLE), values["admin_key_file"]),
+            flag="--admin-key",
+            variable_name=ADMIN_KEYS_VARIABLE,
+        )
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    return dataclasses.replace(filled(FrontendSettings(), _SETTINGS, values), api_keys=keys)
+    if not set(keys).isdisjoint(admin_keys):
+        raise click.UsageError("a key of --admin-key is also one of --api-key: callers of /v1 could pause the server")
+    return dataclasses.replace(filled(FrontendSettings(), _SETTINGS, values), api_keys=keys, admin_keys=admin_keys)

@@ -60,7 +60,7 @@ class Server:
 @pytest.fixture
 async def server(open_engine: Any, open_app: OpenApp) -> Server:
     server = Server()
-    server.http = await open_app(await open_engine(server.answer, DESCRIPTION))
+    server.http = await open_app(await open_engine(server.answer, DESCRIPTION), admin_keys=("an-admin-key",))
     return server
 
 

@@ -29,6 +29,9 @@ from tests.tables import for_each
 OPTIONS = [option for option in serve_command.serve.params if isinstance(option, Option)]
 SERVED = [option for option in OPTIONS if option.name != "config"]
 
+# Options that have a variable of another form: several keys, with spaces.
+KEYS = {"api_keys": "SHMRING_API_KEY", "admin_keys": "SHMRING_ADMIN_KEY"}
+
 # What is given for options whose type does not say what could be.
 EXAMPLES = {
     "name": "another",
@@ -46,6 +49,7 @@ EXAMPLES = {
     "allowed_methods": '["GET"]',
     "allowed_headers": '["a", "b"]',
     "api_keys": "key",
+    "admin_keys": "key",
     "max_missing_share": "0.25",
     "cert_reqs": "0",  # another needs certificates
 }
@@ -66,7 +70,8 @@ def run(*arguments: str, **environment: str) -> tuple[Result, ServeOptions | Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_command, "run_server", receive)
-        patch.delenv("SHMRING_API_KEY", raising=False)
+        for name in ("SHMRING_API_KEY", "SHMRING_ADMIN_KEY"):
+            patch.delenv(name, raising=False)
         result = CliRunner(env=environment).invoke(serve_command.serve, list(arguments))
     return result, received[0] if received else None
 
@@ -92,6 +97,7 @@ def example_of(tmp_path: Path, certificate: tuple[Path, Path]) -> Any:
         "keyfile": certificate[1],
         "ca_certs": certificate[0],
         "api_key_file": tmp_path / "keys",
+        "admin_key_file": tmp_path / "keys",
     }
 
     def example(option: Option) -> str:
@@ -119,8 +125,8 @@ def test_each_option_means_the_same_in_all_places(example_of: Any, tmp_path: Pat
             rest = (f"--ssl-keyfile={certificate[1]}",)
         given = accepted(*rest, f"--{name}" if option.is_flag else f"--{name}={text}")
         assert given != default or option.name == "cert_reqs", name
-        if option.name == "api_keys":
-            assert accepted(SHMRING_API_KEY=text) == given
+        if option.name in KEYS:
+            assert accepted(**{KEYS[option.name]: text}) == given
             continue
         assert accepted(*rest, **{"SHMRING_" + name.upper().replace("-", "_"): text}) == given, name
         file.write_text(f"# a comment\n{name}: {json.dumps(text) if text[0] in '[*' else text}\n")
@@ -142,7 +148,7 @@ def test_help_and_page_say_the_same_of_each_option(make_settings: ModuleType) ->
         assert re.sub(r"\W", "", help_text) in re.sub(r"\W", "", output), option.name
         [row] = [line for line in page.splitlines() if line.startswith(f"| `{option.opts[0]}`")]
         assert re.sub(r"\W|default.*", "", help_text.partition("  [")[0]) in re.sub(r"\W|default.*", "", row), option.name
-        assert option.envvar == (() if option.name == "api_keys" else "SHMRING_" + option.opts[0][2:].upper().replace("-", "_"))
+        assert option.envvar == (() if option.name in KEYS else "SHMRING_" + option.opts[0][2:].upper().replace("-", "_"))
 
 
 def test_callers_are_told_the_limits_of_a_request_in_the_same_words() -> None:

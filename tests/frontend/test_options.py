@@ -19,14 +19,18 @@ from tests.tables import for_each
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
     parsed: list[FrontendSettings] = []
     command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: parsed.append(settings_of(values)))
-    result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, arguments)
+    result = CliRunner(env={"SHMRING_API_KEY": None, "SHMRING_ADMIN_KEY": None, **(environment or {})}).invoke(
+        command, arguments
+    )
     assert result.exit_code == 0, result.output
     return parsed[0]
 
 
 def refused(*arguments: str, environment: dict[str, str] | None = None) -> str:
     command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: settings_of(values))
-    result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, list(arguments))
+    result = CliRunner(env={"SHMRING_API_KEY": None, "SHMRING_ADMIN_KEY": None, **(environment or {})}).invoke(
+        command, list(arguments)
+    )
     assert result.exit_code == 2, result.output
     return result.output
 
@@ -41,7 +45,7 @@ def test_every_setting_has_an_option() -> None:
     limits = {field.name for field in dataclasses.fields(MediaLimits)} - without
     fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}
     cors = {field.name for field in dataclasses.fields(CorsSettings)}
-    assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | cors | {"api_key_file"}
+    assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | cors | {"api_key_file", "admin_key_file"}
 
 
 def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
@@ -105,6 +109,19 @@ def test_keys_of_all_three_places_are_accepted(tmp_path: Path) -> None:
 
 def test_keys_are_taken_from_the_environment() -> None:
     assert understood([], {"SHMRING_API_KEY": "one two"}).api_keys == ("one", "two")
+
+
+def test_keys_of_operators_are_others(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("from-a-file\n")
+    file.chmod(0o600)
+    settings = understood(["--api-key=user", "--admin-key=one", f"--admin-key-file={file}"], {"SHMRING_ADMIN_KEY": "two three"})
+    assert settings.api_keys == ("user",)
+    assert settings.admin_keys == ("one", "two", "three", "from-a-file")
+    assert "from-a-file" not in repr(settings)
+    assert "callers of /v1 could pause the server" in refused("--api-key=same", "--admin-key=same")
+    assert "SHMRING_ADMIN_KEY is set and holds no key" in refused(environment={"SHMRING_ADMIN_KEY": " "})
+    assert "--admin-key: a key has visible ASCII characters only" in refused("--admin-key=two words")
 
 
 @for_each("text", ["", "  "])
