@@ -1,4 +1,4 @@
-"""Two tensor-parallel workers: what they compute, and what reaches them without a copy."""
+"""Two workers, tensor-parallel or pipeline-parallel: what they compute, and what reaches them without a copy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 SIDE = 1344
 NBYTES = SIDE * SIDE * 3 * 2
 ON = {"SHMRING_VLLM": "1", "SHMRING_VLLM_CHECK": "1"}
+# Each of two in a pipeline needs a layer. vLLM for CPUs prepares the second one only where it has something to compile.
+PIPELINE = (
+    *("-pp", "2", *OPTIONS[2:], "--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}'),
+    *("--hf-overrides", '{"text_config": {"num_hidden_layers": 2}}'),
+)
 
 
-def serving(directory: Path, **environment: str) -> Any:
-    return serve(directory, side=SIDE, environment=environment, options=OPTIONS, in_process=False)
+@pytest.fixture(scope="module", params=[OPTIONS, PIPELINE], ids=["tensor-parallel", "pipeline-parallel"])
+def options(request: pytest.FixtureRequest) -> Any:
+    """How the workers share the model."""
+    return request.param
+
+
+def serving(directory: Path, options: Any, **environment: str) -> Any:
+    return serve(directory, side=SIDE, environment=environment, options=options, in_process=False)
 
 
 def digests(server: Server) -> list[str]:
@@ -28,15 +39,15 @@ def digests(server: Server) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def theirs(runtime_directory: Path) -> list[str]:
+def theirs(runtime_directory: Path, options: Any) -> list[str]:
     """What vLLM computes without the plug-in."""
-    with serving(runtime_directory) as server:
+    with serving(runtime_directory, options) as server:
         return digests(server)
 
 
 @pytest.fixture(scope="module")
-def server(runtime_directory: Path, theirs: list[str]) -> Iterator[Server]:
-    with serving(runtime_directory, **ON) as server:
+def server(runtime_directory: Path, options: Any, theirs: list[str]) -> Iterator[Server]:
+    with serving(runtime_directory, options, **ON) as server:
         yield server
 
 
