@@ -28,7 +28,7 @@ PYTHON ?= python3
 VENV := .venv
 # All processes of a run inherit it, so that tests/leftovers.py knows them.
 export SHMRING_TEST_RUN := $(or $(SHMRING_TEST_RUN),$(shell date +%s%N)-$(shell echo $$PPID))
-# A worker for each core; who is idle takes tests of the other.
+# A worker more than there are cores; who is idle takes tests of the others.
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

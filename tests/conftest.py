@@ -65,7 +65,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("fast")
 
-_MAX_WORKERS = 8  # with a GB for each of them and the processes that it starts
+_MAX_WORKERS = 8
+_WORKER_NBYTES = 1 << 30  # and the processes that it starts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,8 +151,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """``-n auto``: a worker for each core that this process may use, and no more than have memory for torch."""
-    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    """``-n auto``: a worker more than this process has cores, since tests wait now and then; fewer where memory is short."""
+    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    in_memory = (int(available.split()[1]) << 10) // _WORKER_NBYTES
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, in_memory, _MAX_WORKERS))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -303,9 +306,9 @@ def run_python() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., Awaitable[Any]]:
-    """``await eventually(condition, timeout=5)``: polls until it is true, and fails when the time is up."""
+    """``await eventually(condition, timeout=30)``: polls until it is true, and fails when the time is up."""
 
-    async def poll(condition: Callable[[], Any], timeout: float = 5.0) -> Any:
+    async def poll(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while not (result := condition()):
@@ -505,7 +508,7 @@ async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
 def settled(eventually: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
     """``await settled(ring)``: waits until every client is gone and the slab is wholly free, and checks the book."""
 
-    async def wait(ring: shmring.Ring, timeout: float = 5.0) -> None:
+    async def wait(ring: shmring.Ring, timeout: float = 30.0) -> None:
         def is_whole() -> bool:
             now = ring.statistics()
             books = (now.waiting, now.running, now.slots_in_use, now.clients, now.departed_clients, now.replies_waiting)
