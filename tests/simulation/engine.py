@@ -489,7 +489,7 @@ class Engine:
         does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in in_code and _is_at_once(action)]
         for action in actions:
             if self._packs(action):
-                yield from (action._replace(inside=inside) for inside in does)
+                yield from (Action(*action[:4], inside) for inside in does)
 
     def _packs(self, action: Action) -> bool:
         """Whether an action packs a payload: a turn does so if a task begins there that sends a message to workers."""

@@ -59,6 +59,7 @@ __all__ = ["IDLE_TICKS", "Caller", "Holding", "Process", "Session", "Wants"]
 IDLE_TICKS = 1.0
 
 _MORE_THAN_INFLIGHT = 2  # requests that wait for their turn, where turns wait
+_FORGERIES = tuple(Forgery)  # an enum takes long to go through
 _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
 _UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
@@ -632,7 +633,7 @@ class Session:
             del forgeries[Forgery.OLD_REQUEST]
         for kind, slots in self._forged_slots(other_lease):
             forgeries[kind] = functools.partial(self._forged, request, slots)
-        return {kind: forgeries[kind] for kind in Forgery if kind in forgeries}
+        return {kind: forgeries[kind] for kind in _FORGERIES if kind in forgeries}
 
     def _forged_slots(self, other_lease: SlotRef | None) -> Iterator[tuple[Forgery, tuple[SlotRef, ...]]]:
         """Yields slots of which an engine must refuse at least one."""
@@ -677,7 +678,7 @@ class Session:
             does.append(Inside(Moment.IN_CODE, Kind.HANG_UP, pid))
         for action in actions:
             if action.kind in _PACKING:
-                yield from (action._replace(inside=inside) for inside in does)
+                yield from (Action(*action[:4], inside) for inside in does)
         for index in range(len(self.held)):
             yield from (Action(Kind.TENSOR, pid, index, inside=inside) for inside in does)
 
@@ -689,7 +690,7 @@ class Session:
         looking += [Action(Kind.READ, pid, index) for index in waiting]
         for left in range(len(self.wire.to_frontend)):
             inside = Inside(Moment.LOOKING, Kind.TO_FRONTEND, pid, 1 + left)
-            yield from (action._replace(inside=inside) for action in looking)
+            yield from (Action(*action[:4], inside) for action in looking)
 
     def _enabled(self, pid: int, now: float) -> Iterator[Action]:
         wire = self.wire

@@ -193,7 +193,7 @@ class WorkerProcess:
         if not self.midst.offers:
             return
         does = [Inside(Moment.IN_CODE, *action[:4]) for action in actions if action.kind in self.in_code]
-        yield from (action._replace(inside=inside) for action in actions if action.kind is Kind.ANSWER for inside in does)
+        yield from (Action(*action[:4], inside) for action in actions if action.kind is Kind.ANSWER for inside in does)
 
     def _enabled(self, position: int) -> Iterator[Action]:
         yield Action(Kind.WORKER_DIES, position)
