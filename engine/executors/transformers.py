@@ -86,6 +86,8 @@ _WAITS = StepOutput(finished=False, keep_inputs=True)
 _LOOKING_S = 0.01  # a step with nothing to do waits so long for a prompt that is being prepared; requests that come wait, too
 _SIDE = 64  # pixels; of the picture that a model is tried with
 
+_DESCRIBED = 64  # tokens with logprobs that wait for their text: a call of a tool may be long, and a message has a bound
+
 _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
 
 
@@ -215,7 +217,7 @@ class _Answer:
             parts = self._reader.push(text, ended=finish_reason is not None)
             if self._reader.complete or (finish_reason == "stop" and self._reader.called):
                 finish_reason = "tool_calls"
-        if parts == Parts() and finish_reason is None:
+        if parts == Parts() and finish_reason is None and len(self._unsent_logprobs) < _DESCRIBED:
             return None
         reply = GenerateReply(
             parts.text,

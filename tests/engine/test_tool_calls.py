@@ -217,6 +217,18 @@ def test_an_answer_calls_tools(executor: TransformersExecutor, write: Callable[[
     assert len(replies) > 2  # its text came before
 
 
+def test_tokens_of_a_long_call_are_described_before_it_ends(
+    executor: TransformersExecutor, write: Callable[[str], None]
+) -> None:
+    write('<tool_call>{"name": "weather", "arguments": {"city": "' + "Ulm " * 60 + '"}}</tool_call>')
+    request = conversation(tools=[WEATHER])
+    request.sampling = SamplingParams(max_tokens=500, temperature=0, logprobs=2)
+    replies = answer(executor, request)
+    assert max(len(reply.logprobs) for reply in replies) == 64
+    assert all(len(reply.logprobs) == len(reply.token_ids) for reply in replies)
+    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
+
+
 def test_without_tools_the_same_text_is_text(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
     write(ONE)
     replies = answer(executor, conversation())
