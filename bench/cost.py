@@ -154,7 +154,7 @@ def measure(
     return Findings(
         mode="cost",
         tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
-        notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s, of a minimal program: nothing is stamped."],
+        notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The program stamps nothing."],
         targets=_verdicts(costs),
         results=list(costs.values()),
         coverage=runs.coverage(),

@@ -38,40 +38,44 @@ _BETTER = 1.05  # by how much a peer must be better to be called that; less is w
 _HEAD = """\
 # Benchmarks
 
-Built by `python -m bench report` from the JSON files in `bench/results/`; numbers are not written by hand. What matters are
-ratios: they are taken within one run on one machine, and another machine has other numbers.
+`python -m bench report` makes this page from the JSON files in `bench/results/`. No number is written by hand. Look at the
+ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
 """
 
 _METHOD = """\
-A producer and a consumer are processes of their own, each with an event loop (uvloop). Every message is checked: its
-sequence number, dtype and shape, and four samples of its content that follow from the number. Each peer is used as its users
-use it; the head of its file in `bench/peers/` says how, and what was done for it to be worth comparing with.
+The producer and the consumer are two processes, each with an event loop (uvloop). Every message is checked: its sequence
+number, its dtype, its shape, and four samples of its content, which follow from the number. Each peer is used as its users use
+it. The head of its file in `bench/peers/` says how, and what was done to make the comparison fair.
 
-Repetitions are interleaved (A B C A B C), so that whatever else the machine does hits all alike. Ratios are taken within
-each repetition; medians are shown. The base case is one producer, 16 messages in flight, float32; each dimension is varied by
-itself from there. At most 1 GB is in flight, so that at large sizes it is fewer messages: the case says how many.
+The repetitions of all transports take turns (A B C A B C), so that another program on the machine disturbs all of them alike. A
+ratio is taken within each repetition, and the tables show medians. The base case has one producer, 16 messages in flight and
+float32; the other cases change one of these each. At most 1 GB is in flight, so there are fewer large messages in flight: the
+case says how many.
 
-- **latency** is one-way: from before the producer hands a message to the transport until the consumer has the tensor in its
-  hands, behind up to a window of earlier messages. With one in flight it is the transport's own.
+- **latency** is one-way. It begins before the producer hands a message to the transport, and ends when the consumer has the
+  tensor. With several messages in flight, it includes the wait behind earlier ones. With one, it is the transport's own.
 - **copied out**: the consumer copies every byte into a warm buffer of its own before the message counts, as an engine would.
-- **CPU** is user and system time of all threads of a process in the timed phase, of the benchmark's own stamps and checks
-  too; daemons that a transport runs besides are not in it. Nor is what a process does once: all send for a while before
-  anything is timed, and shmring has mapped its slab's pages by then, some 0.2 s per GB.
-- **resident memory** leaves shared memory out, and the tensor that is sent.
-- **lag** is the longest time by which the event loop came late to a callback due every 5 ms, waits for a core aside.
-- **memcpy, cold** copies to another place each time, through four times the last-level cache, **hot** to the same place; one
-  process, glibc's, timed right after shmring's base case. shmring can be faster than the former: what was just released is
-  taken again, so that a small slot is in the cache, and a large copy does not read what it overwrites.
+- **CPU** is the user and system time of all threads of a process while it is timed. The benchmark's own stamps and checks are
+  part of it; the daemons of a transport are not. What a process does only once is not part of it either: before the timing
+  begins, all processes send for a while, and shmring has mapped the pages of its slab (about 0.2 s per GB).
+- **resident memory** does not count shared memory and the tensor that is sent.
+- **lag**: the event loop has a callback every 5 ms. The lag is the longest delay of one; waits for a core are not counted.
+- **memcpy, cold** copies to another place each time, through four times the last-level cache. **memcpy, hot** copies to the
+  same place each time. Both are glibc's, in one process, timed right after shmring's base case. shmring can be faster than the
+  cold one, for two reasons: it uses the memory that was released last, so a small slot is still in the cache; and it copies a
+  large tensor without reading the memory that it overwrites.
 """
 
 
 _COUNTED = """\
-A verdict counts while the code that it is about is the code that was measured. The table above says of each result how many
-commits have changed that code since, up to {head}. A verdict that is *stale* says what it was, and is not counted. Nor is one
-of unknown age: this repository does not have its commit, or not all that was measured was in one.
+A verdict counts as long as the code that was measured has not changed. The table above says how many commits have changed it
+since then, up to {head}. A *stale* verdict is about older code: it is shown, and does not count. A verdict of unknown age does
+not count either: this repository does not have its commit, or what was measured was in no commit.
 """
 
 _GPU = "gpu"
+#: Of modes, where a capital letter does not make them.
+_NAMES = {_GPU: "GPU", "sglang": "SGLang", "vllm": "vLLM"}
 #: What knows the targets of a mode; some know a plot, too.
 _MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "sglang": sglang, "serve": serving, "isolation": isolation}
 
@@ -172,7 +176,7 @@ def _commit(result: Results | Findings) -> str | None:
 
 
 def _stored_table(stored: _Stored, age: _Age) -> Table:
-    columns = ["result", "measured, of what was planned", "sources", "the code that it is about, since then"]
+    columns = ["result", "measured, of what was planned", "sources", "the code that was measured, since then"]
     rows = []
     for name, result in sorted(stored.items()):
         measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
@@ -183,7 +187,7 @@ def _stored_table(stored: _Stored, age: _Age) -> Table:
 def _missing(coverage: Coverage | None) -> Iterator[str]:
     """What a result lacks of its plan."""
     if coverage is None:
-        yield "The plan of this result is not known, and so not whether something is missing.\n"
+        yield "The plan of this result is not known, so something may be missing.\n"
         return
     yield f"{coverage.summary()}.\n"
     if not coverage.complete:
@@ -292,8 +296,8 @@ def _transport(name: str, results: Results, plotted: Sequence[str]) -> Iterator[
     yield f"{machine_line(results.machine)}.\n"
     versions = ", ".join(f"{peer_title(peer)}: {version}" for peer, version in sorted(results.versions.items()))
     yield (
-        f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s; {results.load_before:.1f} "
-        f"processes wanted a core in the minute before. {versions}.\n"
+        f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s. In the minute before, "
+        f"{results.load_before:.1f} processes wanted a core on average. {versions}.\n"
     )
     yield from plotted
     yield "### By size\n"
@@ -304,7 +308,7 @@ def _transport(name: str, results: Results, plotted: Sequence[str]) -> Iterator[
     yield from _missing(results.coverage)
     yield "### Every case\n"
     yield "<details><summary>A table for each case, with costs and outer percentiles</summary>\n"
-    yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
+    yield "Where a cell has two numbers, the first is of the producers, the second of the consumer.\n"
     yield from _titled(transport_tables(results))
     yield "</details>\n"
 
@@ -353,7 +357,7 @@ _MEASURES: tuple[tuple[str, Callable[[Result], float]], ...] = (
 def _not_best(results: Results) -> Iterator[str]:
     """What the run has found, as a table for each of ours; then what no run needs to find."""
     yield (
-        f"By these results: each case in which a peer was better by more than {_BETTER - 1:.0%}, the best peer, and how many "
+        f"The tables have each case in which a peer was better by more than {_BETTER - 1:.0%}: the best peer, and how many "
         "times better it was. Transports that copy are compared with each other, and so are those that are written in place.\n"
     )
     for ours, title in (("shmring", "One copy"), ("shmring-in-place", "In place")):
@@ -362,8 +366,8 @@ def _not_best(results: Results) -> Iterator[str]:
         columns = ["case", *(name for name, _ in _MEASURES)]
         yield Table(title, columns, rows).markdown() if rows else "No peer was better in any case.\n"
     yield (
-        "And whatever the numbers: between machines, between parties that distrust each other, and within one process, "
-        "it is not for you; see the [README](../README.md#when-not-to-use-it).\n"
+        "Whatever the numbers say, shmring is not for you between machines, between parties that do not trust each other, or "
+        "within one process: see the [README](../README.md#when-not-to-use-it).\n"
     )
 
 
@@ -397,7 +401,7 @@ def _best_other(mine: Result, others: Sequence[Result], number: Callable[[Result
 
 
 def _other(name: str, findings: Findings, plotted: Sequence[str]) -> Iterator[str]:
-    title = findings.mode.upper() if findings.mode == _GPU else findings.mode.capitalize()
+    title = _NAMES.get(findings.mode) or findings.mode.capitalize()
     yield f"## {title}{'' if name == findings.mode else f' ({name})'}\n"
     if findings.machine is not None:
         yield f"{machine_line(findings.machine)}.\n"

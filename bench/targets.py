@@ -234,8 +234,8 @@ TARGETS: tuple[Target, ...] = (
     *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05}),
     *_than("1 MB", _LARGE[:1], {"pyzmq": 3.0}, known=Known(25, 2.5)),
     *_than("8 MB, 64 MB", _LARGE[1:], {"pyzmq": 3.0}),
-    Target("of the memcpy limit, cold", "1 MB", 0.65, "x", _by_size(_LARGE[:1], _speed(_COPY), _memcpy)),
-    Target("of the memcpy limit, cold", "8 MB, 64 MB", 1.05, "x", _by_size(_LARGE[1:], _speed(_COPY), _memcpy)),
+    Target("shmring, one copy: speed of memcpy, cold", "1 MB", 0.65, "x", _by_size(_LARGE[:1], _speed(_COPY), _memcpy)),
+    Target("shmring, one copy: speed of memcpy, cold", "8 MB, 64 MB", 1.05, "x", _by_size(_LARGE[1:], _speed(_COPY), _memcpy)),
     *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
     *_than("1 MB", _LARGE[:1], {"spinning-arena": 1.0}, ours=_BUSY_POLL),
     *_than("8 MB, 64 MB", _LARGE[1:], {"spinning-arena": 1.2}),
@@ -276,10 +276,10 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8), known=Known(21, 0.25)
     ),
-    Target("8 producers together, of as many of iceoryx2's", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
+    Target("8 producers together, of 8 producers of iceoryx2", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
     *(
         Target(
-            "longest stall of an event loop, waits for a core aside", f"each side, {at}", limit_ms, "ms",
+            "longest stall of an event loop, without waits for a core", f"each side, {at}", limit_ms, "ms",
             _sides(
                 _OURS, lambda side, results: _median(side.lag_max_on_core_ms),
                 _alone(sizes),
@@ -289,7 +289,7 @@ TARGETS: tuple[Target, ...] = (
         for at, sizes, limit_ms in (("up to 1 MB", _UP_TO_1_MB, 1.0), ("64 MB", _LARGE[2:], 5.0))
     ),
     Target(
-        "resident memory above a process that only imported torch, the slab aside", "each side, any size", 64.0, "MB",
+        "resident memory without the slab, above a process that only imported torch", "each side, any size", 64.0, "MB",
         _sides(_OURS, lambda side, results: (side.resident_nbytes - results.torch_resident_nbytes) / _MB), at_least=False,
     ),
     Target(

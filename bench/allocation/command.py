@@ -200,14 +200,15 @@ def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:
 
 
 _NOTES = [
-    "Fill is what was asked for over the slab. In a trace the slots that are there at once grow from half of the slab to "
-    "more than it holds while its content comes and goes four or five times; a tenth of the slots is aborted at once.",
-    "The limit is a slab whose content is moved together all the time: what is missing there to 100 % is that the slot "
-    "that did not fit was large.",
-    "Leases: the ledger and the lease books of frontends that ask in turn; a failure there is a slot that has to be "
-    "waited for, and what a frontend holds without using it counts as empty.",
-    "Mooncake publishes 84.2 % mean, 71.3 % p1 and 54.4 % min (of a million) for its allocator by its method. How other "
-    "policies fared is in docs/decisions/0008-allocation-policy.md.",
+    "Fill: the bytes that were asked for, divided by the slab. In a trace, the slots that exist at the same time grow from "
+    "half of the slab to more than it holds. Meanwhile its content is replaced four or five times, and a tenth of the slots "
+    "is aborted at once.",
+    "The limit is a slab whose content is moved together all the time. It does not reach 100 %, because the slot that did not "
+    "fit was large.",
+    "Leases: the ledger, and the lease books of frontends that ask in turn. A failure there is a slot that has to wait. Memory "
+    "that a frontend has and does not use counts as empty.",
+    "For its allocator, with its own method, Mooncake publishes a mean of 84.2 %, a p1 of 71.3 % and a minimum of 54.4 % (of a "
+    "million). docs/decisions/0008-allocation-policy.md says how other policies did.",
 ]
 
 

@@ -98,8 +98,8 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
         left_out: what was not there to be measured, in sentences.
     """
     notes = [
-        "A message each 2 ms: the time to the last worker, and CPU a message. Medians of interleaved repetitions.",
-        "Gathers come one after the other, or, asleep, one each 1.2 s.",
+        "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
+        "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
         *(f"Not measured: {sentence}." for sentence in left_out),
         *_rests(measured),
     ]
@@ -124,7 +124,7 @@ def _rests(measured: Measured) -> Iterator[str]:
             if awake is not None and idle is not None:
                 yield (
                     f"{TITLES[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
-                    f"{idle:.2f} % idle."
+                    f"and {idle:.2f} % without messages."
                 )
 
 

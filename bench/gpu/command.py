@@ -194,18 +194,19 @@ def _notes(results: Results) -> list[str]:
     return [
         f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
         f"torch {gpu.torch} for CUDA {gpu.cuda}.",
-        f"Bandwidth: up to 64 requests and 256 MB in flight (at least two requests), one after another, {results.timed_s:g} s "
-        "of copying in each repetition; spread: the slowest and the fastest repetition against the median. All copies are "
-        "non_blocking.",
-        "Cloned, or pinned each: what vLLM does with a tensor that came in shared memory, which it may not keep; torch with "
-        "all of its threads.",
-        "Usable: one request at a time, from its begin until its data is usable, the median. Held: how long bringing it has "
-        "held the loop, the median and the 99th percentile.",
-        "Stall: the longest time between two turns of the engine's loop while one request is brought; the median and the "
-        "longest of all requests. idle loop: the same of a loop that does nothing.",
-        "Hand-over: one message at a time, from before it is submitted until the end of a small kernel that reads it on the "
-        "engine's stream has been noticed. Its content was written before, on the GPU or in host memory.",
-        "torch CUDA IPC per tensor: through torch.multiprocessing.Queue to a thread of the engine, which uses it at once.",
+        f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
+        f"{results.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared with "
+        "the median. All copies are non_blocking.",
+        "Cloned, or pinned each: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its "
+        "threads.",
+        "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
+        "how long this keeps the loop busy, the median and the 99th percentile.",
+        "Stall: the longest time between two turns of the engine's loop during one request; the median and the longest of all "
+        "requests. idle loop: the same, of a loop that does nothing.",
+        "Hand-over: one message at a time. The time begins before it is submitted. It ends when the engine has noticed the end "
+        "of a small kernel that reads it on the engine's stream. The content was written before, on the GPU or in host memory.",
+        "torch CUDA IPC per tensor: the tensor goes through torch.multiprocessing.Queue to a thread of the engine, which uses "
+        "it at once.",
     ]
 
 

@@ -165,7 +165,7 @@ def _measured(
         tables=[_table(results)],
         notes=[
             f"{timing.repetitions} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
-            "The neutral load are two processes that compute, which are no part of the server."
+            "The neutral load is two processes that compute. They are no part of the server."
         ],
         targets=list(_verdicts(results)),
         coverage=runs.coverage(),

@@ -53,15 +53,16 @@ def report(results: Results, reply_nbytes: int) -> Findings:
         title = f"requests of a tensor, {in_flight} in flight of {_clients(clients)}, {replies}"
         tables.append(Table(title, _COLUMNS, rows, _TEXT_COLUMNS, grouped=True))
     notes = [
-        f"Every request and every reply checked. Medians of interleaved repetitions of {results.timed_s:g} s; spread: slowest "
-        "and fastest against the median; shmring is: its requests/s over the row's in the same repetition.",
-        "Round trips: from before the request is handed over until its reply is there, of all repetitions. engine, client: "
-        "microseconds of CPU of the whole process for each request, copies included.",
+        f"Every request and every reply is checked. Medians of interleaved repetitions of {results.timed_s:g} s. spread: the "
+        "slowest and the fastest, compared with the median. shmring is: shmring's requests/s, divided by those of the row in "
+        "the same repetition.",
+        "Round trips begin before the request is handed over and end when its reply is there; of all repetitions. engine, "
+        "client: microseconds of CPU of the whole process for each request, copies included.",
     ]
     for nbytes in dict.fromkeys(result.case.nbytes for result in results.results):
         client_us, engine_us = checks_us(nbytes, reply_nbytes)
         notes.append(
-            f"Of them, stamps and checks of this benchmark take, at {format_nbytes(nbytes)}: engine {engine_us:.1f}, "
+            f"The benchmark's own stamps and checks are part of this CPU. At {format_nbytes(nbytes)}: engine {engine_us:.1f}, "
             f"client {client_us:.1f}."
         )
     notes += [f"{REQUEST_PEERS[name].requires} {version}" for name, version in results.versions.items()]
@@ -91,10 +92,10 @@ def scaling_report(results: Results) -> Findings:
     ]
     title = f"cost of a request by what else there is, medians of interleaved repetitions of {results.timed_s:g} s"
     notes = [
-        "CPU microseconds of each request, checks and copies included; engine, client, both: ratio to 1 client, or to 10 slots "
-        "in use, in the same repetition.",
-        "With all of 32 clients asking, each request has a write and a read of its own at both ends, where one connection's "
-        "share them.",
+        "CPU microseconds of each request, checks and copies included. engine, client, both: the ratio to 1 client, or to 10 "
+        "slots in use, in the same repetition.",
+        "If all of 32 clients ask, each request needs a write and a read of its own on both sides. The requests of one "
+        "connection share them.",
     ]
     return Findings(
         mode="request-scaling",

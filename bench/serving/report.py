@@ -169,10 +169,10 @@ def _notes(results: Results) -> list[str]:
     """Returns what a reader must know besides the table."""
     load, server = results.plan.load, results.plan.server
     lines = [
-        f"Bodies are {results.request_nbytes:,} bytes; seed {load.seed}; {load.warm_up_requests} requests before, not counted. "
+        f"A body has {results.request_nbytes:,} bytes; seed {load.seed}. {load.warm_up_requests} requests before do not count. "
         f"Sent by {results.client}, on the same machine.",
-        "Latencies count from when a request was due and its turn had come. TTFT: to the first text; TPOT: the rest over the "
-        "tokens after the first; ITL: between two texts; E2E: to the end.",
+        "A latency begins when a request was due and its turn had come. TTFT: until the first text; TPOT: the rest, divided by "
+        "the tokens after the first; ITL: between two texts; E2E: until the end.",
     ]
     if results.plan.url is None:
         lines.append(
@@ -186,8 +186,8 @@ def _notes(results: Results) -> list[str]:
         if results.plan.compare_kept:
             which += f" (--mm-processor-cache-gb=0), of {load.media.distinct} media,"
         lines.append(
-            f"{results.plan.repetitions} repetitions of the same load, {which} in turn; medians, with the least and the "
-            f"greatest; ratios within each repetition."
+            f"The same load was sent {results.plan.repetitions} times, to {which} in turn. Medians, with the least and the "
+            "greatest number; ratios are taken within each repetition."
         )
     failed = sum(measurement.requests - measurement.completed for measurement in results.measurements)
     failures = [f"{failed:,} requests failed; rates and latencies are those of the others."] if failed else []

@@ -111,13 +111,13 @@ def report(measured: Measured, left: Left, coverage: Coverage, versions: str) ->
         title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
         tables.append(Table(title, ["killed", "way", "left"], killed, ("way",)))
     notes = [
-        "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler, each of which copies them to memory "
-        "that stands for a GPU's; with shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no "
-        "model. The ends of both ways are up at once, and one after the other is measured, in alternating order. Medians of "
-        "the repetitions; CPU is user and system time of all threads, for each tensor; ratios are medians of those within a "
-        "repetition. inline: tensors that were sent in SGLang's message.",
-        "One end is killed with SIGKILL when a fifth of the tensors was received. What is left is looked at when nothing "
-        "changes any more, and the other processes still live.",
+        "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
+        "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
+        "The processes of both ways run at the same time, and the ways are measured in turn, in alternating order. Medians of "
+        "the repetitions. CPU is the user and system time of all threads, for each tensor. Ratios are medians of those within "
+        "a repetition. inline: tensors that were sent in SGLang's message.",
+        "One side is killed with SIGKILL when a fifth of the tensors was received. What it left is counted when nothing "
+        "changes any more, while the other processes still live.",
         versions,
     ]
     verdicts = [*(target.judge(measured) for target in TARGETS), _left(left)]

@@ -158,9 +158,10 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         mode="vllm",
         tables=[compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)],
         notes=[
-            "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and are "
-            "asked in turn. Medians of the repetitions. ms: of CPU, for a request; idle: for a second. shmring is: its CPU "
-            "over the row's, in the same repetition. digest: of all answers and their logprobs.",
+            "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the "
+            "same time, and are asked in turn. Medians of the repetitions. ms: of CPU, for a request. idle: for a second. "
+            "shmring is: shmring's CPU, divided by that of the row in the same repetition. digest: of all answers and their "
+            "logprobs.",
             versions,
         ],
         targets=[target.judge(measured) for target in TARGETS],

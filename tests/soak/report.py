@@ -40,9 +40,9 @@ def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Finding
         machine=Machine.here(),
         tables=[Table(title, ["what", "found", "limit", ""], rows), _phases_table(plan, seen)],
         notes=[
-            "Private memory is what is anonymous; the slab and files, which all processes share, are the rest.",
-            "Flat: medians of equal phases, in the last quarter of the cycles against the first, the warm-up left out.",
-            "Loop lag is the longest by which a timer of 5 ms was late, between two looks; waiting for a core counts, too.",
+            "Private memory is anonymous memory. The rest is the slab and files, which all processes share.",
+            "Flat: the medians of equal phases, of the last quarter of the cycles beside the first, without the warm-up.",
+            "Loop lag is the longest delay of a timer of 5 ms between two looks. Waiting for a core counts, too.",
         ],
         targets=[_target(checks)],
     )
