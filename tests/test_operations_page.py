@@ -94,7 +94,7 @@ def test_each_code_of_an_unavailable_server_has_a_row() -> None:
 def test_every_option_and_metric_of_the_page_is_there() -> None:
     options = {text for option in serve.params for text in option.opts}
     others = {  # of other programs, and of other commands
-        *("--shm-size", "--ipc", "--init", "--ulimit", "--gpus", "--json", "--sweep"),
+        *("--shm-size", "--ipc", "--init", "--ulimit", "--gpus", "--json", "--sweep", "--engine", "--frontend", "--timeout"),
     }
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) - options - others
     names = {each.exposed_name for each in COUNTED}
