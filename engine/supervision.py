@@ -19,7 +19,10 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "Stop", "SupervisorLink", "stop_signals"]
+__all__ = ["ALIVE", "DRAIN_SIGNAL", "READY", "FrontendState", "Orders", "Stop", "SupervisorLink", "stop_signals"]
+
+#: As SIGTERM, but said twice it is no hurry: two operators may run ``shmring drain``.
+DRAIN_SIGNAL = signal.SIGUSR2
 
 READY = b"r"
 ALIVE = b"."
@@ -54,17 +57,23 @@ class Stop:
 
     def heed_signals(self) -> None:
         """Listens to signals from now on."""
+        loop = asyncio.get_running_loop()
         for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self.tell)
+            loop.add_signal_handler(number, self.tell)
+        loop.add_signal_handler(DRAIN_SIGNAL, self.drain)
 
     def tell(self) -> None:
         """A signal has come."""
-        now = asyncio.get_running_loop().time()
         if not self.told.is_set():
-            self._told_at = now
-            self.told.set()
-        elif now - self._told_at > _SAME_SIGNAL_S:
+            self.drain()
+        elif asyncio.get_running_loop().time() - self._told_at > _SAME_SIGNAL_S:
             self.hurry.set()
+
+    def drain(self) -> None:
+        """The process is to end in good order. A second call does nothing."""
+        if not self.told.is_set():
+            self._told_at = asyncio.get_running_loop().time()
+            self.told.set()
 
     def tell_at_once(self) -> None:
         """There is nobody for whom to end in good order."""

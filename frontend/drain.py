@@ -1,6 +1,6 @@
 """``shmring drain`` and ``shmring restart``: end a server, one engine or one frontend in good order, and watch that.
 
-SIGTERM is what tells a process to end in good order. Here it is found out whom to send it to: snapshots of the engines
+A signal tells a process to end in good order. Here it is found out whom to send it to: snapshots of the engines
 (:func:`shmring.inspect`) name the processes of a server. So there is no port, socket or key for this, and nothing that a killed
 server would leave: the kernel decides whose processes one may signal. What ends has its own limit (``--shutdown-timeout``), and
 the supervisor starts the next process. This command only watches, so ending it changes nothing.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ import msgspec
 
 from shmring.client.inspecting import inspect
 from shmring.engine.settings import MAX_ENGINES, engine_names
+from shmring.engine.supervision import DRAIN_SIGNAL
 from shmring.errors import EngineDeadError, ShmringError
 from shmring.frontend.settings import frontend_name
 from shmring.processes.process import Process
@@ -204,7 +204,7 @@ class _Watch:
             again = await self._look(snapshot.name)
             if again is None or again.epoch != snapshot.epoch or pid not in {again.pid, self.server.pid, *_frontends_of(again)}:
                 raise _CannotError(f"{title} (pid {pid}) has just ended; try again")
-            process.send(signal.SIGTERM)
+            process.send(DRAIN_SIGNAL)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     click.echo(f"waiting for {waits_for}", err=True)

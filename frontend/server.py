@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from shmring.engine.supervision import stop_signals
+from shmring.engine.supervision import DRAIN_SIGNAL, stop_signals
 from shmring.frontend.app import Application
 from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.settings import TlsSettings
@@ -102,30 +102,35 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ends the server on SIGTERM, SIGINT and SIGHUP, and leaves it at that."""
+        """Ends the server on SIGTERM, SIGINT, SIGHUP and SIGUSR2, and leaves it at that."""
         loop = asyncio.get_running_loop()
-        numbers = stop_signals()
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
+        handlers = dict.fromkeys(stop_signals(), self.stop) | {DRAIN_SIGNAL: self.drain}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
         """Ends the server after the requests in flight. A second call no longer waits for them."""
-        now = time.monotonic()
         if not self._told_at:
-            self._told_at = now
-            self._app.begin_shutdown()
-            if self._shutdown_delay_s:
-                asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
-            else:
-                self._end()
+            self.drain()
         # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
-        elif now - self._told_at > _SAME_SIGNAL_S:
+        elif time.monotonic() - self._told_at > _SAME_SIGNAL_S:
             self.force_exit = True
+            self._end()
+
+    def drain(self) -> None:
+        """Ends the server after the requests in flight. A second call does nothing."""
+        if self._told_at:
+            return
+        self._told_at = time.monotonic()
+        self._app.begin_shutdown()
+        if self._shutdown_delay_s:
+            asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
+        else:
             self._end()
 
     def _end(self) -> None:

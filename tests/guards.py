@@ -696,6 +696,20 @@ GUARDS = (
         "tests/integration/test_engines.py::test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on",
     ),
     Guard(
+        "an engine that drains gets nothing new",
+        "shmring/client/engines.py",
+        "return [each for each in reached if not each[1].load.draining] or reached",
+        "return reached",
+        "tests/test_several_engines.py::test_an_engine_that_drains_gets_what_is_bound_to_it_and_nothing_else",
+    ),
+    Guard(
+        "a key of callers opens no route of operators",
+        "frontend/admin.py",
+        "keys = Middleware(Authentication, settings.admin_keys)",
+        "keys = Middleware(Authentication, settings.admin_keys + settings.api_keys)",
+        "tests/frontend/test_admin.py::test_no_other_key_opens_them_and_theirs_opens_nothing_else",
+    ),
+    Guard(
         "only bells come over the socket",
         "shmring/transport/link.py",
         "            if heard & FOREIGN:",

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,10 @@ from click.testing import CliRunner
 
 import shmring
 from shmring.engine.__main__ import main
-from shmring.engine.client import EngineClient
-from shmring.engine.protocol import EncodeRequest, Text
+from shmring.engine.client import EngineClient, GenerateOutput
+from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateRequest, SamplingParams, Text, TextPart
 from shmring.engine.settings import EngineSettings
-from shmring.engine.supervision import Orders
+from shmring.engine.supervision import DRAIN_SIGNAL, Orders
 from shmring.processes.process import Process
 from tests.tables import for_each
 
@@ -72,6 +72,42 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(start: Start, socket_dir
     async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
         assert (await client.describe()).executor == "fingerprints"
         engine.send(number)
+        assert await asyncio.wait_for(engine.ended(), 20) == 0
+    assert list(socket_dir.iterdir()) == []
+
+
+def asking(client: EngineClient, max_tokens: int) -> AsyncGenerator[GenerateOutput, None]:
+    message = ChatMessage("user", [TextPart("hello")])
+    return client.generate(GenerateRequest([message], sampling=SamplingParams(max_tokens=max_tokens)))
+
+
+@for_each("number", [signal.SIGTERM, DRAIN_SIGNAL])
+async def test_what_it_has_is_carried_out_before_it_ends(start: Start, socket_dir: Path, number: signal.Signals) -> None:
+    engine = start("--executor=synthetic", '--executor-options={"step_s": 0.01}')
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=90) as client:
+        outputs = asking(client, 50)
+        first = await anext(outputs)
+        engine.send(number)
+        *_, last = [output async for output in outputs]
+        assert not first.finished
+        assert (last.finished, last.completion_tokens) == (True, 50)
+        assert await asyncio.wait_for(engine.ended(), 20) == 0
+    assert list(socket_dir.iterdir()) == []
+
+
+@for_each("options", [["--shutdown-timeout=600"], ["--shutdown-timeout=0.1"]], ids=["a second signal", "its time is over"])
+async def test_what_takes_longer_is_aborted(start: Start, socket_dir: Path, options: list[str]) -> None:
+    engine = start("--executor=synthetic", '--executor-options={"step_s": 0.01}', *options)
+    async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=90) as client:
+        outputs = asking(client, 100_000)
+        await anext(outputs)
+        engine.send(DRAIN_SIGNAL)
+        engine.send(DRAIN_SIGNAL)
+        while options == ["--shutdown-timeout=600"] and engine.lives:
+            engine.send(signal.SIGTERM)  # soon after the first, it would be one signal, said twice
+            await asyncio.sleep(0.05)
+        with pytest.raises((shmring.EngineDeadError, shmring.RemoteError)):
+            [_ async for _ in outputs]
         assert await asyncio.wait_for(engine.ended(), 20) == 0
     assert list(socket_dir.iterdir()) == []
 

@@ -69,7 +69,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    shared = {"--name", "--socket-dir", "--log-level", "--log-format"}
+    shared = {"--name", "--socket-dir", "--log-level", "--log-format", "--shutdown-timeout"}
     assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS} - shared
     [engine] = options_of(*(f"{option}={value}" for option, value in options_given.items())).engines
     assert engine == EngineSettings(
@@ -100,10 +100,11 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
 def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) -> None:
     options = options_of(
         *("--name=x", "--log-level=error", "--log-format=json", "--socket-dir=/run/x"),
-        *("--request-timeout=7", "--max-image-nbytes=1MiB", "--access-log"),
+        *("--request-timeout=7", "--max-image-nbytes=1MiB", "--access-log", "--shutdown-timeout=4"),
     )
     for settings in (options.engines[0], options.frontend):
         assert (settings.name, settings.log_level, settings.log_format) == ("x", "error", "json")
+        assert settings.shutdown_timeout_s == 4
     assert options.frontend.http.access_log
     assert options.engines[0].ring.socket_dir == options.frontend.socket_dir == "/run/x"
     http = options.frontend.http

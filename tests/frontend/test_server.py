@@ -164,6 +164,59 @@ async def test_two_signals_at_once_count_as_a_single_one(open_server: OpenServer
     assert (await asyncio.wait_for(request, 30)).text == "done"
 
 
+async def test_draining_twice_is_no_hurry(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
+    server, application, client = await open_server(600)
+    request = asyncio.create_task(client.get("/slow"))
+    await eventually(lambda: application.in_flight == 1)
+    server.drain()
+    server.drain()
+    assert not server.force_exit
+    application.may_answer.set()
+    assert (await asyncio.wait_for(request, 30)).text == "done"
+
+
+@pytest.mark.both_loops
+async def test_connections_end_when_their_callers_know_or_have_not_used_them_for_a_moment(
+    open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.frontend.http_protocol._IDLE_GRACE_S", 600.0)
+    server, application, client = await open_server(600, dataclasses.replace(AT_ANY_PORT, timeout_keep_alive_s=600.0))
+    application.may_answer.set()
+    assert (await client.get("/slow")).text == "done"
+    application.may_answer.clear()
+    stream = asyncio.create_task(client.get("/stream"))  # on the same connection; its head is sent at once
+    await eventually(lambda: application.in_flight == 1)
+    host, port = str(client.base_url).removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))  # has not asked yet
+    await eventually(lambda: len(server.server_state.connections) == 2)
+    server.stop()
+    await eventually(lambda: not server.servers or not any(each.is_serving() for each in server.servers))
+    application.may_answer.set()
+    assert (await stream).text == "first last"
+    answer = await client.get("/slow")  # on that connection, once more
+    assert (answer.text, answer.headers["connection"]) == ("done", "close")
+    writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"connection: close" in await reader.read()  # to its end
+    writer.close()
+    await eventually(lambda: not server.server_state.connections)
+
+
+async def test_it_goes_on_listening_for_a_while(open_server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, application, client = await open_server(600)
+    monkeypatch.setattr(server, "_shutdown_delay_s", 600.0)
+    application.may_answer.set()
+    server.drain()
+    assert application.told_of_shutdown
+    for _ in range(2):
+        answer = await client.get("/slow")
+        assert (answer.text, answer.headers["connection"]) == ("done", "close")
+    assert not server.should_exit
+    monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
+    server.stop()
+    assert server.should_exit
+
+
 async def test_after_a_second_signal_it_waits_no_longer(
     open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

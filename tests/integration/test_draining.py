@@ -181,8 +181,9 @@ async def test_a_load_balancer_has_time_to_notice(socket_dir: Path) -> None:
 
 async def test_shmring_drain_ends_a_server(socket_dir: Path) -> None:
     async with loaded(socket_dir) as (server, _):
-        code, said = await run("drain", socket_dir)
-        assert (code, said.splitlines()[-1]) == (0, "the server has ended")
+        for code, said in await asyncio.gather(run("drain", socket_dir), run("drain", socket_dir)):  # two operators
+            assert code == 0 or "answers at" in said, said  # the other one was faster
+            assert code == 1 or said.splitlines()[-1] == "the server has ended"
         assert not lives(server.process.pid)
         assert await asyncio.to_thread(server.process.wait, LIMIT_S) == 0
 
@@ -305,10 +306,14 @@ async def test_a_second_signal_ends_it_at_once(socket_dir: Path) -> None:
                     return False
 
                 await until(port_is_closed)
-                await asyncio.sleep(1.0)  # else it would be one signal, said twice
                 assert server.process.lives
-                os.kill(server.process.pid, signal.SIGINT)
-                assert await asyncio.to_thread(server.process.wait, LIMIT_S) == 1
+
+                async def has_ended() -> bool:
+                    server.process.send(signal.SIGINT)  # soon after the first, it would be one signal, said twice
+                    return not server.process.lives
+
+                await until(has_ended)
+                assert server.process.returncode == 1
                 with contextlib.suppress(httpx.TransportError):
                     await response.aread()
     assert segments_of(NAME) == []
