@@ -496,11 +496,11 @@ def test_the_command_walks_and_writes_what_it_did(tmp_path: Path) -> None:
 
 def test_the_command_explores_and_says_what_was_complete(tmp_path: Path) -> None:
     path = tmp_path / "explored.json"
-    arguments = ["--scenario", "idle", "--scenario", "requests", "--max-states", "600", "--json", str(path)]
+    arguments = ["--scenario", "code of shapes", "--scenario", "requests", "--max-states", "200", "--json", str(path)]
     result = CliRunner().invoke(simulate_command, arguments)
     assert result.exit_code == 0
     explored = json.loads(path.read_bytes())["explorations"]
-    assert [(found["name"], found["complete"]) for found in explored] == [("idle", True), ("requests", False)]
+    assert [(found["name"], found["complete"]) for found in explored] == [("code of shapes", True), ("requests", False)]
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "5000", "--seed", "2"], ["--scenario", "disturbed"]])
