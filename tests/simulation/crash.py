@@ -6,6 +6,7 @@ share: see :func:`in_child`. An action that does not come to its end is ended by
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import signal
@@ -25,6 +26,8 @@ __all__ = ["Crash", "begin", "in_child", "note"]
 _NOTES_NBYTES = 16 << 20  # an action takes some 30 bytes, and a walk and its settling some 13,000 actions
 _HEAD_NBYTES = 8
 _ENDLESS_S = 10.0  # of CPU, for an action and what is checked behind it: thousands of times what the longest one takes
+
+_OBJECTS_BETWEEN_COLLECTIONS = 20_000  # those of some worlds; Python's 700 are fewer than one has
 
 _Result = TypeVar("_Result")
 
@@ -145,6 +148,7 @@ def _end_as_child(run: Callable[[], object], writing: int, notes: _Notes) -> Non
     try:
         end_with_parent()
         _notes = notes
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         encoded = msgspec.msgpack.encode(run())
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         with open(writing, "wb") as pipe:
