@@ -18,8 +18,6 @@ __all__ = ["ResponseFormat", "StructuredOutputs", "structure_of"]
 _MAX_CHOICES = 1024
 _MAX_CHARACTERS = 128 << 10  # of a form
 
-_Schema = dict[str, Any] | bool
-
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
     """Any text."""
@@ -33,7 +31,7 @@ class JsonSchema(msgspec.Struct):
     """A JSON schema. Answers always keep to it, whatever `strict` says; `name` and `description` are not told to the model."""
 
     name: str
-    schema: _Schema | None = None
+    schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -50,7 +48,7 @@ ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
 class StructuredOutputs(msgspec.Struct):
     """What an answer must be; one of the fields is set. As in vLLM."""
 
-    json: _Schema | str | None = None
+    json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: Annotated[str, Meta(min_length=1)] | None = None
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=_MAX_CHOICES)] | None = None
@@ -90,7 +88,7 @@ def structure_of(
 def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
     check_supported(structured, _UNSUPPORTED, "structured_outputs.")
     fields = {name: getattr(structured, name) for name in ("json", "json_object", "regex", "choice")}
-    names = [name for name, value in fields.items() if value not in (None, False) or (name == "json" and value is False)]
+    names = [name for name, value in fields.items() if value not in (None, False)]
     if len(names) != 1:
         text = f"structured_outputs must have one of {', '.join(fields)}; it has {len(names)}"
         raise ApiError(400, text, code="invalid_value", param="structured_outputs")
@@ -106,7 +104,7 @@ def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
     )
 
 
-def _schema_text(schema: dict[str, Any] | bool | str, place: str) -> str:
+def _schema_text(schema: dict[str, Any] | str, place: str) -> str:
     check_values(schema, place)
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     _check_characters(len(text), place)

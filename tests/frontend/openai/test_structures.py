@@ -35,7 +35,6 @@ def structure_of(**fields: Any) -> StructuredOutputsParams | None:
         ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a+"}}, StructuredOutputsParams(regex="a+")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=["a", "b"])),
         ({"structured_outputs": {"json_object": True, "json": None}}, StructuredOutputsParams(json_object=True)),
-        ({"structured_outputs": {"json": False}}, StructuredOutputsParams(json="false")),
         ({"structured_outputs": {"json": '{"type": "null"}'}}, StructuredOutputsParams(json='{"type": "null"}')),
     ],
 )
@@ -69,7 +68,8 @@ def test_a_schema_keeps_the_order_of_its_properties(fields: dict[str, Any]) -> N
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"json": False, "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": True}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": '"' + "a" * 200_000 + '"'}}, "structured_outputs.json"),
