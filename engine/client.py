@@ -30,6 +30,7 @@ from shmring.engine.protocol import (
     TokenLogprobs,
     ToolCall,
 )
+from shmring.engine.tracing import current_headers
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineState", "GenerateOutput", "MediaMemory"]
 
@@ -338,7 +339,7 @@ class EngineClient:
         """
         self._check_running()
         replies = self.ring.stream(
-            _with_deadline(request, timeout),
+            _completed(request, timeout),
             timeout=timeout,
             reply_type=GenerateReply,
             request_id=request_id,
@@ -367,7 +368,7 @@ class EngineClient:
         self._check_running()
         inputs = len(request.inputs)  # now: the list is its caller's, who may empty it once it is sent
         replies = self.ring.stream(
-            _with_deadline(request, timeout),
+            _completed(request, timeout),
             timeout=timeout,
             reply_type=EncodeReply,
             request_id=request_id,
@@ -496,7 +497,9 @@ class EngineClient:
         await self.close()
 
 
-def _with_deadline(request: _Payload, timeout: float | None) -> _Payload:
-    if timeout is None or request.deadline is not None:
-        return request
-    return msgspec.structs.replace(request, deadline=time.monotonic() + timeout)
+def _completed(request: _Payload, timeout: float | None) -> _Payload:
+    """Returns a request with its deadline, and with the context of its trace."""
+    deadline = request.deadline
+    if deadline is None and timeout is not None:
+        deadline = time.monotonic() + timeout
+    return msgspec.structs.replace(request, deadline=deadline, trace_headers=current_headers())

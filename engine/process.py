@@ -25,6 +25,7 @@ from shmring.engine.executors.interface import Executor, ExecutorDeadError, Exec
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.engine.settings import EngineSettings, server_name
 from shmring.engine.supervision import Stop, SupervisorLink
+from shmring.engine.tracing import start_tracing, stop_tracing
 
 __all__ = ["run"]
 
@@ -47,9 +48,12 @@ def run(settings: EngineSettings, link: SupervisorLink | None = None) -> NoRetur
     if settings.executor_path is not None:
         sys.path.append(settings.executor_path)  # last: nothing that lies there is taken for something that is installed
     try:
+        start_tracing(settings.otlp_traces_endpoint, f"engine {settings.name}")
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, ExecutorDeadError, ImportError, OSError, ValueError, TypeError) as error:
         raise SystemExit(f"shmring engine: {error}") from None
+    finally:
+        stop_tracing()
     _leave()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 
 from shmring.engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
 
@@ -204,11 +205,13 @@ class EncodeRequest(msgspec.Struct, tag="encode"):
         inputs: what to embed.
         priority: lower is sooner; equal ones in order of arrival, round robin over frontends.
         deadline: time of ``time.monotonic()``, which all processes of a host share, after which the request is aborted.
+        trace_headers: the context of its trace, as headers (W3C). Unset: it is not traced.
     """
 
     inputs: list[Text | Picture | Waveform | Spectrogram | Video]
     priority: int = 0
     deadline: float | None = None
+    trace_headers: dict[str, str] | UnsetType = UNSET
 
 
 class EncodeReply(msgspec.Struct, tag="encoded"):
@@ -322,8 +325,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):
-    """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority`` and
-    ``deadline`` as in :class:`EncodeRequest`.
+    """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority``, ``deadline`` and
+    ``trace_headers`` as in :class:`EncodeRequest`.
 
     Attributes:
         prompt: a text or its tokens, in place of ``messages``.
@@ -347,6 +350,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     tool_choice: Literal["auto", "required"] = "auto"
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = {}
+    trace_headers: dict[str, str] | UnsetType = UNSET
 
     @property
     def needs_tools(self) -> bool:

@@ -11,12 +11,16 @@ import asyncio
 import time
 from collections import deque
 
+from msgspec import UNSET
+
 import shmring
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
+from shmring.engine.tracing import RequestTrace, is_tracing
 
 __all__ = ["EngineRequest", "check_media_indices"]
 
+_MAX_INT64 = (1 << 63) - 1
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
 _PIECE_LOGPROBS = 64  # the same of tokens that are described, each with up to 20 others
 
@@ -58,6 +62,7 @@ class EngineRequest:
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._complete = False
         self._flushing: asyncio.Task[None] | None = None
+        self._trace = _trace_of(payload, claim.name)
 
     @property
     def payload(self) -> EncodeRequest | GenerateRequest | None:
@@ -91,6 +96,8 @@ class EngineRequest:
         """
         if reply is not None:
             self._keep(reply)
+            if self._trace is not None:
+                self._trace.count(reply.prompt_tokens, len(reply.token_ids) if isinstance(reply, GenerateReply) else None)
         self._complete = finished
         if self._flushing is not None or self._flush_nowait():
             return None
@@ -113,17 +120,17 @@ class EngineRequest:
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error; its slots are released."""
-        self._end()
+        self._end(type(error).__name__)
         self.claim.fail(error)
 
     def time_out(self) -> None:
         """Ends the request because its time is over; its slots are released."""
-        self._end()
+        self._end("TimeoutError")
         self.claim.time_out("the request's deadline has passed in the engine")
 
     def leave(self) -> None:
         """Releases the slots of a request that its frontend has aborted."""
-        self._end()
+        self._end("aborted")
         self.claim.release()
 
     def _keep(self, reply: EncodeReply | GenerateReply) -> None:
@@ -172,13 +179,35 @@ class EngineRequest:
             self._end()
             self.claim.done()
 
-    def _end(self) -> None:
+    def _end(self, error: str = "") -> None:
         self.ended = True
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            decode_at = 0.0 if self._inputs else self.first_reply_at  # embeddings have none
+            begun = (("queue", self.arrived_at), ("prefill", self.admitted_at), ("decode", decode_at))
+            trace.end([(phase, begun_at) for phase, begun_at in begun if begun_at], error)
         self._unsent.clear()
         if self.timer is not None:
             self.timer.cancel()
         if self._flushing is not None and self._flushing is not asyncio.current_task():
             self._flushing.cancel()  # it may be in line for reply space
+
+
+def _trace_of(payload: EncodeRequest | GenerateRequest, name: str) -> RequestTrace | None:
+    if payload.trace_headers is UNSET or not is_tracing():
+        return None
+    attributes: dict[str, str | int | float] = {"gen_ai.request.id": name}
+    if isinstance(payload, GenerateRequest):
+        sampling = payload.sampling
+        attributes |= {
+            "gen_ai.request.n": sampling.n,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+        }
+        if sampling.max_tokens is not None:
+            # A larger number can't be sent, nor can any span beside it.
+            attributes["gen_ai.request.max_tokens"] = min(sampling.max_tokens, _MAX_INT64)
+    return RequestTrace(payload.trace_headers, attributes)
 
 
 def _has_room(piece: GenerateReply) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from shmring.config import RingConfig, validate_name
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
+from shmring.engine.tracing import parse_endpoint
 
 __all__ = [
     "DEFAULT_EXECUTOR",
@@ -102,6 +103,7 @@ class EngineSettings:
         profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
+        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317. None: there are none.
     """
 
     name: str = "shmring"
@@ -121,6 +123,7 @@ class EngineSettings:
     profiler_dir: str | None = None
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: Annotated[str | None, Flag(parse=parse_endpoint, metavar="URL")] = None
 
     def check(self) -> None:
         """Looks, without importing anything large, whether the executor and its model are there.

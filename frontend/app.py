@@ -45,6 +45,7 @@ from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
 from shmring.frontend.inference import Facts, Inference, events_of
 from shmring.frontend.intake import MediaIntake
+from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
 from shmring.frontend.observation import Observation, ObservedRoute, note_failure, request_id_of
 from shmring.frontend.openai.chat import CHAT_FORM
@@ -97,7 +98,12 @@ class Application:
 
 
 def create_app(
-    engine: EngineClient, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
+    engine: EngineClient,
+    settings: FrontendSettings,
+    *,
+    frontends: Callable[[], Sequence[FrontendState]] = tuple,
+    usage: UsageTable | None = None,
+    usage_row: int = 0,
 ) -> Application:
     """Makes the application of a frontend process.
 
@@ -105,17 +111,21 @@ def create_app(
         engine: computes; its owner closes it after the application.
         settings: limits, and the model's name.
         frontends: returns the states of all frontends of the server, for ``/health``.
+        usage: what owners of keys use, of all frontends; None: this one counts for itself.
+        usage_row: this frontend's part of it.
     """
     routes = _Routes(engine, settings, frontends)
-    keys = Middleware(Authentication, settings.api_keys)
-    admission = Middleware(AdmissionMiddleware, Admission(settings))
+    usages = usages_of(settings.key_owners, routes.metrics.keys, usage, usage_row)
+    keys = Middleware(Authentication, settings.api_keys, usages)
+    limits = [Middleware(KeyLimits)] if usages else []
+    admitted = [keys, *limits, Middleware(AdmissionMiddleware, Admission(settings))]
     app = Starlette(
         routes=[
-            ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=[keys, admission]),
-            ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=[keys, admission]),
-            ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=[keys, admission]),
-            ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=[keys, admission]),
-            ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
+            ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
+            ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/models", routes.list_models, middleware=[keys]),
             ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
             ObservedRoute("/health", routes.check_health),

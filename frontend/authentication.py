@@ -7,12 +7,12 @@ Only ``/v1`` is protected, as in vLLM. Monitoring (``/health``, ``/ready``, ``/m
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmring.frontend.errors import ApiError
+from shmring.frontend.key_usage import OwnerUsage
 
 __all__ = ["Authentication"]
 
@@ -23,11 +23,13 @@ class Authentication:
     Args:
         app: answers callers that have a key.
         keys: a caller needs one of them; if there are none, no key is needed.
+        usages: what their owners use, by key; for those that have one. It becomes part of the request's state.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], usages: Mapping[str, OwnerUsage] | None = None) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        # By digest: how long a look-up takes says nothing about how nearly right a key is.
+        self._usages = {_digest(key.encode()): (usages or {}).get(key) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through if it has a key.
@@ -35,16 +37,14 @@ class Authentication:
         Raises:
             ApiError: 401, it has none, or a wrong one.
         """
-        if self._digests and not self._is_known(_bearer_token(scope)):
-            message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._usages:
+            token = _bearer_token(scope)
+            digest = _digest(token or b"")
+            if token is None or digest not in self._usages:
+                message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            scope["state"]["usage"] = self._usages[digest]
         await self._app(scope, receive, send)
-
-    def _is_known(self, token: bytes | None) -> bool:
-        """Takes the same time for every key, so that the time says nothing about how nearly right a key is."""
-        digest = _digest(token or b"")
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return token is not None and any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -24,7 +24,7 @@ class Counted:
         kind: counters count up from a start, gauges have the present value.
         unit: the unit of the number; "s" is seconds.
         text: its meaning, in Markdown.
-        source: where it is read from: the name of a record, a dot and a field. "http" and "answers" are counted by this
+        source: where it is read from: the name of a record, a dot and a field. "http", "answers" and "keys" are counted by this
             frontend, "intake" by its media, "client" by its end of a ring; "engine", "ring" and "times" come from an engine.
             Empty: it is known when it is asked for.
         labels: names of its labels. The field is then a dictionary, from labels to values.
@@ -195,6 +195,42 @@ COUNTED = (
         "that failed, broken streams included, by `route` and `reason`: the `code` of the error",
         "http.failures",
         labels=("route", "reason"),
+    ),
+    Counted(
+        "shmring_key_requests",
+        "counter",
+        "requests",
+        "of keys that have an owner ([limits](operations.md#keys-and-their-limits)), by `key`, its name, and `status`",
+        "http.key_requests",
+        labels=("key", "status"),
+    ),
+    Counted(
+        "shmring_key_refusals",
+        "counter",
+        "requests",
+        "that a limit of their key refused, by `key` and `limit`",
+        "keys.refused",
+        labels=("key", "limit"),
+    ),
+    Counted("shmring_key_requests_running", "gauge", "requests", "now, by `key`", "keys.running", labels=("key",)),
+    Counted(
+        "shmring_key_slab_bytes",
+        "gauge",
+        "bytes",
+        "of media that requests have in the slab or wait for, by `key`; kept media are not counted again",
+        "keys.slab_nbytes",
+        labels=("key",),
+    ),
+    Counted(
+        "shmring_key_prompt_tokens",
+        "counter",
+        "tokens",
+        "of requests that were answered, by `key`",
+        "keys.prompt_tokens",
+        labels=("key",),
+    ),
+    Counted(
+        "shmring_key_generation_tokens", "counter", "tokens", "of answers, by `key`", "keys.generated_tokens", labels=("key",)
     ),
     Counted(
         "shmring_time_to_first_token_seconds",

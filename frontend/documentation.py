@@ -73,7 +73,7 @@ _TYPES = (
 
 _DESCRIPTION = (
     "OpenAI's API for chats and embeddings, with pictures, recordings and clips. All errors have OpenAI's envelope, those of "
-    "wrong paths (404) and wrong methods (405) included. A status of 503 comes with Retry-After: the same request may "
+    "wrong paths (404) and wrong methods (405) included. A status of 429 or 503 comes with Retry-After: the same request may "
     "succeed a moment later."
 )
 _ERRORS = {
@@ -84,11 +84,12 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body or its media are too large, or can never fit the slab.",
     415: "The body is not said to be JSON (Content-Type), or is compressed.",
+    429: "The key is at one of its limits.",
     500: "The engine failed with this request, or the server has a bug.",
     503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
     504: "The request took longer than the server allows.",
 }
-_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503, 504)
+_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 _STREAM = (
     "With `stream`: events `data: {...}`, each of the type that is named here, and `data: [DONE]` at the end. If it fails on "
@@ -314,6 +315,7 @@ _TAKEN = {
 }
 _HEADERS_OF_STATUS = {
     401: {"WWW-Authenticate": _header("How to say who one is.", required=True)},
+    429: {"Retry-After": _header("Seconds to wait.", "integer", required=True)},
     503: {"Retry-After": _header("Seconds to wait.", "integer", required=True)},
 }
 

@@ -17,6 +17,7 @@ no such method                                         405     method_not_allowe
 the body did not arrive in time                        408     body_timeout
 the profiler is off, or runs, or does not run          409     profiler
 body too large; of too many values; of a long text     413     body_too_large, too_many_values, text_too_long
+a key is at one of its limits                          429     rate_limit_exceeded (``Retry-After``)
 media too large together                               413     media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
 the body does not say it is JSON; it is compressed     415     unsupported_media_type, unsupported_content_encoding
@@ -66,7 +67,8 @@ _EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "en
 class ErrorBody(msgspec.Struct):
     """What went wrong: `message` is for a person, `code` for a program.
 
-    `type` is `invalid_request_error` if the request must be changed, `server_error` if not. `param` is the part of the request
+    `type` is `invalid_request_error` if the request must be changed, `rate_limit_error` if a key is at one of its limits,
+    `server_error` else. `param` is the part of the request
     it is about, such as `messages[0].content[2].image_url`.
     """
 
@@ -113,7 +115,7 @@ class ApiError(Exception):
 
     def envelope(self) -> ErrorEnvelope:
         """Returns the body of the response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return ErrorEnvelope(ErrorBody(str(self), kind, self.param, self.code))
 
 

@@ -31,9 +31,11 @@ from shmring.engine.protocol import (
     Text,
     tensor_of,
 )
+from shmring.engine.tracing import note
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
+from shmring.frontend.key_usage import count_tokens
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.metrics import AnswerStatistics
 from shmring.frontend.openai.embeddings import (
@@ -105,20 +107,25 @@ class Answer:
         self._statistics = statistics
         self.facts = facts
         statistics.first_token.add(self._first_at - arrived_at)
+        note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
     async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
         """Iterates over all pieces, the first one included; once."""
         last, last_at = self._first, {self._first.index: self._first_at}
+        completion_tokens = {last.index: last.completion_tokens}
         yield last
         async for last in self._others:
             now = time.monotonic()
             if count := len(last.token_ids):
                 self._statistics.inter_token.add((now - last_at.get(last.index, self._first_at)) / count, count)
             last_at[last.index] = now
+            completion_tokens[last.index] = last.completion_tokens
             yield last
         if last.finish_reason is not None:
             self._statistics.success[last.finish_reason,] += 1
             self._statistics.whole.add(last_at[last.index] - self._arrived_at)
+            note("gen_ai.latency.e2e", last_at[last.index] - self._arrived_at)
+            count_tokens(last.prompt_tokens, sum(completion_tokens.values()))
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
@@ -239,6 +246,7 @@ class Inference:
                 facts.copies = self._engine.copies - before
         self._statistics.success["stop",] += 1
         self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
+        count_tokens(prompt_tokens, 0)
         return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
 
     @contextlib.asynccontextmanager

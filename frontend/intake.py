@@ -20,6 +20,7 @@ import shmring
 from shmring.engine.client import EngineClient, MediaMemory
 from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium
+from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.media.preparation import Preparation
@@ -122,7 +123,8 @@ class MediaIntake:
         with Held() as held:
             try:
                 if sources:
-                    media += await self._media(sources, spec, admitted, param, held)
+                    with traced("media preparation", {"shmring.media": len(sources)}):
+                        media += await self._media(sources, spec, admitted, param, held)
                 admitted.release_turn()
                 yield media
             finally:

@@ -30,6 +30,7 @@ import shmring
 from shmring.engine.distributions import TIMES_S, Distribution
 from shmring.frontend.counted import COUNTED, Counted
 from shmring.frontend.intake import IntakeStatistics
+from shmring.frontend.key_usage import KeyStatistics
 
 __all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics"]
 
@@ -48,6 +49,7 @@ class HttpStatistics:
         aborted: requests that hung up, or stopped reading, before their answer was complete.
         broken_streams: answers that ended with an error after they had begun, by its code. Their status was 200 by then.
         failures: requests that got an error, broken streams included, by route and code.
+        key_requests: requests of keys that have an owner, by its name and by status.
     """
 
     in_flight: int = 0
@@ -58,6 +60,7 @@ class HttpStatistics:
     aborted: int = 0
     broken_streams: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
     failures: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    key_requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,11 +154,13 @@ class FrontendMetrics:
     Attributes:
         http: its requests.
         answers: its answers.
+        keys: what the owners of keys use.
     """
 
     def __init__(self, engines: Collection[str]) -> None:
         self.http = HttpStatistics()
         self.answers = AnswerStatistics()
+        self.keys = KeyStatistics()
         self._labels = _labels(engines)
         self._seen: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
@@ -178,6 +183,7 @@ class FrontendMetrics:
         """Updates the numbers of requests, answers and media."""
         self._take_over("http", self.http)
         self._take_over("answers", self.answers)
+        self._take_over("keys", self.keys)
         if media is not None:
             self._take_over("intake", media)
 

@@ -7,17 +7,22 @@ import logging
 import re
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shmring.core.printable import printable
 from shmring.engine.logs import ACCESS, concerned
+from shmring.engine.tracing import Attributes, begin_request, end_request
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
 from shmring.frontend.metrics import HttpStatistics
 from shmring.frontend.responses import error_response
 from shmring.frontend.sse import CONTENT_TYPE, event
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 __all__ = ["Observation", "ObservedRoute", "note_failure", "request_id_of"]
 
@@ -53,6 +58,8 @@ class Observation:
         request_id = _requested_id(scope) or secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         concerned.set(request_id)
+        # Others are monitoring, and quick.
+        span = begin_request(scope["headers"], request_id) if scope.get("method") == "POST" else None
         status = _HUNG_UP
         streaming = complete = False
 
@@ -62,7 +69,7 @@ class Observation:
                 status = message["status"]
                 streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
                 others = [header for header in message["headers"] if header[0] != b"x-request-id"]
-                message["headers"] = [*others, (b"x-request-id", request_id.encode("ascii"))]
+                message["headers"] = [*others, *_headers_of(scope), (b"x-request-id", request_id.encode("ascii"))]
             else:
                 complete = not message.get("more_body", False)
             await send(message)
@@ -93,6 +100,8 @@ class Observation:
             self._http.in_flight -= 1
             self._http.aborted += not complete
             self._count(scope, status, time.perf_counter() - started)
+            if span is not None:
+                _end_span(span, scope, status, complete=complete)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
@@ -101,8 +110,19 @@ class Observation:
         self._http.seconds[route,].add(seconds)
         if "failure" in state:
             self._http.failures[route, state["failure"]] += 1
+        if (usage := state.get("usage")) is not None:
+            self._http.key_requests[usage.owner.name, str(status)] += 1
         if self._access_log:
             _log_access(scope, status, seconds)
+
+
+def _end_span(span: Span, scope: Scope, status: int, *, complete: bool) -> None:
+    state = scope["state"]
+    route = str(state.get("route", _UNMATCHED))
+    error = state.get("failure") or ("aborted" if not complete else str(status) if status >= 500 else "")
+    key = {"shmring.key": usage.owner.name} if (usage := state.get("usage")) is not None else {}
+    attributes: Attributes = {"http.route": route, "http.response.status_code": status, **key}
+    end_request(span, f"POST {route}", attributes, error, is_failed=status >= 500 or status < 400 or status == _HUNG_UP)
 
 
 def _log_access(scope: Scope, status: int, seconds: float) -> None:
@@ -132,6 +152,12 @@ def note_failure(scope: Scope, code: str) -> None:
 def request_id_of(scope: Scope) -> str:
     """Returns the id that :class:`Observation` gave a request."""
     return str(scope["state"]["request_id"])
+
+
+def _headers_of(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer, whatever it is: how far its key is from its limits."""
+    headers: dict[str, str] = scope["state"].get("headers", {})
+    return [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
 
 
 def _requested_id(scope: Scope) -> str | None:

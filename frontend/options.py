@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from shmring.engine.option_table import Option, filled, options_of
-from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, read_keys
+from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, KeyOwner, read_keys
 from shmring.frontend.listening import check_tls
 from shmring.frontend.settings import FrontendSettings, ProcessSettings, TlsSettings
 
@@ -35,7 +35,8 @@ FRONTEND_OPTIONS = (
     Option(
         ["--api-key-file"],
         type=click.Path(exists=True, dir_okay=False),
-        help="A file of such keys, one in a line, which only its owner can read.",
+        help="A file of such keys, one in a line, which only its owner can read. Behind a key may stand its owner and limits: "
+        "KEY name=alice max-concurrent-requests=8 max-requests-per-minute=600 max-slab-nbytes=1GiB.",
     ),
     Option(
         ["--admin-key", "admin_keys"],
@@ -100,8 +101,9 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
     Raises:
         click.UsageError: the keys are none, or their file can't be read, or can be read by everybody.
     """
+    owners: dict[str, KeyOwner] = {}
     try:
-        keys = read_keys(values["api_keys"], os.environ.get(KEYS_VARIABLE), values["api_key_file"])
+        keys = read_keys(values["api_keys"], os.environ.get(KEYS_VARIABLE), values["api_key_file"], owners=owners)
         admin_keys = read_keys(
             *(values["admin_keys"], os.environ.get(ADMIN_KEYS_VARIABLE), values["admin_key_file"]),
             flag="--admin-key",
@@ -111,4 +113,9 @@ def settings_of(values: dict[str, Any]) -> FrontendSettings:
         raise click.UsageError(str(error)) from None
     if not set(keys).isdisjoint(admin_keys):
         raise click.UsageError("a key of --admin-key is also one of --api-key: callers of /v1 could pause the server")
-    return dataclasses.replace(filled(FrontendSettings(), _SETTINGS, values), api_keys=keys, admin_keys=admin_keys)
+    return dataclasses.replace(
+        filled(FrontendSettings(), _SETTINGS, values),
+        api_keys=keys,
+        key_owners=tuple(owners.values()),
+        admin_keys=admin_keys,
+    )

@@ -23,7 +23,9 @@ import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.settings import engine_names
 from shmring.engine.supervision import SupervisorLink
+from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.app import create_app
+from shmring.frontend.key_usage import UsageTable
 from shmring.frontend.listening import listen, place_of, repeated
 from shmring.frontend.malloc import make_malloc_return_memory
 from shmring.frontend.server import Server
@@ -45,9 +47,12 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
     make_malloc_return_memory()
     torch.set_num_threads(1)  # what the loop copies, it copies alone: waiting for threads on busy cores stopped it for 0.1 s
     try:
+        start_tracing(settings.otlp_traces_endpoint, "frontend")
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, OSError, ValueError) as error:
         raise SystemExit(f"shmring frontend: {error}") from None
+    finally:
+        stop_tracing()
     _leave()
 
 
@@ -75,7 +80,13 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
         ) as engine,
     ):
         server = Server(
-            create_app(engine, settings.http, frontends=lambda: () if link is None else link.frontends),
+            create_app(
+                engine,
+                settings.http,
+                frontends=lambda: () if link is None else link.frontends,
+                usage=_usage_table(settings),
+                usage_row=settings.index or 0,
+            ),
             host=settings.host,
             port=settings.port,
             tls=settings.tls,
@@ -93,6 +104,10 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
         else:
             with _listening(settings) as listening:
                 await server.serve(repeated(listening))
+
+
+def _usage_table(settings: ProcessSettings) -> UsageTable | None:
+    return None if settings.usage_fd is None else UsageTable(len(settings.http.key_owners), None, settings.usage_fd)
 
 
 def _listening(settings: ProcessSettings) -> socket.socket:

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.settings import DEFAULT_SHUTDOWN_TIMEOUT_S, MAX_ENGINES, LogFormat, LogLevel
+from shmring.engine.tracing import parse_endpoint
+from shmring.frontend.keys import KeyOwner
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
@@ -160,6 +162,7 @@ class FrontendSettings:
         served_model_name: What requests may name as their model; several if given several times. Empty: the engine's own name.
         api_keys: what callers of ``/v1`` must have one of. None: anybody may call.
         admin_keys: what callers of the routes for operators must have one of. None: there are no such routes.
+        key_owners: the owners of those that have one, and their limits.
         max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
 
             1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
@@ -213,6 +216,7 @@ class FrontendSettings:
     served_model_name: Annotated[tuple[str, ...], Flag(names=("--served-model-name", "--model-name"))] = ()
     api_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
     admin_keys: Annotated[tuple[str, ...], NO_OPTION] = dataclasses.field(default=(), repr=False)
+    key_owners: Annotated[tuple[KeyOwner, ...], NO_OPTION] = ()
     max_concurrent_requests: int = 1024
     max_concurrent_media: int = 8
     max_queued_requests: int = 1024
@@ -285,7 +289,9 @@ class ProcessSettings:
             server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
+        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317. None: there are none.
         http: what it serves, and its limits.
+        usage_fd: the inherited descriptor of a memory in which all frontends count what owners of keys use. None: none.
     """
 
     name: str = "shmring"
@@ -304,7 +310,9 @@ class ProcessSettings:
     shutdown_timeout_s: Annotated[float, Flag(least=0)] = DEFAULT_SHUTDOWN_TIMEOUT_S
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: Annotated[str | None, Flag(parse=parse_endpoint, metavar="URL")] = None
     http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)
+    usage_fd: Annotated[int | None, NO_OPTION] = None
 
 
 def frontend_name(index: int) -> str:

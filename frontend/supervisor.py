@@ -49,7 +49,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import msgspec
@@ -65,6 +65,9 @@ from shmring.frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_c
 from shmring.frontend.settings import ProcessSettings
 from shmring.processes.child import say_ready
 from shmring.transport.endpoint import socket_path
+
+if TYPE_CHECKING:
+    from shmring.frontend.key_usage import UsageTable
 
 __all__ = ["ServeError", "ServeOptions", "Serving", "serve"]
 
@@ -269,6 +272,11 @@ class _Supervisor:
         self._metrics_dir = metrics_dir
         self._gpus = count_gpus()
         self._oom_kills = oom_kills()
+        self._usage: UsageTable | None = None
+        if owners := options.frontend.http.key_owners:
+            from shmring.frontend.key_usage import UsageTable  # it imports Starlette
+
+            self._usage = UsageTable(len(owners), options.frontends, os.memfd_create("shmring-keys"))
         self._engines: dict[int, Child] = {}
         self._engines_ready = [asyncio.Event() for _ in options.engines]
         self._frontends: dict[int, Child] = {}
@@ -488,6 +496,8 @@ class _Supervisor:
             self._inform_frontends()
             await child.process.ended()
             child.close()
+            if self._usage is not None:
+                self._usage.forget(index)
             if not self._ready[index].is_set():
                 raise ServeError(self._describe_end(child, " before it was ready"))
             self._inform_frontends()
@@ -500,11 +510,15 @@ class _Supervisor:
         """Starts a frontend, and returns when it serves or has failed to."""
         fd = self._listening.fileno()
         settings = dataclasses.replace(self._options.frontend, listen_fd=fd, index=index)
+        fds = [fd]
+        if self._usage is not None:
+            settings = dataclasses.replace(settings, usage_fd=self._usage.fd)
+            fds.append(self._usage.fd)
         child = await Child.start(
             f"frontend {index}",
             self._frontend_command(),
             msgspec.json.encode(Orders(self._options.heartbeat_s, settings)) + b"\n",
-            pass_fds=(fd,),
+            pass_fds=fds,
             environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
         )
         self._frontends[index] = child

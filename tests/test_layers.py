@@ -63,7 +63,7 @@ ALLOWED |= {
         *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "protocol")),
         # of processes, not of requests
         *(f"shmring.engine.{name}" for name in ("flags", "option_table", "option_types", "options", "settings")),
-        *(f"shmring.engine.{name}" for name in ("supervision", "logs")),
+        *(f"shmring.engine.{name}" for name in ("supervision", "logs", "tracing")),
     ),
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }

@@ -33,8 +33,10 @@ import shmring
 from shmring.engine.client import MediaMemory
 from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform, checksum_of
+from shmring.engine.tracing import traced
 from shmring.frontend.decoded_memory import DecodedMemory
 from shmring.frontend.errors import unavailable
+from shmring.frontend.key_usage import hold_slab
 from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, Outcome, read_into
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
@@ -156,6 +158,7 @@ class Preparation:
         if not self._settings.disable_mm_shm:
             sizes = [shmring.nbytes_for((medium.shape, medium.dtype)) for medium in probed]
             memory.check_capacity(*other_nbytes, *sizes)
+            hold_slab(sum(sizes), stack)  # before they are decoded, or wait for slots
         nbytes = sum(medium.nbytes for medium in probed)
         is_quick = nbytes <= _QUICK_DECODED_NBYTES and all(file.kind != "video" for file in files)
         targets: list[torch.Tensor] = []
@@ -200,7 +203,8 @@ class Preparation:
         kind = probed.file.kind
         job = Decode(kind, probed.header, self._settings.media_io_kwargs)
         started_at = time.monotonic()
-        outcome = await self._run(job, probed.file.data, probed.nbytes, self._limits.max_decode_s - probed.cpu_s)
+        with traced("media decode", {"shmring.media.kind": kind}):
+            outcome = await self._run(job, probed.file.data, probed.nbytes, self._limits.max_decode_s - probed.cpu_s)
         self.preparation_s[kind,].add(time.monotonic() - started_at + probed.probe_s)
         reply = outcome.reply
         assert isinstance(reply, Decoded), reply
@@ -254,7 +258,8 @@ class Preparation:
         sizes = [shmring.nbytes_for(shape) for shape in shapes]
         started_at = time.monotonic()
         try:
-            slots = await memory.slots(sizes, timeout=self._settings.slot_timeout_s)
+            with traced("slot wait", {"shmring.slot_nbytes": sum(sizes), "shmring.engine": memory.name}):
+                slots = await memory.slots(sizes, timeout=self._settings.slot_timeout_s)
         except TimeoutError:
             message = f"no space for {sum(sizes)} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
             raise unavailable(message, "slab_full") from None

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from shmring.engine.distributions import Distribution
 from shmring.engine.inputs import InputSpec
+from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.errors import MediaError
@@ -161,7 +162,8 @@ class Arrivals:
         if source.url is not None:
             started_at = time.monotonic() if source.is_elsewhere else None
             try:
-                data = await self._fetcher.fetch(source.url, source.kind, max_nbytes)
+                with traced("media fetch") if source.is_elsewhere else contextlib.nullcontext():
+                    data = await self._fetcher.fetch(source.url, source.kind, max_nbytes)
             finally:
                 if started_at is not None:
                     self.fetch_s.add(time.monotonic() - started_at)

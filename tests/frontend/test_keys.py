@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shmring.frontend.keys import read_keys
+from shmring.frontend.keys import KeyOwner, read_keys
 from tests.tables import for_each
 
 
@@ -69,3 +69,53 @@ def test_a_file_without_keys_is_an_error(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=rf"{file} has no keys; write one in a line"):
         read_keys([], None, file)
+
+
+def test_owners_stand_behind_their_keys(file: Path) -> None:
+    file.write_text(
+        "plain\nold name=alice max-concurrent-requests=8 max-slab-nbytes=1MiB\n"
+        "new  max-slab-nbytes=1MiB\tname=alice max-concurrent-requests=8 \nb name=bob-2.x\n"
+    )
+    owners: dict[str, KeyOwner] = {}
+    assert read_keys([], "env", file, owners=owners) == ("env", "plain", "old", "new", "b")
+    assert list(owners.values()) == [
+        KeyOwner(name="alice", keys=("old", "new"), max_concurrent_requests=8, max_slab_nbytes=1 << 20),
+        KeyOwner(name="bob-2.x", keys=("b",)),
+    ]
+    assert "old" not in repr(owners)
+
+
+@for_each(
+    ("line", "message"),
+    [
+        (
+            "a-secret max-concurrent-requests=8",
+            "behind a key, name=NAME may stand, and then each of these once: max-concurrent",
+        ),
+        ("a-secret name=a nmae=b", "behind a key, name=NAME may stand"),
+        ("a-secret name=a name=a", "behind a key, name=NAME may stand"),
+        ("a-secret name=", "a name has up to 64 letters"),
+        ("a-secret name=ä", "a name has up to 64 letters"),
+        ("a-secret name=" + "a" * 65, "a name has up to 64 letters"),
+        ('a-secret name=a"b', "a name has up to 64 letters"),
+        *(
+            (f"a-secret name=a max-concurrent-requests={text}", "write a number")
+            for text in ("0", "-1", "1.5", "nan", "", "1e9")
+        ),
+        ("a-secret name=a max-requests-per-minute=" + "9" * 400, "write a number"),
+        *(
+            (f"a-secret name=a max-slab-nbytes={text}", "max-slab-nbytes: ")
+            for text in ("0", "many", "-1", "nan", "1e999GiB", "")
+        ),
+        ("a-secret name=first", "this key stands in another line too"),
+        ("another name=first max-concurrent-requests=2", "the name first stands in another line with other limits"),
+        ("a-secret a-word", "a key has visible ASCII characters only, and no spaces"),
+    ],
+)
+def test_an_error_about_an_owner_names_file_and_line_and_not_the_key(file: Path, line: str, message: str) -> None:
+    file.write_text(f"a-secret name=first\n{line}\n" if "first" in line or "another" in message else f"\n{line}\n")
+    with pytest.raises(ValueError) as raised:
+        read_keys([], None, file, owners={})
+    assert str(raised.value).startswith(f"{file}, line 2: ")
+    assert message in str(raised.value)
+    assert "a-secret" not in str(raised.value)

@@ -51,6 +51,7 @@ EXAMPLES = {
     "api_keys": "key",
     "admin_keys": "key",
     "max_missing_share": "0.25",
+    "otlp_traces_endpoint": "http://localhost:4317",
     "cert_reqs": "0",  # another needs certificates
 }
 

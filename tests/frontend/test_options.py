@@ -40,7 +40,7 @@ def test_without_options_the_settings_are_the_defaults() -> None:
 
 
 def test_every_setting_has_an_option() -> None:
-    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch", "cors"}
+    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch", "cors", "key_owners"}
     without = {"max_coded_frames", "max_decoded_pixels", "max_video_expansion", "max_image_scans", "max_image_chunks"}
     limits = {field.name for field in dataclasses.fields(MediaLimits)} - without
     fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}

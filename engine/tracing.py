@@ -1,0 +1,287 @@
+"""Traces of requests, by OpenTelemetry (``--otlp-traces-endpoint``). Where they are off, nothing of OpenTelemetry is imported.
+
+A frontend begins the trace of a request, or goes on with its caller's (the header ``traceparent`` of W3C). The message to the
+engine takes its context along in ``trace_headers``, and the engine adds its part when the request ends there: queue, prefill
+and decode, from times that it takes anyway. Names of attributes are OpenTelemetry's and vLLM's.
+
+A span has names, numbers and types of errors. It has no text of a caller: no prompt, no URL, no message of an error.
+
+Which requests are traced is the sampler's choice (``OTEL_TRACES_SAMPLER``), and other variables of OpenTelemetry have their
+usual meaning. Spans wait in a bounded queue until a thread sends them, and what does not fit is dropped. So no request waits
+for a collector that does not answer, and a process that ends waits for it only so long (:data:`_FLUSH_S`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import UNSET, UnsetType
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+__all__ = [
+    "Attributes",
+    "RequestTrace",
+    "begin_request",
+    "current_headers",
+    "end_request",
+    "is_tracing",
+    "note",
+    "parse_endpoint",
+    "start_tracing",
+    "stop_tracing",
+    "traced",
+]
+
+Attributes: TypeAlias = Mapping[str, str | int | float]
+
+_FLUSH_S = 1.0  # for the last spans of a process that ends; its supervisor kills it seconds later
+_MAX_STATE_CHARACTERS = 512  # of `tracestate`: what W3C has everybody pass on
+_PROTOCOLS = {"grpc": "grpc", "http/protobuf": "http"}  # and the exporters' modules
+_PATH = "/v1/traces"
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+_LATENCIES = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
+
+_NO_SPAN = contextlib.nullcontext()
+
+_provider: TracerProvider | None = None
+_tracer: Tracer | None = None
+
+
+def parse_endpoint(url: str) -> str:
+    """Checks ``--otlp-traces-endpoint``, and that what sends there is installed; imports nothing of it.
+
+    Raises:
+        ValueError: it is no URL, or something is missing; says what to do.
+    """
+    if not _ENDPOINT.fullmatch(url):
+        raise ValueError(f"{url[:64]!r} is no URL such as http://localhost:4317")
+    try:
+        found = importlib.util.find_spec(_exporter_module()) and importlib.util.find_spec("opentelemetry.sdk.trace")
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise ValueError("traces need OpenTelemetry: pip install -e '.[otel]' in a checkout of shmring")
+    return url
+
+
+def _exporter_module() -> str:
+    name = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    protocol = os.environ.get(name) or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+    if protocol not in _PROTOCOLS:
+        raise ValueError(f"{name}: there is no {protocol[:64]!r}; choose one of {', '.join(_PROTOCOLS)}")
+    return f"opentelemetry.exporter.otlp.proto.{_PROTOCOLS[protocol]}.trace_exporter"
+
+
+def start_tracing(endpoint: str | None, process: str) -> None:
+    """Sets up traces for this process, which its children do not have.
+
+    Args:
+        endpoint: of a collector; None: there are no traces.
+        process: what it is, for each span: ``engine NAME`` or ``frontend``.
+    """
+    global _provider, _tracer
+    if endpoint is None:
+        return
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    ours = Resource.create({"service.name": "shmring", "process.pid": os.getpid(), "shmring.process": process})
+    resource = ours.merge(OTELResourceDetector().detect())  # the environment may say another name
+    _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    _provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    _tracer = _provider.get_tracer("shmring")
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    module = importlib.import_module(_exporter_module())
+    # Whoever names the port of OTLP over HTTP means this path there. With gRPC, there is none.
+    has_path = endpoint.count("/") > 2 or module.__name__.endswith("grpc.trace_exporter")
+    exporter: SpanExporter = module.OTLPSpanExporter(endpoint=endpoint if has_path else endpoint + _PATH)
+    return exporter
+
+
+def stop_tracing() -> None:
+    """Sends what was not sent yet, for a second at most. Does nothing if there are no traces."""
+    global _provider, _tracer
+    if _provider is None:
+        return
+    stopping = threading.Thread(target=_provider.shutdown, daemon=True)
+    _provider = _tracer = None
+    stopping.start()
+    stopping.join(_FLUSH_S)
+
+
+def is_tracing() -> bool:
+    """Whether this process has traces."""
+    return _tracer is not None
+
+
+# -- in a frontend ------------------------------------------------------------------------------------------------------
+
+
+def begin_request(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Span | None:
+    """Begins a request's span, which the running task and those that it starts have as theirs. None: there are no traces.
+
+    Args:
+        headers: of the request. A ``traceparent`` that makes no sense counts as none.
+        request_id: its name.
+    """
+    if _tracer is None:
+        return None
+    from opentelemetry import context
+    from opentelemetry.trace import SpanKind, set_span_in_context
+
+    found: dict[bytes, list[bytes]] = {b"traceparent": [], b"tracestate": []}
+    for name, value in headers:
+        if name in found:
+            found[name].append(value)
+    is_one = len(found[b"traceparent"]) == 1
+    carrier = {name.decode(): b",".join(values).decode("latin-1") for name, values in found.items() if values and is_one}
+    attributes = {"http.request.method": "POST", "gen_ai.request.id": request_id}
+    span = _tracer.start_span("POST", _context_of(carrier), SpanKind.SERVER, attributes)
+    context.attach(set_span_in_context(span))
+    return span
+
+
+def _context_of(headers: Mapping[str, str]) -> Context:
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if len(headers.get("tracestate", "")) > _MAX_STATE_CHARACTERS:
+        headers = {"traceparent": headers.get("traceparent", "")}
+    return TraceContextTextMapPropagator().extract(headers, Context())
+
+
+def end_request(span: Span, name: str, attributes: Attributes, error: str, *, is_failed: bool) -> None:
+    """Ends a request's span.
+
+    Args:
+        span: of :func:`begin_request`.
+        name: of the span.
+        attributes: further ones.
+        error: its type; empty: there was none.
+        is_failed: the error is no mistake of the caller.
+    """
+    span.update_name(name)
+    for key, value in attributes.items():
+        span.set_attribute(key, value)
+    _set_error(span, error, is_failed=is_failed)
+    span.end()
+
+
+def traced(name: str, attributes: Attributes | None = None) -> contextlib.AbstractContextManager[None]:
+    """The block is a span of the running request."""
+    return _NO_SPAN if _tracer is None else _traced(_tracer, name, attributes)
+
+
+@contextlib.contextmanager
+def _traced(tracer: Tracer, name: str, attributes: Attributes | None) -> Iterator[None]:
+    with tracer.start_as_current_span(
+        name, attributes=attributes, record_exception=False, set_status_on_exception=False
+    ) as span:  # the message of an exception may have a text of the caller
+        try:
+            yield
+        except BaseException as error:
+            _set_error(span, type(error).__name__)
+            raise
+
+
+def note(name: str, value: float) -> None:
+    """Adds an attribute to the running request's span."""
+    if _tracer is not None:
+        from opentelemetry.trace import get_current_span
+
+        get_current_span().set_attribute(name, value)
+
+
+def current_headers() -> dict[str, str] | UnsetType:
+    """Returns the context of the running request, for the message to the engine; UNSET if it is not traced."""
+    if _tracer is None:
+        return UNSET
+    from opentelemetry.trace import get_current_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if not get_current_span().is_recording():
+        return UNSET
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers)
+    return headers
+
+
+def _set_error(span: Span, error: str, *, is_failed: bool = True) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    if error:
+        span.set_attribute("error.type", error)
+        if is_failed:
+            span.set_status(Status(StatusCode.ERROR))
+
+
+# -- in an engine -------------------------------------------------------------------------------------------------------
+
+
+class RequestTrace:
+    """The engine's part of a request's trace: a span, with one for each phase in it.
+
+    Args:
+        headers: of the request's message.
+        attributes: of the span.
+    """
+
+    def __init__(self, headers: Mapping[str, str], attributes: Attributes) -> None:
+        self._headers = headers
+        self._attributes = dict(attributes)
+        self._completion_tokens = 0
+
+    def count(self, prompt_tokens: int, new_tokens: int | None) -> None:
+        """Counts the tokens of a piece of the answer, or of one of several.
+
+        Args:
+            prompt_tokens: of the request.
+            new_tokens: of the piece; None: it is no text.
+        """
+        self._attributes["gen_ai.usage.prompt_tokens"] = prompt_tokens
+        if new_tokens is not None:
+            self._completion_tokens += new_tokens
+            self._attributes["gen_ai.usage.completion_tokens"] = self._completion_tokens
+
+    def end(self, phases: Sequence[tuple[str, float]], error: str) -> None:
+        """Makes the spans.
+
+        Args:
+            phases: that there were: the name of each, and when it began, as a time of ``time.monotonic()``.
+            error: the type of the error that ended the request; empty: it was answered.
+        """
+        if _tracer is None:
+            return
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        now_s = time.monotonic()
+        start_ns = time.time_ns() - int(now_s * 1e9)  # of that clock
+        span = _tracer.start_span(
+            "llm_request",
+            _context_of(self._headers),
+            SpanKind.SERVER,
+            self._attributes,
+            start_time=start_ns + int(phases[0][1] * 1e9),
+        )
+        for (name, begun_s), (_, ended_s) in pairwise([*phases, ("", now_s)]):
+            span.set_attribute(f"gen_ai.latency.{_LATENCIES[name]}", ended_s - begun_s)
+            phase = _tracer.start_span(name, set_span_in_context(span), start_time=start_ns + int(begun_s * 1e9))
+            phase.end(start_ns + int(ended_s * 1e9))
+        _set_error(span, error)
+        span.end(start_ns + int(now_s * 1e9))
