@@ -15,6 +15,7 @@ import msgspec
 from shmring.frontend.openai.chat import ChatRequest
 from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
+from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import unsupported_of
 
@@ -46,6 +47,7 @@ ROUTES = {
     "GET /v1/models": "also one model: `GET /v1/models/NAME`",
     "GET /version": "",
     "POST /v1/chat/completions": "",
+    "POST /v1/responses": "stateless: send the whole conversation; `n` and `max_tokens` are of chats",
     "POST /v1/completions": "",
     "POST /tokenize": "with `--executor transformers`",
     "POST /detokenize": "with `--executor transformers`",
@@ -63,8 +65,7 @@ ROUTES = {
 
 #: Routes of vLLM that are not here, with what does the same.
 MISSING_ROUTES = {
-    "POST /v1/responses": "",
-    "GET /v1/responses/{response_id}": "",
+    "GET /v1/responses/{response_id}": "responses are not kept",
     "POST /v1/responses/{response_id}/cancel": "",
     "POST /v1/messages": "",
     "POST /v1/messages/count_tokens": "",
@@ -196,6 +197,23 @@ _GENERATION_NOTES = {
     "stream_options": "`continuous_usage_stats` is named",
 }
 
+# Those that vLLM has in responses, too.
+_GENERATION_FIELDS_OF_RESPONSES = frozenset(
+    {
+        *("cache_salt", "ec_transfer_params", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
+        *("kv_transfer_params", "logit_bias", "min_p", "mm_payload", "presence_penalty", "priority", "repetition_penalty"),
+        *("request_id", "return_mm_kwargs", "seed", "session_id", "skip_special_tokens", "stop", "stop_token_ids", "stream"),
+        *("structured_outputs", "temperature", "top_k", "top_p", "vllm_xargs", "watermarking"),
+    }
+)
+
+
+def _of_responses(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in fields if name in _GENERATION_FIELDS_OF_RESPONSES}
+
+
+_RESPONSES_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+
 FIELDS = {
     "POST /v1/chat/completions": Fields(
         ChatRequest,
@@ -242,6 +260,55 @@ FIELDS = {
             "tool_choice": {"tools": _TOOLS},
             "top_logprobs": {"logprobs": True},
         },
+    ),
+    "POST /v1/responses": Fields(
+        ResponsesRequest,
+        base={"model": MODEL, "input": "Hi"},
+        required=("input", "model"),
+        works=_of_responses(_GENERATION_WORKS)
+        | {
+            "chat_template_kwargs": {"a": 1},
+            "instructions": "Be brief.",
+            "max_output_tokens": 3,
+            "metadata": {"a": "b"},
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "high"},
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "none",
+            "tools": _RESPONSES_TOOLS,
+            "user": "me",
+        },
+        taken={},
+        refused=_of_responses(_GENERATION_REFUSED)
+        | {
+            "background": True,
+            "enable_response_messages": True,
+            "include": ["reasoning.encrypted_content"],
+            "include_reasoning": False,
+            "max_tool_calls": 1,
+            "media_io_kwargs": {"video": {"num_frames": 4}},
+            "mm_processor_kwargs": {"a": 1},
+            "previous_input_messages": [{"role": "user"}],
+            "previous_response_id": "resp_1",
+            "prompt": {"id": "x"},
+            "service_tier": "flex",
+            "store": True,
+            "top_logprobs": 2,
+            "truncation": "auto",
+        },
+        named=_of_responses(_GENERATION_NAMED) | {"prompt_cache_key": "x"},
+        notes={
+            "input": "a text, or items: messages, `function_call`, `function_call_output`; `reasoning` is named",
+            "metadata": "is in the answer",
+            "priority": _GENERATION_NOTES["priority"],
+            "reasoning": "`effort`: as `reasoning_effort` of chats; other fields are named",
+            "request_id": _GENERATION_NOTES["request_id"],
+            "text": "`format`: as `response_format` of chats; other fields are named",
+            "tool_choice": "as in chats",
+            "tools": "of the type `function`, as in chats",
+            "user": "is in the answer",
+        },
+        beside={"parallel_tool_calls": {"tools": _RESPONSES_TOOLS}, "tool_choice": {"tools": _RESPONSES_TOOLS}},
     ),
     "POST /v1/completions": Fields(
         CompletionRequest,

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -41,9 +41,9 @@ from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from shmring.frontend.errors import ApiError, report
+from shmring.frontend.errors import ApiError, ErrorEnvelope, report
 from shmring.frontend.health import HealthReporter
-from shmring.frontend.inference import Facts, Inference, events_of
+from shmring.frontend.inference import Answer, Facts, Inference, events_of, written
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
@@ -54,11 +54,13 @@ from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
 from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.responses_answer import ResponsesWriter
+from shmring.frontend.openai.responses_request import RESPONSES_PARSER, translated
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
-from shmring.frontend.sse import EventStream
+from shmring.frontend.sse import EventStream, event
 from shmring.frontend.status import Feed, status_routes
 
 __all__ = ["Application", "create_app"]
@@ -122,6 +124,7 @@ def create_app(
     app = Starlette(
         routes=[
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/responses", routes.respond, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
@@ -194,12 +197,7 @@ class _Routes:
             async with self._parsing:  # the rest, until it is sent to the engine, takes some milliseconds
                 await asyncio.sleep(0)
         request = parser.parse(body)
-        names = parser.ignored_fields(request, body)
-        if not names:
-            return request, {}
-        text = ", ".join(names)
-        logger.warning("fields of a request that this server does not know were ignored: %s", text)
-        return request, {"x-shmring-ignored-fields": text}
+        return request, _ignoring(parser.ignored_fields(request, body))
 
     async def chat(self, http_request: Request) -> Response:
         return await self._generate(CHAT_FORM, http_request)
@@ -218,11 +216,39 @@ class _Routes:
     async def _stream(
         self, form: AnswerForm[_Generation], request: _Generation, scope: Scope, notes: dict[str, str]
     ) -> EventStream:
-        admitted, request_id = admitted_of(scope), request_id_of(scope)
-        answer = await self._inference.begin(form, request, admitted, request_id)
-        headers = notes | _told(answer.facts)
+        answer = await self._inference.begin(form, request, admitted_of(scope), request_id_of(scope))
+        return self._streamed(events_of(form, answer, request), answer, scope, notes)
+
+    def _streamed(
+        self,
+        events: AsyncGenerator[bytes, None],
+        answer: Answer,
+        scope: Scope,
+        notes: dict[str, str],
+        failed: Callable[[ErrorEnvelope], bytes] = event,
+    ) -> EventStream:
         broken = functools.partial(self._broken_stream, scope=scope)
-        return EventStream(events_of(form, answer, request), answer.aclose, admitted.deadline, broken, headers)
+        deadline = admitted_of(scope).deadline
+        return EventStream(events, answer.aclose, deadline, broken, notes | _told(answer.facts), failed)
+
+    async def respond(self, http_request: Request) -> Response:
+        request, notes = await self._read(RESPONSES_PARSER, http_request)
+        translation = translated(request)
+        if translation.ignored:
+            notes = _ignoring([*notes.values(), *translation.ignored])
+        scope = http_request.scope
+        admitted, request_id = admitted_of(scope), request_id_of(scope)
+        writer = ResponsesWriter(request)
+        try:
+            if not request.stream:
+                facts = await self._inference.respond(translation.chat, writer, admitted, request_id)
+                return JsonResponse(writer.answer, headers=notes | _costs(facts) | _told(facts))
+            answer = await self._inference.begin(CHAT_FORM, translation.chat, admitted, request_id)
+        except ApiError as error:
+            error.param = translation.place_of(error.param)
+            raise
+        events = (event(written_event, written_event.type) async for written_event in written(answer, writer))
+        return self._streamed(events, answer, scope, notes, lambda envelope: event(writer.fail(envelope.error), "error"))
 
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))
@@ -278,6 +304,14 @@ class _Routes:
             return EngineNumbers(counts, await self._engine.times(engine=engine))
         except (shmring.ShmringError, TimeoutError):
             return None
+
+
+def _ignoring(names: Sequence[str]) -> dict[str, str]:
+    if not names:
+        return {}
+    text = ", ".join(names)
+    logger.warning("parts of a request that have no meaning here were ignored: %s", text)
+    return {"x-shmring-ignored-fields": text}
 
 
 def _costs(facts: Facts) -> dict[str, str]:

@@ -29,6 +29,8 @@ from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, Ch
 from shmring.frontend.openai.completions import Completion, CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from shmring.frontend.openai.models import Load, Model, ModelList, Version
+from shmring.frontend.openai.responses_answer import ResponsesAnswer, ResponsesEvent
+from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shmring.frontend.options import limits_of
 from shmring.frontend.responses import JsonResponse
@@ -50,6 +52,9 @@ _TYPES = (
     ChatRequest,
     ChatCompletion,
     ChatCompletionChunk,
+    ResponsesRequest,
+    ResponsesAnswer,
+    ResponsesEvent,
     CompletionRequest,
     Completion,
     TokenizeRequest,
@@ -169,6 +174,7 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
         "components": components,
         "paths": {
             "/v1/chat/completions": {"post": _chat(model) | security},
+            "/v1/responses": {"post": _responses(model) | security},
             "/v1/completions": {"post": _completions(model) | security},
             "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
             "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
@@ -188,6 +194,12 @@ def _chat(model: str) -> dict[str, Any]:
     answer = _text_answer("ChatCompletion", "ChatCompletionChunk")
     body = _body("ChatRequest", {"model": model} | _CHAT_EXAMPLE)
     return _operation("Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _responses(model: str) -> dict[str, Any]:
+    answer = _text_answer("ResponsesAnswer", "ResponsesEvent")
+    body = _body("ResponsesRequest", {"model": model, "input": "What is this?"})
+    return _operation("Answer a conversation, as items", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
 def _completions(model: str) -> dict[str, Any]:

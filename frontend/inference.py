@@ -38,6 +38,7 @@ from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import count_tokens
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.metrics import AnswerStatistics
+from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest
 from shmring.frontend.openai.embeddings import (
     EmbeddingRequest,
     check_dimensions,
@@ -46,6 +47,7 @@ from shmring.frontend.openai.embeddings import (
     take_inputs,
 )
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
+from shmring.frontend.openai.responses_answer import ResponsesEvent, ResponsesWriter
 from shmring.frontend.openai.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -58,7 +60,7 @@ from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
 
-__all__ = ["Answer", "Facts", "Inference", "events_of"]
+__all__ = ["Answer", "Facts", "Inference", "events_of", "written"]
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
@@ -177,6 +179,17 @@ class Inference:
         whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts))
         return whole, answer.facts
 
+    async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
+        """Answers a chat whole, as the writer writes it."""
+        before = self._engine.copies
+        async with asyncio.timeout_at(admitted.deadline):
+            answer = await self.begin(CHAT_FORM, chat, admitted, request_id)
+            async with contextlib.aclosing(answer):
+                async for _ in written(answer, writer):
+                    pass
+        answer.facts.copies = self._engine.copies - before
+        return answer.facts
+
     async def begin(self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str) -> Answer:
         """Asks the engine, and returns when the first piece of the answer has come."""
         async with asyncio.timeout_at(admitted.deadline):
@@ -267,6 +280,18 @@ class Inference:
             parts += [output.embeddings for output in collected]
             prompt_tokens += collected[-1].prompt_tokens
         return torch.cat(parts), prompt_tokens
+
+
+async def written(answer: Answer, writer: ResponsesWriter) -> AsyncGenerator[ResponsesEvent, None]:
+    """Yields the events of an answer as it comes. Each shows what there is now: encode it at once."""
+    for begun in writer.begin():
+        yield begun
+    async for piece in answer:
+        last = piece
+        for added in writer.add(last):
+            yield added
+    for finished in writer.finish(last, _finish_reason(last)):
+        yield finished
 
 
 async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Request) -> AsyncGenerator[bytes, None]:

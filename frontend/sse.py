@@ -2,7 +2,8 @@
 
 The head is sent with the first event. So a failure before the first event is an ordinary answer with an error's status. A
 later failure is a last event with the envelope of errors, ``data: {"error": {...}}``, without a ``[DONE]`` after it, because
-the stream did not end normally. The official ``openai`` client raises ``APIError`` for it.
+the stream did not end normally. The official ``openai`` client raises ``APIError`` for it. Events of ``/v1/responses`` have
+names, no ``[DONE]`` follows them, and the event of a failure is called ``error``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorEnvelope
 
 __all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event"]
 
@@ -31,9 +32,10 @@ _HEADERS = {"content-type": CONTENT_TYPE, "cache-control": "no-cache", "x-accel-
 _LAST_WORDS_TIMEOUT_S = 1.0  # for a caller that may not be reading, to be told why nothing more comes
 
 
-def event(content: object) -> bytes:
+def event(content: object, name: str = "") -> bytes:
     """Returns the event of something that msgspec can encode. (JSON has no line breaks, so one line is enough.)"""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    head = f"event: {name}\ndata: " if name else "data: "
+    return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
 
 class EventStream(Response):
@@ -47,6 +49,7 @@ class EventStream(Response):
         deadline: when the last of them must have been sent, as a time of the loop's clock.
         report: turns a failure of the events into the error that the caller gets.
         headers: further ones.
+        failed: makes the last event, of an error that occurs on the way.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class EventStream(Response):
         deadline: float,
         report: Callable[[Exception], ApiError],
         headers: Mapping[str, str],
+        failed: Callable[[ErrorEnvelope], bytes] = event,
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
@@ -63,6 +67,7 @@ class EventStream(Response):
         self._close = close
         self._deadline = deadline
         self._report = report
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the head, the events, and an error if one occurs."""
@@ -82,7 +87,7 @@ class EventStream(Response):
         """A caller that reads nothing can't be told; the server then closes its connection."""
         try:
             async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
-                await _send_body(send, event(error.envelope()), more_body=False)
+                await _send_body(send, self._failed(error.envelope()), more_body=False)
         except TimeoutError:
             return
 

@@ -24,7 +24,7 @@ import msgspec
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import MEANS_NOTHING
 
-__all__ = ["BodyParser"]
+__all__ = ["BodyParser", "invalid_value"]
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
@@ -40,10 +40,16 @@ _FIRST = re.compile(rb"[^ \t\r\n]")  # which says what a JSON value is
 
 
 class BodyParser(Generic[_Request]):
-    """Decodes bodies of one type. Made once."""
+    """Decodes bodies of one type. Made once.
 
-    def __init__(self, kind: type[_Request]) -> None:
+    Args:
+        kind: the type.
+        part_types: the types of parts that its messages may have, for errors.
+    """
+
+    def __init__(self, kind: type[_Request], part_types: str = _PART_TYPES) -> None:
         self._kind = kind
+        self._part_types = part_types
         self._decoder = msgspec.json.Decoder(kind)
         self._strict_decoder = msgspec.json.Decoder(_strict(kind))
 
@@ -60,7 +66,7 @@ class BodyParser(Generic[_Request]):
                 return self._decoder.decode(body)
             return strict
         except msgspec.ValidationError as error:
-            raise _invalid_value(str(error)) from None
+            raise invalid_value(str(error), self._part_types) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the request's body is not valid JSON: {error}", code="invalid_json") from None
 
@@ -154,7 +160,8 @@ def _struct_of(values: dict[str, msgspec.Raw], structs: list[type[msgspec.Struct
     return None
 
 
-def _invalid_value(message: str) -> ApiError:
+def invalid_value(message: str, part_types: str = _PART_TYPES) -> ApiError:
+    """Returns the error for what msgspec says of a request that has a wrong value."""
     match = _ERROR_PATH.search(message)
     path = match["path"] if match else ""
     if missing := _MISSING.search(message):
@@ -162,5 +169,5 @@ def _invalid_value(message: str) -> ApiError:
     if len(message) > _MAX_MESSAGE_CHARACTERS:
         message = f"{message[:_MAX_MESSAGE_CHARACTERS]}..."
     if _PART_TYPE.search(path):
-        message = f"{message}; the type of a part is {_PART_TYPES}"
+        message = f"{message}; the type of a part is {part_types}"
     return ApiError(400, message, code="invalid_value", param=path or None)

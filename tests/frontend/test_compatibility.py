@@ -53,7 +53,7 @@ class Server:
         """Sends a request; returns its answer, and what can tell it from that of another request."""
         self._payloads.clear()
         response = await self.http.post(route.removeprefix("POST "), json=dict(body))
-        content = re.sub(r'"(id|created)":("[^"]*"|\d+)', "", response.text)
+        content = re.sub(r'"(id|item_id|created|created_at)":("[^"]*"|\d+)', "", response.text)
         return response, (list(self._payloads), content)
 
 

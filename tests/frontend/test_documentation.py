@@ -38,6 +38,7 @@ def test_keys_are_documented_where_they_are_needed() -> None:
     protected = {path for path, operations in paths.items() for operation in operations.values() if "security" in operation}
     assert protected == {
         "/v1/chat/completions",
+        "/v1/responses",
         "/v1/completions",
         "/tokenize",
         "/detokenize",

@@ -59,6 +59,7 @@ async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, m
     operations = [result.ok() for result in schema.get_all_operations()]
     assert {operation.label for operation in operations} == {
         "POST /v1/chat/completions",
+        "POST /v1/responses",
         "POST /v1/completions",
         "POST /tokenize",
         "POST /detokenize",

@@ -1,0 +1,336 @@
+"""Requests of ``POST /v1/responses``. Each becomes the request of a chat, so what holds for chats holds for it as well: what is
+refused, and how much is accepted.
+
+The server keeps no responses. A caller sends the whole conversation each time, what the model has answered included: items of
+an answer are items of a request. Calls of tools that follow an assistant's message belong to that message, as chat templates
+have it. Reasoning of earlier answers is not shown to the model again; the answer's header names it, as it names ignored fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
+from shmring.frontend.openai.generation import GenerationRequest, TokenCount
+from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
+from shmring.frontend.openai.parsing import BodyParser, invalid_value
+from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
+from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+
+__all__ = [
+    "RESPONSES_PARSER",
+    "FunctionTool",
+    "Reasoning",
+    "ResponsesRequest",
+    "TextConfig",
+    "ToolChoice",
+    "TranslatedRequest",
+    "translated",
+]
+
+_MEANS_NOTHING = "Means nothing here."
+
+
+class InputTextPart(msgspec.Struct, tag_field="type", tag="input_text"):
+    """Text in a message."""
+
+    text: str
+
+
+class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
+    """Text of an earlier answer."""
+
+    text: str
+    annotations: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
+    logprobs: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
+
+
+class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
+    """A picture in a message."""
+
+    image_url: str | None = None
+    detail: Annotated[str | None, Meta(description=_MEANS_NOTHING, extra={MEANS_NOTHING: ("auto",)})] = None
+    file_id: Annotated[Any, only()] = None
+
+
+class ReasoningTextPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """What the model wrote for itself, in an item of the type `reasoning`."""
+
+    text: str
+
+
+_Part = InputTextPart | OutputTextPart | InputImagePart | ReasoningTextPart | RefusalPart | ContentPart
+_Content = str | Annotated[list[_Part | str], Meta(max_length=MAX_PARTS)]
+
+
+class InputItem(msgspec.Struct):
+    """A message, a call of a tool, what a tool has returned, or the reasoning of an earlier answer."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: _Content | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _Content | None = None
+    encrypted_content: Annotated[Any, only()] = None
+    summary: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
+    id: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
+    status: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
+    phase: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
+
+
+class FunctionTool(msgspec.Struct):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    """The form of the answer, as `response_format` of chats."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct):
+    """How the answer's text is to be."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(msgspec.Struct):
+    """With `effort`: the variable `reasoning_effort` of the model's chat template."""
+
+    effort: str | None = None
+
+
+_Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]  # as in OpenAI's API
+
+
+class ResponsesRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/responses`. The server keeps no responses: send the whole conversation as `input`."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="With false, an answer ends with its first call.")] = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[_Metadata, Meta(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the model's chat template.")] = None
+    store: Annotated[Any, only(False)] = None
+    background: Annotated[Any, only(False)] = None
+    previous_response_id: Annotated[Any, only()] = None
+    conversation: Annotated[Any, only()] = None
+    prompt: Annotated[Any, only()] = None
+    include: Annotated[Any, only([])] = None
+    max_tool_calls: Annotated[Any, only()] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    truncation: Annotated[Any, only("disabled")] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    enable_response_messages: Annotated[Any, only(False)] = None
+    previous_input_messages: Annotated[Any, only([])] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
+    # Of other routes, where these have another name or another meaning.
+    max_tokens: Annotated[Any, only()] = None
+    response_format: Annotated[Any, only()] = None
+    n: Annotated[Any, only(1)] = None
+
+
+_UNSUPPORTED = unsupported_of(ResponsesRequest)
+_UNSUPPORTED_OF_ITEMS = unsupported_of(InputItem)
+_UNSUPPORTED_OF_PICTURES = unsupported_of(InputImagePart)
+_OF_A_STORE = ("store", "background", "previous_response_id", "conversation", "prompt")
+_SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__)
+
+_MAX_IGNORED = 16  # that a header names
+_PART_TYPES = "input_text, input_image, input_audio, audio_url, video_url, output_text or refusal"
+
+#: For bodies of requests.
+RESPONSES_PARSER = BodyParser(ResponsesRequest, _PART_TYPES)
+
+_OF_CONTENT = re.compile(r"messages\[(\d+)\]\.content(.*)", re.DOTALL)
+_OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
+_OF_TOOL = re.compile(r"(tools\[\d+\]\.)function\.")
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+@dataclasses.dataclass
+class _Place:
+    """Where a message of the chat stands in the request: its content, and its calls."""
+
+    content: str
+    calls: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslatedRequest:
+    """The request of a chat, and where its parts stood.
+
+    Attributes:
+        chat: asks for the same.
+        ignored: the first items that are not in it.
+    """
+
+    chat: ChatRequest
+    ignored: list[str]
+    _places: list[_Place]
+
+    def place_of(self, param: str | None) -> str | None:
+        """Returns where in the caller's request the parameter stands that an error about the chat names."""
+        return _place_of(param, self._places)
+
+
+def translated(request: ResponsesRequest) -> TranslatedRequest:
+    """Makes the request of a chat; empties the input, which is most of the request's memory.
+
+    Raises:
+        ApiError: the request asks for something that is not implemented, or an item lacks something.
+    """
+    for name in _OF_A_STORE:
+        if getattr(request, name) not in (None, False):
+            text = f"this server keeps no responses, so it has no {name}; send the whole conversation as input, and ask at once"
+            raise ApiError(400, text, code="unsupported_value", param=name)
+    check_supported(request, _UNSUPPORTED)
+    messages: list[ChatMessageParam] = []
+    places: list[_Place] = []
+    ignored: list[str] = []
+    if request.instructions is not None:
+        messages.append(ChatMessageParam("system", request.instructions))
+        places.append(_Place("instructions"))
+    items, request.input = request.input, ""
+    if isinstance(items, str):
+        messages.append(ChatMessageParam("user", items))
+        places.append(_Place("input"))
+        items = []
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
+        check_supported(item, _UNSUPPORTED_OF_ITEMS, f"{param}.")
+        if item.type == "reasoning":
+            ignored.append(param)
+        elif item.type == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                messages.append(ChatMessageParam("assistant"))
+                places.append(_Place(param))
+            name, arguments, call_id = (_text_of(item, field, param) for field in ("name", "arguments", "call_id"))
+            messages[-1].tool_calls = calls = messages[-1].tool_calls or []
+            calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
+            places[-1].calls.append(param)
+        else:
+            messages.append(_message(item, param))
+            places.append(_Place(f"{param}.output" if item.type == "function_call_output" else f"{param}.content"))
+    try:
+        chat = msgspec.convert(_fields(request, messages), ChatRequest)
+    except msgspec.ValidationError as error:
+        wrong = invalid_value(str(error))
+        wrong.param = _place_of(wrong.param, places)
+        raise wrong from None
+    return TranslatedRequest(chat, ignored[:_MAX_IGNORED], places)
+
+
+def _fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
+    choice: Any = request.tool_choice
+    if isinstance(choice, ToolChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    tools = [
+        {"type": "function", "function": {name: getattr(tool, name) for name in FunctionTool.__struct_fields__[1:]}}
+        for tool in request.tools or []
+    ]
+    return {name: getattr(request, name) for name in _SAME} | {
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": choice,
+        "max_completion_tokens": request.max_output_tokens,
+        "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+    }
+
+
+def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
+    if text is None or text.format is None:
+        return None
+    check_values(text.format.schema, "text.format.schema")
+    if text.format.type != "json_schema":
+        return {"type": text.format.type}
+    schema = msgspec.to_builtins(text.format)
+    return {"type": schema.pop("type"), "json_schema": schema}
+
+
+def _text_of(item: InputItem, field: str, param: str) -> str:
+    text: str | None = getattr(item, field)
+    if text is None:
+        raise ApiError(400, f"a {item.type} must have a {field}", code="invalid_value", param=f"{param}.{field}")
+    return text
+
+
+def _message(item: InputItem, param: str) -> ChatMessageParam:
+    if item.type == "item_reference":
+        text = "this server keeps no items; send the item itself"
+        raise ApiError(400, text, code="unsupported_value", param=f"{param}.type")
+    if item.type == "function_call_output":
+        call_id = _text_of(item, "call_id", param)
+        return ChatMessageParam("tool", _content(item.output, f"{param}.output"), tool_call_id=call_id)
+    if item.role is None:
+        raise ApiError(400, "a message must have a role", code="invalid_value", param=f"{param}.role")
+    return ChatMessageParam(item.role, _content(item.content, f"{param}.content"))
+
+
+def _content(content: _Content | None, param: str) -> str | list[ContentPart | RefusalPart | str] | None:
+    if not isinstance(content, list):
+        return content
+    return [_part(part, f"{param}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: _Part | str, param: str) -> ContentPart | RefusalPart | str:
+    match part:
+        case InputTextPart() | OutputTextPart():
+            return TextPart(part.text)
+        case InputImagePart():
+            check_supported(part, _UNSUPPORTED_OF_PICTURES, f"{param}.")
+            if part.image_url is None:
+                raise ApiError(400, "a picture must have an image_url", code="invalid_value", param=f"{param}.image_url")
+            return ImagePart(part.image_url)
+        case ReasoningTextPart():
+            text = "a message has no reasoning; send it as an item of the type 'reasoning'"
+            raise ApiError(400, text, code="invalid_value", param=f"{param}.type")
+    return part
+
+
+def _place_of(param: str | None, places: list[_Place]) -> str | None:
+    if param is None or not param.startswith("messages"):
+        return param and _OF_TOOL.sub(r"\1", _NAMES.get(param, param))
+    if content := _OF_CONTENT.fullmatch(param):
+        return f"{places[int(content[1])].content}{content[2]}"
+    if call := _OF_CALL.fullmatch(param):
+        field = "call_id" if call[3] == "id" else call[3]
+        return f"{places[int(call[1])].calls[int(call[2])]}.{field}"
+    return "input"
