@@ -393,7 +393,7 @@ FIELDS = {
         named={"cache_salt": "x", "request_id": "x"},
         notes={
             "encoding_format": "`float` and `base64`",
-            "input": "texts; arrays of tokens are refused",
+            "input": "texts or arrays of tokens, those with `--executor transformers`",
             "messages": "instead of `input`",
             "priority": _GENERATION_NOTES["priority"],
             "request_id": _GENERATION_NOTES["request_id"],

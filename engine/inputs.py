@@ -48,10 +48,11 @@ class VideoSpec(msgspec.Struct, frozen=True):
 
 
 class InputSpec(msgspec.Struct, frozen=True):
-    """The inputs that an executor takes; it refuses those that are None (False). With ``checksum``, frontends add one to each
-    medium."""
+    """The inputs that an executor takes; it refuses those that are None (False). ``tokens`` are those of a text to be embedded.
+    With ``checksum``, frontends add one to each medium."""
 
     text: bool = False
+    tokens: bool = False
     picture: PictureSpec | None = None
     sound: SoundSpec | None = None
     video: VideoSpec | None = None

@@ -70,9 +70,9 @@ class Calls:
 
 
 class Text(msgspec.Struct, tag="text"):
-    """A text to be embedded."""
+    """A text to be embedded, or its tokens."""
 
-    text: str
+    text: str | list[int]
 
 
 class Picture(msgspec.Struct, tag="picture"):

@@ -243,6 +243,9 @@ class Inference:
             if not description.input.text and any(isinstance(item, Text) for item in inputs):
                 message = "this model does not embed text; send media, as messages or as data: URLs"
                 raise ApiError(400, message, code="unsupported_input", param=param)
+            if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in inputs):
+                message = "this model does not embed tokens; send the text"
+                raise ApiError(400, message, code="unsupported_input", param=param)
             sources = [item for item in inputs if isinstance(item, MediaSource)]
             texts = [item if isinstance(item, Text) else None for item in inputs]
             inputs.clear()

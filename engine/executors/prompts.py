@@ -8,9 +8,9 @@ ordinary characters, so that no caller can close a message or forge the place of
 processor can't do that, such a text is refused. Templates of processors get content as a list of parts; those of tokenizers get
 it as one string.
 
-A text to be embedded is tokenised by itself, with what the tokenizer adds at its ends and without a template; a medium to be
-embedded is all that a user's message holds, which no answer follows. Without a template only such things can be taken, and a
-medium is then no more than its place.
+A text to be embedded is tokenised by itself, with what the tokenizer adds at its ends and without a template, unless it comes
+as tokens; a medium to be embedded is all that a user's message holds, which no answer follows. Without a template only such
+things can be taken, and a medium is then no more than its place.
 
 Source: the chat form of vLLM's embeddings, which by default ends the prompt with the message as well.
 """
@@ -249,9 +249,13 @@ class PromptBuilder:
         if fewest_tokens > self._max_model_len:
             raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
 
-    def _tokenize(self, text: str) -> dict[str, Any]:
-        self._check_characters(len(text), None)
-        tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
+    def _tokenize(self, text: str | list[int]) -> dict[str, Any]:
+        if isinstance(text, str):
+            self._check_characters(len(text), None)
+            tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
+        else:
+            self._check_tokens(text)
+            tokens = text
         if not tokens:
             raise ValueError("a text to be embedded can't be empty")
         return {"input_ids": torch.tensor([tokens])}
@@ -300,7 +304,7 @@ class PromptBuilder:
             picture = PictureSpec(_find_max_pixels(image_processor, self._media_settings))
         if video_processor is not None and self._has_place("video"):
             video = VideoSpec(num_frames=self._num_frames, max_pixels=_MAX_FRAME_PIXELS)
-        return InputSpec(text=True, picture=picture, video=video)
+        return InputSpec(text=True, tokens=True, picture=picture, video=video)
 
     def _has_place(self, kind: str) -> bool:
         """Whether a prompt can hold an image or video: by the template, or without one by a token that stands for it."""

@@ -112,6 +112,7 @@ class SyntheticExecutor:
             tasks=["encode", "generate", "complete"],
             input=InputSpec(
                 text=True,
+                tokens=True,
                 picture=PictureSpec(self._media.max_pixels),
                 sound=SoundSpec("waveform"),
                 video=VideoSpec(self._media.num_frames, self._media.max_pixels),
@@ -153,8 +154,8 @@ class SyntheticExecutor:
         if request.tokenize:
             raise ValueError("the synthetic executor has no tokens: it counts words")
         texts = [part.text for message in request.messages for part in message.parts if isinstance(part, TextPart)]
-        prompt = request.prompt.split() if isinstance(request.prompt, str) else request.prompt or []
-        prompt_tokens = len(prompt) + sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
+        words = _count(request.prompt or "") + sum(map(_count, texts))
+        prompt_tokens = words + _TOKENS_PER_MEDIUM * len(request.media)
         room = ContextLengthError.check(prompt_tokens, max_tokens, self._options.max_model_len)
         answer_tokens = min(room, self._options.tokens) if max_tokens is None else max_tokens
         return _Answer(prompt_tokens, answer_tokens, StopTexts(request.sampling.stop))
@@ -173,7 +174,11 @@ class SyntheticExecutor:
         """Random directions: the same for the same input, and without any other meaning."""
         rows = [torch.randn(self._options.embedding_size, generator=_generator(item)) for item in request.inputs]
         embeddings = torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 1)
-        return EncodeReply(embeddings, sum(len(item.text.split()) for item in request.inputs if isinstance(item, Text)))
+        return EncodeReply(embeddings, sum(_count(item.text) for item in request.inputs if isinstance(item, Text)))
+
+
+def _count(text: str | list[int]) -> int:
+    return len(text.split() if isinstance(text, str) else text)
 
 
 def _media_of(payload: EncodeRequest | GenerateRequest | None) -> list[Medium]:
@@ -198,7 +203,7 @@ def _verify(medium: Medium) -> None:
 
 
 def _generator(item: Text | Medium) -> torch.Generator:
-    seed = zlib.crc32(item.text.encode()) if isinstance(item, Text) else item.checksum
+    seed = zlib.crc32(str(item.text).encode()) if isinstance(item, Text) else item.checksum
     assert seed is not None, "verified before"
     return torch.Generator().manual_seed(seed)
 

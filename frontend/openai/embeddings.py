@@ -28,6 +28,7 @@ from msgspec import Meta
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.completions import Token
 from shmring.frontend.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -52,8 +53,10 @@ __all__ = [
     "take_inputs",
 ]
 
-_INPUT = "One text or several. A text that is a data: URL of a picture, a recording or a clip is that medium."
-_TOKENS_REFUSED = "token numbers are not accepted as input; send the text"
+_INPUT = (
+    "One text or several, or the tokens of one or several. A text that is a data: URL of a picture, a recording or a clip is "
+    "that medium."
+)
 
 
 class EmbeddingMessage(msgspec.Struct):
@@ -67,7 +70,7 @@ class EmbeddingRequest(msgspec.Struct):
     """The body of `POST /v1/embeddings`: a model, and either `input` or `messages`."""
 
     model: str
-    input: Annotated[str | list[str | int | list[int]] | None, Meta(description=_INPUT)] = None
+    input: Annotated[str | list[str | Token | list[Token]] | None, Meta(description=_INPUT)] = None
     messages: Annotated[
         Annotated[list[EmbeddingMessage], Meta(max_length=MAX_MESSAGES)] | None,
         Meta(description="Media and texts, as vLLM takes them."),
@@ -162,7 +165,12 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
 
 
 def _count_of_input(texts: str | list[str | int | list[int]] | None) -> int:
-    return bool(texts) if isinstance(texts, str) else len(texts or ())
+    return bool(texts) if isinstance(texts, str) or _are_tokens(texts) else len(texts or ())
+
+
+def _are_tokens(texts: str | list[str | int | list[int]] | None) -> bool:
+    """Whether a list has the tokens of one text."""
+    return isinstance(texts, list) and bool(texts) and isinstance(texts[0], int)
 
 
 def _count(messages: list[EmbeddingMessage]) -> int:
@@ -172,12 +180,19 @@ def _count(messages: list[EmbeddingMessage]) -> int:
 def _of_input(texts: str | list[str | int | list[int]]) -> list[Text | MediaSource]:
     if isinstance(texts, str):
         return [_of_text(texts, "input")]
-    inputs = []
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ApiError(400, _TOKENS_REFUSED, code="unsupported_input", param=f"input[{index}]")
-        inputs.append(_of_text(text, f"input[{index}]"))
-    return inputs
+    if _are_tokens(texts):
+        return [_of_tokens(texts, "input")]
+    places = ((text, f"input[{index}]") for index, text in enumerate(texts))
+    return [_of_text(text, place) if isinstance(text, str) else _of_tokens(text, place) for text, place in places]
+
+
+def _of_tokens(given: int | list[str | int | list[int]] | list[int], param: str) -> Text:
+    tokens = [token for token in given if isinstance(token, int)] if isinstance(given, list) else []
+    if not isinstance(given, list) or len(tokens) != len(given):
+        raise ApiError(400, "an input is a text or tokens, not both", code="invalid_value", param=param)
+    if not tokens:
+        raise ApiError(400, "an input without tokens can't be embedded", code="invalid_value", param=param)
+    return Text(tokens)
 
 
 def _of_text(text: str, param: str) -> Text | MediaSource:

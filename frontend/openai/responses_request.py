@@ -177,11 +177,8 @@ RESPONSES_PARSER = BodyParser(ResponsesRequest, _PART_TYPES)
 _OF_CONTENT = re.compile(r"messages\[(\d+)\]\.content(.*)", re.DOTALL)
 _OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
 _OF_TOOL = re.compile(r"(tools\[\d+\]\.)function\.")
-_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
+_OF_FORMAT = re.compile(r"response_format(\.json_schema)?")
+_NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
 
 
 @dataclasses.dataclass
@@ -327,7 +324,7 @@ def _part(part: _Part | str, param: str) -> ContentPart | RefusalPart | str:
 
 def _place_of(param: str | None, places: list[_Place]) -> str | None:
     if param is None or not param.startswith("messages"):
-        return param and _OF_TOOL.sub(r"\1", _NAMES.get(param, param))
+        return param and _OF_FORMAT.sub("text.format", _OF_TOOL.sub(r"\1", _NAMES.get(param, param)))
     if content := _OF_CONTENT.fullmatch(param):
         return f"{places[int(content[1])].content}{content[2]}"
     if call := _OF_CALL.fullmatch(param):

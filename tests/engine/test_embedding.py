@@ -7,7 +7,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,31 @@ def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
 
 
 # -- the same vectors as by hand ------------------------------------------------------------------------------------------
+
+
+def test_a_text_and_its_tokens_have_one_embedding(load: Callable[..., TransformersExecutor]) -> None:
+    executor = load("llama")
+    tokens = executor._prompts.build_single(Text("Hello there"))["input_ids"][0].tolist()
+    by_text, by_tokens = (encode(executor, Text(text)) for text in ("Hello there", tokens))
+    torch.testing.assert_close(by_tokens.embeddings, by_text.embeddings)
+    assert by_tokens.prompt_tokens == by_text.prompt_tokens == len(tokens)
+
+
+@for_each("tokens", [[1 << 30], [-1], []])
+def test_tokens_that_a_model_does_not_have_are_refused(load: Callable[..., TransformersExecutor], tokens: list[int]) -> None:
+    with pytest.raises(ValueError):
+        encode(load("llama"), Text(tokens))
+
+
+@for_each("architecture", SEEING)
+def test_tokens_of_media_without_media_are_only_tokens(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+    """Nobody but their caller has something of it; what can't be read so is the caller's fault."""
+    executor = load(architecture)
+    config = executor._checkpoint.model.config
+    tokens = [getattr(config, name, None) for name in ("image_token_id", "video_token_id", "vision_start_token_id")]
+    with suppress(ValueError):
+        encode(executor, Text([token for token in tokens if token is not None] * 2))
+    assert len(encode(executor, Text("Hello")).embeddings) == 1
 
 
 @for_each("pooling", ["last", "mean"])

@@ -115,12 +115,32 @@ async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted:
     assert (facts.slab_nbytes, len(response_of(pieces).data)) == (0, 2)
 
 
+async def test_tokens_are_sent_to_a_model_that_has_them(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
+    async def note(claim: shmring.Claim) -> None:
+        received.extend(claim.payload.inputs)
+        await claim.reply(EncodeReply(torch.eye(2), 3))
+
+    received: list[Any] = []
+    description = msgspec.structs.replace(BOTH, input=InputSpec(text=True, tokens=True))
+    service = open_service(await open_engine(note, description))
+    pieces, _ = await service.embed(EmbeddingRequest("shmring-fingerprints", [[5, 6], "a"]), admitted, "x")
+    assert response_of(pieces).usage.inputs == EmbeddingInputs(text=2)
+    assert received == [Text([5, 6]), Text("a")]
+
+
+async def test_tokens_are_refused_where_the_model_has_none(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
+    service = open_service(await open_engine(description=BOTH))
+    with pytest.raises(ApiError, match="does not embed tokens"):
+        await service.embed(EmbeddingRequest("shmring-fingerprints", [[5, 6], "a"]), admitted, "x")
+
+
 async def test_what_the_model_does_not_do_is_refused(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
     engine = await open_engine()
     for request, param in (
         (EmbeddingRequest("shmring-fingerprints", "text"), "input"),
         (EmbeddingRequest("shmring-fingerprints", "text", dimensions=5), "dimensions"),
         (EmbeddingRequest("another", "text"), "model"),
+        (EmbeddingRequest("shmring-fingerprints", [[1, 2]]), "input"),
     ):
         with pytest.raises(ApiError) as raised:
             await open_service(engine).embed(request, admitted, "x")

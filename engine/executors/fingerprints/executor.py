@@ -115,8 +115,10 @@ def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
 def _describe(items: Sequence[Text | Medium]) -> list[Encoded | Exception] | Generator[None, None, Encoded]:
     """Returns a fingerprint of the first, and how many words were read; a clip's in steps."""
     match items[0]:
-        case Text() as text:
-            return [(fingerprint_text(text.text), count_words(text.text))]
+        case Text(text=str() as text):
+            return [(fingerprint_text(text), count_words(text))]
+        case Text():
+            raise ValueError("the fingerprints executor has no tokens; send the text")
         case Picture() as picture:
             return [(fingerprint_picture(picture.pixels), 0)]
         case Spectrogram() as sound:

@@ -85,6 +85,14 @@ def test_what_is_not_such_a_request_is_refused_with_its_place(fields: object, pa
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_value", param)
 
 
+def test_tokens_are_one_input_or_several() -> None:
+    assert take_inputs(parse(input=[5, 6, 7, 8]), 3) == [Text([5, 6, 7, 8])]
+    assert take_inputs(parse(input=[[5, 6], "a", [7]]), 3) == [Text([5, 6]), Text("a"), Text([7])]
+    for token in (-1, 2**31, 1.5):
+        with pytest.raises(ApiError):
+            parse(input=[[token]])
+
+
 @pytest.mark.parametrize("in_messages", [False, True])
 def test_too_many_inputs_are_refused_before_one_is_looked_at(monkeypatch: pytest.MonkeyPatch, in_messages: bool) -> None:
     monkeypatch.setattr(embeddings, "_of_text", None)
@@ -97,8 +105,11 @@ def test_too_many_inputs_are_refused_before_one_is_looked_at(monkeypatch: pytest
 @for_each(
     ("request_", "param", "code"),
     [
-        (parse(input=[[1, 2]]), "input[0]", "unsupported_input"),
-        (parse(input=[1, 2]), "input[0]", "unsupported_input"),
+        (parse(input=[[1, 2], []]), "input[1]", "invalid_value"),
+        (parse(input=[1, "a"]), "input", "invalid_value"),
+        (parse(input=[1, [2]]), "input", "invalid_value"),
+        (parse(input=["a", 1]), "input[1]", "invalid_value"),
+        (parse(input=[[1]] * 4), "input", "too_many_inputs"),
         (parse(input=["a", ""]), "input[1]", "invalid_value"),
         (parse(input="a", messages=user(image())), "input", "invalid_value"),
         (parse(input=[]), "input", "missing_input"),
