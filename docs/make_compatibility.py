@@ -16,6 +16,7 @@ from shmring.frontend.openai.chat import ChatRequest
 from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
 from shmring.frontend.openai.responses_request import ResponsesRequest
+from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import unsupported_of
 
@@ -60,6 +61,11 @@ ROUTES = {
     "POST /start_profile": "with `--admin-key` and `--profiler-dir`",
     "POST /stop_profile": "with `--admin-key`; the answer names the files",
     "POST /abort_requests": "with `--admin-key`; those of all frontends; they end with an error: `aborted`",
+    "POST /score": "cosines of embeddings, by any model that embeds; cross-encoders are not served",
+    "POST /v1/score": "as `/score`",
+    "POST /rerank": "by the same cosines",
+    "POST /v1/rerank": "as `/rerank`",
+    "POST /v2/rerank": "as `/rerank`",
     "POST /v1/embeddings": "one embedding for each part ([decision 11](decisions/0011-an-embedding-for-each-part.md))",
 }
 
@@ -74,11 +80,6 @@ MISSING_ROUTES = {
     "POST /v1/completions/render": "",
     "POST /v1/audio/transcriptions": "",
     "POST /v1/audio/translations": "",
-    "POST /v1/rerank": "",
-    "POST /v2/rerank": "",
-    "POST /rerank": "",
-    "POST /v1/score": "",
-    "POST /score": "",
     "POST /pooling": "",
     "POST /classify": "",
     "POST /v2/embed": "",
@@ -213,6 +214,21 @@ def _of_responses(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _RESPONSES_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+
+_SCORING_REFUSED = {
+    "chat_template_kwargs": {"a": 1},
+    "instruction": "x",
+    "max_tokens_per_doc": 5,
+    "max_tokens_per_query": 5,
+    "mm_processor_kwargs": {"a": 1},
+    "padding": "max_length",
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+    "use_activation": False,
+}
+_SCORING_NAMED = {"cache_salt": "x", "request_id": "x"}
+_SCORING_NOTES = {"priority": _GENERATION_NOTES["priority"], "request_id": _GENERATION_NOTES["request_id"]}
+_NO_QUERIES = {"queries": None, "documents": None}
 
 FIELDS = {
     "POST /v1/chat/completions": Fields(
@@ -399,6 +415,49 @@ FIELDS = {
             "request_id": _GENERATION_NOTES["request_id"],
         },
         beside={"messages": {"input": []}},
+    ),
+    "POST /score": Fields(
+        ScoreRequest,
+        base={"model": MODEL, "queries": "a", "documents": ["b"]},
+        required=("documents", "model", "queries"),
+        works={
+            "data_1": "c",
+            "data_2": ["c"],
+            "items": ["c"],
+            "priority": 2,
+            "text_1": "c",
+            "text_2": ["c"],
+        },
+        taken={"user": "me"},
+        refused=_SCORING_REFUSED,
+        named=_SCORING_NAMED,
+        notes=_SCORING_NOTES
+        | {
+            "data_1": "instead of `queries`",
+            "data_2": "instead of `documents`",
+            "documents": 'texts, or `{"content": [...]}` with one part',
+            "items": "instead of `documents`",
+            "queries": "one, or as many as there are documents",
+            "text_1": "instead of `queries`",
+            "text_2": "instead of `documents`",
+        },
+        beside={
+            "data_1": _NO_QUERIES | {"data_2": ["b"]},
+            "data_2": _NO_QUERIES | {"data_1": "a"},
+            "items": {"documents": None},
+            "text_1": _NO_QUERIES | {"text_2": ["b"]},
+            "text_2": _NO_QUERIES | {"text_1": "a"},
+        },
+    ),
+    "POST /rerank": Fields(
+        RerankRequest,
+        base={"model": MODEL, "query": "a", "documents": ["b", "c"]},
+        required=("documents", "model", "query"),
+        works={"priority": 2, "top_n": 1},
+        taken={"user": "me"},
+        refused=_SCORING_REFUSED,
+        named=_SCORING_NAMED,
+        notes=_SCORING_NOTES | {"documents": 'texts, or `{"content": [...]}` with one part; texts are in the answer'},
     ),
 }
 

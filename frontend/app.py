@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -56,6 +56,7 @@ from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.responses_answer import ResponsesWriter
 from shmring.frontend.openai.responses_request import RESPONSES_PARSER, translated
+from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
@@ -129,6 +130,14 @@ def create_app(
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
+            *(
+                ObservedRoute(path, routes.score, methods=["POST"], middleware=admitted)
+                for path in ("/score", "/v1/score")
+            ),
+            *(
+                ObservedRoute(path, routes.rerank, methods=["POST"], middleware=admitted)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
             ObservedRoute("/v1/models", routes.list_models, middleware=[keys]),
             ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
             ObservedRoute("/health", routes.check_health),
@@ -270,6 +279,18 @@ class _Routes:
         request, notes = await self._read(EMBEDDING_PARSER, http_request)
         scope = http_request.scope
         pieces, facts = await self._inference.embed(request, admitted_of(scope), request_id_of(scope))
+        return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
+
+    async def score(self, http_request: Request) -> Response:
+        return await self._score(SCORE_PARSER, http_request)
+
+    async def rerank(self, http_request: Request) -> Response:
+        return await self._score(RERANK_PARSER, http_request)
+
+    async def _score(self, parser: BodyParser[Any], http_request: Request) -> Response:
+        request, notes = await self._read(parser, http_request)
+        scope = http_request.scope
+        pieces, facts = await self._inference.score(request, admitted_of(scope), request_id_of(scope))
         return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
 
     async def list_models(self, _: Request) -> Response:

@@ -31,6 +31,7 @@ from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingRespon
 from shmring.frontend.openai.models import Load, Model, ModelList, Version
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, ResponsesEvent
 from shmring.frontend.openai.responses_request import ResponsesRequest
+from shmring.frontend.openai.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shmring.frontend.options import limits_of
 from shmring.frontend.responses import JsonResponse
@@ -63,6 +64,10 @@ _TYPES = (
     DetokenizeResponse,
     EmbeddingRequest,
     EmbeddingResponse,
+    ScoreRequest,
+    ScoreResponse,
+    RerankRequest,
+    RerankResponse,
     Model,
     ModelList,
     Version,
@@ -179,6 +184,8 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
             "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
             "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
             "/v1/embeddings": {"post": _embeddings(model) | security},
+            **{path: {"post": _scores(model) | security} for path in ("/score", "/v1/score")},
+            **{path: {"post": _reranking(model) | security} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
             "/v1/models": {"get": _models() | security},
             "/v1/models/{name}": {"get": _model() | security},
             **_operations(),
@@ -225,6 +232,18 @@ def _embeddings(model: str) -> dict[str, Any]:
     answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _TOLD)
     body = _body("EmbeddingRequest", {"model": model} | _EMBEDDING_EXAMPLE)
     return _operation("Embed media and texts", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _scores(model: str) -> dict[str, Any]:
+    answer = _answer("The scores.", {"application/json": _schema("ScoreResponse")}, _TAKEN | _TOLD)
+    body = _body("ScoreRequest", {"model": model, "queries": "rain", "documents": ["It rains.", "The sun shines."]})
+    return _operation("Compare texts and media", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _reranking(model: str) -> dict[str, Any]:
+    answer = _answer("The documents.", {"application/json": _schema("RerankResponse")}, _TAKEN | _TOLD)
+    body = _body("RerankRequest", {"model": model, "query": "rain", "documents": ["It rains.", "The sun shines."]})
+    return _operation("Order documents by a query", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
 def _models() -> dict[str, Any]:

@@ -48,6 +48,7 @@ from shmring.frontend.openai.embeddings import (
 )
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
 from shmring.frontend.openai.responses_answer import ResponsesEvent, ResponsesWriter
+from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest, encode_reranked, score_response, take_pairs
 from shmring.frontend.openai.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -240,30 +241,60 @@ class Inference:
             param = "messages" if request.messages else "input"
             inputs = take_inputs(request, self._settings.max_inputs)
             counts = count_inputs(inputs)
-            if not description.input.text and any(isinstance(item, Text) for item in inputs):
-                message = "this model does not embed text; send media, as messages or as data: URLs"
-                raise ApiError(400, message, code="unsupported_input", param=param)
-            if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in inputs):
-                message = "this model does not embed tokens; send the text"
-                raise ApiError(400, message, code="unsupported_input", param=param)
-            sources = [item for item in inputs if isinstance(item, MediaSource)]
-            texts = [item if isinstance(item, Text) else None for item in inputs]
-            inputs.clear()
-            async with self._media(sources, description, admitted, param) as (media, facts):
-                in_order = iter(media)
-                filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
-                before = self._engine.copies
-                try:
-                    embeddings, prompt_tokens = await self._encode(
-                        EncodeRequest(filled, priority=request.priority or 0), admitted, request_id
-                    )
-                finally:
-                    filled.clear()
-                facts.copies = self._engine.copies - before
+            embeddings, prompt_tokens, facts = await self._embed(
+                inputs, request.priority, description, admitted, request_id, param
+            )
+        return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
+
+    async def score(
+        self, request: ScoreRequest | RerankRequest, admitted: Admitted, request_id: str
+    ) -> tuple[list[bytes], Facts]:
+        """Compares the inputs of a request; as :meth:`embed`, with another answer."""
+        async with asyncio.timeout_at(admitted.deadline):
+            description = await self._model.check(request.model, "encode")
+            pairs = take_pairs(request, self._settings.max_inputs)
+            embeddings, prompt_tokens, facts = await self._embed(
+                pairs.inputs, request.priority, description, admitted, request_id, pairs.param
+            )
+            scores = await asyncio.to_thread(pairs.scores, embeddings)
+        if isinstance(request, RerankRequest):
+            return await encode_reranked(request, pairs, scores, prompt_tokens, self._encoding), facts
+        return [msgspec.json.encode(score_response(request.model, scores, prompt_tokens))], facts
+
+    async def _embed(
+        self,
+        inputs: list[Text | MediaSource],
+        priority: int | None,
+        description: ModelDescription,
+        admitted: Admitted,
+        request_id: str,
+        param: str,
+    ) -> tuple[torch.Tensor, int, Facts]:
+        """Returns the embeddings of inputs, and how many tokens they have; empties the list of inputs."""
+        if not description.input.text and any(isinstance(item, Text) for item in inputs):
+            message = "this model does not embed text; send media, as messages or as data: URLs"
+            raise ApiError(400, message, code="unsupported_input", param=param)
+        if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in inputs):
+            message = "this model does not embed tokens; send the text"
+            raise ApiError(400, message, code="unsupported_input", param=param)
+        sources = [item for item in inputs if isinstance(item, MediaSource)]
+        texts = [item if isinstance(item, Text) else None for item in inputs]
+        inputs.clear()
+        async with self._media(sources, description, admitted, param) as (media, facts):
+            in_order = iter(media)
+            filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
+            before = self._engine.copies
+            try:
+                embeddings, prompt_tokens = await self._encode(
+                    EncodeRequest(filled, priority=priority or 0), admitted, request_id
+                )
+            finally:
+                filled.clear()
+            facts.copies = self._engine.copies - before
         self._statistics.success["stop",] += 1
         self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
         count_tokens(prompt_tokens, 0)
-        return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
+        return embeddings, prompt_tokens, facts
 
     @contextlib.asynccontextmanager
     async def _media(

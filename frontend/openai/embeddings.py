@@ -50,6 +50,7 @@ __all__ = [
     "check_dimensions",
     "count_inputs",
     "encode_response",
+    "input_of",
     "take_inputs",
 ]
 
@@ -214,11 +215,20 @@ def _of_messages(messages: list[EmbeddingMessage]) -> list[Text | MediaSource]:
             continue
         for index, part in enumerate(message.content):
             place = f"{param}[{index}]"
-            if isinstance(part, str):
-                inputs.append(_of_text(part, place))
-            else:
-                inputs.append(_of_text(part.text, f"{place}.text") if isinstance(part, TextPart) else source_of(part, place))
+            inputs.append(input_of(part, place))
     return inputs
+
+
+def input_of(part: ContentPart | str, param: str) -> Text | MediaSource:
+    """Returns what is to be embedded of a part.
+
+    Args:
+        part: of a message, or a text.
+        param: where in the request it stands.
+    """
+    if isinstance(part, str):
+        return _of_text(part, param)
+    return _of_text(part.text, f"{param}.text") if isinstance(part, TextPart) else source_of(part, param)
 
 
 def check_dimensions(request: EmbeddingRequest, size: int | None) -> None:

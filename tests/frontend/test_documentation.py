@@ -43,6 +43,11 @@ def test_keys_are_documented_where_they_are_needed() -> None:
         "/tokenize",
         "/detokenize",
         "/v1/embeddings",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
         "/v1/models",
         "/v1/models/{name}",
     }
