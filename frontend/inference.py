@@ -211,16 +211,18 @@ class Inference:
 
     async def tokenize(self, request: TokenizeRequest, admitted: Admitted, request_id: str) -> TokenizeResponse:
         """Returns the tokens of a text or conversation."""
-        description = await self._model.check(request.model, "tokenize")
-        generate_request = tokenizing(request)
-        _check_abilities(generate_request, description)
-        output = await self._ask_for_tokens(generate_request, admitted, request_id)
+        async with asyncio.timeout_at(admitted.deadline):
+            description = await self._model.check(request.model, "tokenize")
+            generate_request = tokenizing(request)
+            _check_abilities(generate_request, description)
+            output = await self._ask_for_tokens(generate_request, admitted, request_id)
         return TokenizeResponse(output.token_ids, len(output.token_ids), description.max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
         """Returns the text of tokens."""
-        await self._model.check(request.model, "tokenize")
-        return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
+        async with asyncio.timeout_at(admitted.deadline):
+            await self._model.check(request.model, "tokenize")
+            return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
 
     async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateOutput:
         outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))

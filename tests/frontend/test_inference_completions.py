@@ -12,6 +12,7 @@ import pytest
 
 import shmring
 from shmring.engine.protocol import GenerateReply, GenerateRequest, InputSpec, ModelDescription
+from shmring.frontend.served_model import ServedModel
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -148,6 +149,21 @@ async def test_what_can_not_be_tokenised_is_refused(open_engine: Any, open_app: 
     http = await open_app(await open_engine(description=TALKING))
     response = await http.post("/tokenize", json={"model": MODEL, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+async def test_tokens_that_do_not_come_in_time_are_given_up(
+    open_engine: Any, open_app: OpenApp, path: str, fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what takes long is not the engine's answer: its description is asked for first."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ServedModel, "check", never)
+    http = await open_app(await open_engine(description=TALKING), request_timeout_s=0.05)
+    response = await http.post(path, json={"model": MODEL, **fields})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
 # -- names and load -----------------------------------------------------------------------------------------------------
