@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
 from shmring.frontend.openai.chat import ChatRequest
 from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
@@ -104,6 +105,27 @@ MISSING_ROUTES = {
 }
 
 
+#: Options of `vllm serve` that are here by the same name, with what they are besides.
+OPTIONS = {
+    **dict.fromkeys(("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins"), ""),
+    **dict.fromkeys(("--allowed-local-media-path", "--allowed-media-domains", "--host", "--port", "--root-path", "--uds"), ""),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--media-io-kwargs", "--mm-processor-kwargs", "--model"), ""),
+    **dict.fromkeys(("--max-num-seqs", "--shutdown-timeout"), ""),
+    **dict.fromkeys(("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"), ""),
+    "--api-key": "several as several such options",
+    "--api-server-count": "",
+    "--config": "a YAML file",
+    "--data-parallel-size": "also `-dp`; all on this machine",
+    "--disable-uvicorn-access-log": "the opposite of `--access-log`, and the default",
+    "--dtype": "an option of the executor",
+    "--log-level": "",
+    "--max-model-len": "an option of the executor",
+    "--mm-processor-cache-gb": "a part of the slab",
+    "--served-model-name": "several as several such options",
+    "--uvicorn-log-level": "another name of `--log-level`",
+}
+
+
 class Fields(msgspec.Struct, frozen=True):
     """The fields of vLLM's requests to one route. Each has a value that asks for something: what the test sends.
 
@@ -126,6 +148,11 @@ class Fields(msgspec.Struct, frozen=True):
     notes: Mapping[str, str] = {}
     beside: Mapping[str, Mapping[str, Any]] = {}
 
+
+_OF_THE_ENGINE = f"""\
+Dashes and underscores in options are the same. These are for vLLM's engine, and are refused with a word on
+`--executor-options`, which has what the executor takes: {", ".join(f"`--{name}`" for name in sorted(OF_ITS_ENGINE))}.
+"""
 
 MODEL = "a model"
 
@@ -467,6 +494,9 @@ def make_page() -> str:
     here = [(f"`{route}`", "works", note) for route, note in ROUTES.items()]
     missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
     sections = [_INTRODUCTION, f"## Routes\n\n{_table('route', here + missing)}"]
+    there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
+    advice = [(f"`--{name}`", "refused", text) for name, text in sorted(ADVICE.items())]
+    sections.append(f"## Options of `vllm serve`\n\n{_table('option', there + advice)}\n{_OF_THE_ENGINE}")
     sections += [f"## `{route}`\n\n{_table('field', _rows(fields))}" for route, fields in FIELDS.items()]
     return "\n".join(sections)
 

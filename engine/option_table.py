@@ -20,8 +20,9 @@ from click.core import ParameterSource
 
 from shmring.engine.flags import NO_OPTION, Flag, descriptions
 from shmring.engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, FiniteRange
+from shmring.engine.vllm_options import advice_on
 
-__all__ = ["CONFIG", "ELSEWHERE", "Option", "SUPERVISOR_FD", "filled", "options_of"]
+__all__ = ["CONFIG", "ELSEWHERE", "Option", "SUPERVISOR_FD", "filled", "options_of", "parsed"]
 
 #: For the last words of help texts, and for the page of options.
 ELSEWHERE = (
@@ -116,7 +117,7 @@ def _option(path: tuple[str, ...], kind: Any, value: Any, flag: Flag, texts: lis
         help=help_text,
         reasons="" if flag.text else " ".join(texts[1:]),
         show_default=not (stated or kind is bool or default in (None, (), "")),
-        callback=None if parse is None else _parsed(parse),
+        callback=None if parse is None else parsed(parse),
         **details,
     )
 
@@ -150,7 +151,9 @@ def _help(text: str) -> tuple[str, bool]:
     return text[:1].upper() + text[1:], bool(stated)
 
 
-def _parsed(parse: Any) -> Any:
+def parsed(parse: Any) -> Any:
+    """Returns what makes a value of an option's text. An error says what is wrong with it."""
+
     def convert(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
             return None if value is None else parse(value)
@@ -205,7 +208,8 @@ def _read_config(context: click.Context, _: click.Parameter, path: str | None) -
         option = known.get(key.value) if key.id == "scalar" else None
         if option is None:
             near = difflib.get_close_matches(str(key.value).replace("_", "-"), known, 1)
-            raise click.UsageError(f"{place}: no option that can stand there" + (f"; it may be {near[0]!r}" if near else ""))
+            advice = advice_on(str(key.value)) or (f"it may be {near[0]!r}" if near else "")
+            raise click.UsageError(f"{place}: no option that can stand there" + (f"; {advice}" if advice else ""))
         if option.name in values:
             raise click.UsageError(f"{place}: this option stands there twice")
         places[str(option.name)] = place

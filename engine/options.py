@@ -7,14 +7,31 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shmring.engine.option_table import filled, options_of
+from shmring.engine.option_table import Option, filled, options_of, parsed
 from shmring.engine.settings import DEFAULT_EXECUTOR, EngineSettings
+from shmring.engine.vllm_options import parse_count
 
 __all__ = ["ENGINE_OPTIONS", "MODEL_ARGUMENT", "engine_settings_of", "notice_of"]
 
 MODEL_ARGUMENT = click.Argument(["model_argument"], required=False, metavar="[MODEL]")
 
-ENGINE_OPTIONS = options_of(EngineSettings())
+_SETTINGS = options_of(EngineSettings())
+
+# Options of executors that vLLM has as options of its own.
+_OF_EXECUTORS = (
+    Option(
+        ["--max-model-len"],
+        callback=parsed(parse_count),
+        metavar="TOKENS",
+        help="Tokens of prompt and answer together: 8192, 8k, 8K. The same as max_model_len in --executor-options.",
+    ),
+    Option(
+        ["--dtype"],
+        help="The type that the model computes in: bfloat16, float16, float32. The same as dtype in --executor-options.",
+    ),
+)
+
+ENGINE_OPTIONS = (*_SETTINGS, *_OF_EXECUTORS)
 
 
 def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
@@ -26,11 +43,26 @@ def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
     model = _model_of(values)
     executor = values["executor"] or ("transformers" if model is not None else DEFAULT_EXECUTOR)
     try:
-        settings = filled(EngineSettings(), ENGINE_OPTIONS, values | {"model": model, "executor": executor})
+        changed = {"model": model, "executor": executor, "executor_options": _executor_options_of(values)}
+        settings = filled(EngineSettings(), _SETTINGS, values | changed)
         settings.check()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return settings
+
+
+def _executor_options_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the executor's options, those that have options of their own included.
+
+    Raises:
+        ValueError: one is named twice.
+    """
+    options = dict(values["executor_options"])
+    for option in _OF_EXECUTORS:
+        name = str(option.name)
+        if values[name] is not None and options.setdefault(name, values[name]) != values[name]:
+            raise ValueError(f"{option.opts[0]} is {values[name]}, and --executor-options say {name}: {options[name]}")
+    return options
 
 
 def _model_of(values: dict[str, Any]) -> str | None:

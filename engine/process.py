@@ -87,11 +87,8 @@ async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
 
 async def _load(settings: EngineSettings, stop: Stop) -> Executor | None:
     """Makes the executor on a thread, since that may load a model for minutes; None if the process is told to end."""
-    limit = {} if settings.max_model_len is None else {"max_model_len": settings.max_model_len}
     options = ExecutorOptions(
-        model=settings.model,
-        mm_processor_kwargs=settings.mm_processor_kwargs,
-        options=settings.executor_options | limit,
+        model=settings.model, mm_processor_kwargs=settings.mm_processor_kwargs, options=settings.executor_options
     )
     loading = asyncio.ensure_future(asyncio.to_thread(create_executor, settings.executor, options))
     stopping = asyncio.ensure_future(stop.told.wait())

@@ -92,7 +92,6 @@ class EngineSettings:
         executor_options: Further options of the executor, as a JSON object.
         mm_processor_kwargs: How media are prepared, as a JSON object. The executor interprets it, and frontends follow the
             executor.
-        max_model_len: Tokens of prompt and answer together. None: what the model was made for. An option of the executor, too.
         ring: the slab, and what frontends may do.
         max_num_seqs: Requests in a step. None: what the executor takes.
         max_batch_nbytes: Bytes of media from which a step admits no further request.
@@ -113,7 +112,6 @@ class EngineSettings:
     executor_path: Annotated[str | None, Flag(path="directory", parse=os.path.realpath)] = None
     executor_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    max_model_len: int | None = None
     ring: Annotated[RingConfig, _RING_FLAGS] = dataclasses.field(default_factory=RingConfig)
     max_num_seqs: int | None = None
     max_batch_nbytes: int = SchedulerConfig().max_batch_nbytes

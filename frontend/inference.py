@@ -326,7 +326,9 @@ async def written(answer: Answer, writer: ResponsesWriter) -> AsyncGenerator[Res
         last = piece
         for added in writer.add(last):
             yield added
-    for finished in writer.finish(last, _finish_reason(last)):
+    if last.finish_reason is None:
+        raise _unfinished()
+    for finished in writer.finish(last, last.finish_reason):
         yield finished
 
 

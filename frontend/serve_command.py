@@ -13,6 +13,7 @@ from shmring.engine.logs import configure_logging
 from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import engine_names
+from shmring.engine.vllm_options import advice_on
 from shmring.frontend.options import FRONTEND_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions
@@ -37,7 +38,17 @@ _ENGINE = tuple(option for option in ENGINE_OPTIONS if option.name not in {own.n
 
 
 class _ServeCommand(click.Command):
-    """Lists its many options in groups: its own, the engine's, and the rest, which are the frontends'."""
+    """Lists its many options in groups: its own, the engine's, and the rest, which are the frontends'. Says what does the same
+    as an option of vLLM's that is not there."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the command line."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if advice := advice_on(error.option_name):
+                raise click.UsageError(f"there is no option {error.option_name}: {advice}", ctx) from None
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes them."""
@@ -52,7 +63,12 @@ class _ServeCommand(click.Command):
     cls=_ServeCommand,
     params=[MODEL_ARGUMENT, *_OWN, *_ENGINE, *FRONTEND_OPTIONS],
     epilog=ELSEWHERE,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "max_content_width": 100,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as vLLM has it
+    },
 )
 def serve(**values: Any) -> None:
     """Serves OpenAI's API: one engine, or several, and several frontends behind one port.

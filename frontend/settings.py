@@ -233,7 +233,7 @@ class FrontendSettings:
     engine_retries: Annotated[int, Flag(least=0, most=MAX_ENGINES)] = 1
     decoders: int = 4
     disable_mm_shm: bool = False
-    access_log: bool = False
+    access_log: Annotated[bool, Flag(names=("--access-log/--disable-uvicorn-access-log",))] = False
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
     media_io_kwargs: Annotated[MediaIoKwargs, Flag(default="{}", metavar="JSON")] = dataclasses.field(
         default_factory=MediaIoKwargs
@@ -295,7 +295,7 @@ class ProcessSettings:
     """
 
     name: str = "shmring"
-    data_parallel_size: Annotated[int, Flag(least=1, most=MAX_ENGINES)] = 1
+    data_parallel_size: Annotated[int, Flag(names=("--data-parallel-size", "-dp"), least=1, most=MAX_ENGINES)] = 1
     socket_dir: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Flag(least=0, most=65535)] = 8000
@@ -308,7 +308,7 @@ class ProcessSettings:
     index: Annotated[int | None, NO_OPTION] = None
     shutdown_delay_s: Annotated[float, Flag(least=0)] = 0.0
     shutdown_timeout_s: Annotated[float, Flag(least=0)] = DEFAULT_SHUTDOWN_TIMEOUT_S
-    log_level: LogLevel = "info"
+    log_level: Annotated[LogLevel, Flag(names=("--log-level", "--uvicorn-log-level"))] = "info"
     log_format: LogFormat = "text"
     otlp_traces_endpoint: Annotated[str | None, Flag(parse=parse_endpoint, metavar="URL")] = None
     http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)

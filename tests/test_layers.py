@@ -62,7 +62,10 @@ ALLOWED |= {
         *PARTS,
         *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "protocol")),
         # of processes, not of requests
-        *(f"shmring.engine.{name}" for name in ("flags", "option_table", "option_types", "options", "settings")),
+        *(
+            f"shmring.engine.{name}"
+            for name in ("flags", "option_table", "option_types", "options", "settings", "vllm_options")
+        ),
         *(f"shmring.engine.{name}" for name in ("supervision", "logs", "tracing")),
     ),
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),

@@ -28,7 +28,7 @@ from msgspec import Meta
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
-from shmring.frontend.openai.completions import Token
+from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,

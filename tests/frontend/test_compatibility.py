@@ -10,9 +10,12 @@ import httpx
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 
 import shmring
 from shmring.engine.protocol import FEATURES, EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
+from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
+from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -79,6 +82,18 @@ async def test_routes_are_there_or_not(server: Server) -> None:
         assert response.status_code != 405, route
         assert missing or path in undocumented or method.lower() in documented[path], route
         assert not missing or response.json()["error"]["code"] == "not_found", route
+
+
+def test_options_of_vllm_are_there_or_refused_with_a_sentence() -> None:
+    there = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
+    assert set(make_compatibility.OPTIONS) <= there
+    advice = {**ADVICE, **dict.fromkeys(OF_ITS_ENGINE, "--executor-options")}
+    for name, text in advice.items():
+        assert f"--{name}" not in there
+        for written in (f"--{name}", f"--no-{name}=1", f"--{name.replace('-', '_')}"):
+            result = CliRunner().invoke(serve, [written])
+            assert result.exit_code == 2, written
+            assert text in " ".join(result.output.split()), written
 
 
 @pytest.mark.parametrize("route", FIELDS)

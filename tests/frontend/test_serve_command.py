@@ -55,8 +55,9 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--executor-path": str(tmp_path),
         "--model": "/models/a b",
         "--executor-options": '{"dtype": "float32"}',
+        "--dtype": "float32",
+        "--max-model-len": "8K",
         "--mm-processor-kwargs": '{"num_frames": 8}',
-        "--max-model-len": "900",
         "--slab-nbytes": "64MiB",
         "--slab-backing": "memfd",
         "--reply-nbytes": "8MiB",
@@ -76,9 +77,8 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         executor="mine:Executor",
         executor_path=str(tmp_path),
         model="/models/a b",
-        executor_options={"dtype": "float32"},
+        executor_options={"dtype": "float32", "max_model_len": 8192},
         mm_processor_kwargs={"num_frames": 8},
-        max_model_len=900,
         ring=RingConfig(
             slab_nbytes=64 << 20,
             backing="memfd",
@@ -95,6 +95,29 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         log_level="warning",
     )
     assert msgspec.json.decode(msgspec.json.encode(engine), type=EngineSettings) == engine
+
+
+def test_what_people_type_for_vllm_is_understood(options_of: Any) -> None:
+    options = options_of(
+        *("--executor=synthetic", "--uvicorn-log-level=warning", "--disable-uvicorn-access-log", "-dp", "2"),
+        *("--max_model_len=8k", "--served_model_name", "a", "--api_server_count=3"),
+    )
+    assert (options.frontend.log_level, options.frontend.http.access_log, options.frontends) == ("warning", False, 3)
+    assert options.frontend.http.served_model_name == ("a",)
+    assert [engine.executor_options for engine in options.engines] == [{"max_model_len": 8000}] * 2
+
+
+@pytest.mark.parametrize("text", ["8x", "0", "-1", "auto", "0.5", "1.0001k", "9" * 400, "nan", "inf", ""])
+def test_a_number_of_tokens_that_is_none_is_refused(text: str) -> None:
+    result = CliRunner().invoke(main, ["serve", f"--max-model-len={text}"])
+    assert result.exit_code == 2
+    assert "no number of tokens" in " ".join(result.output.split())
+
+
+def test_an_option_of_the_executor_is_said_once() -> None:
+    result = CliRunner().invoke(main, ["serve", "--max-model-len=8k", '--executor-options={"max_model_len": 9}'])
+    assert result.exit_code == 2
+    assert "--max-model-len is 8000, and --executor-options say max_model_len: 9" in " ".join(result.output.split())
 
 
 def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) -> None:
