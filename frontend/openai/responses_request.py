@@ -166,7 +166,9 @@ _UNSUPPORTED = unsupported_of(ResponsesRequest)
 _UNSUPPORTED_OF_ITEMS = unsupported_of(InputItem)
 _UNSUPPORTED_OF_PICTURES = unsupported_of(InputImagePart)
 _OF_A_STORE = ("store", "background", "previous_response_id", "conversation", "prompt")
-_SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__)
+# Other fields of a chat are made of other fields.
+_MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort")
+_SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__) - {*_MADE}
 
 _MAX_IGNORED = 16  # that a header names
 _PART_TYPES = "input_text, input_image, input_audio, audio_url, video_url, output_text or refusal"
@@ -246,15 +248,17 @@ def translated(request: ResponsesRequest) -> TranslatedRequest:
             messages.append(_message(item, param))
             places.append(_Place(f"{param}.output" if item.type == "function_call_output" else f"{param}.content"))
     try:
-        chat = msgspec.convert(_fields(request, messages), ChatRequest)
+        chat = msgspec.convert(_made_fields(request, messages), ChatRequest)
     except msgspec.ValidationError as error:
         wrong = invalid_value(str(error))
         wrong.param = _place_of(wrong.param, places)
         raise wrong from None
+    for name in _SAME:
+        setattr(chat, name, getattr(request, name))
     return TranslatedRequest(chat, ignored[:_MAX_IGNORED], places)
 
 
-def _fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
+def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
     choice: Any = request.tool_choice
     if isinstance(choice, ToolChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
@@ -262,7 +266,8 @@ def _fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict
         {"type": "function", "function": {name: getattr(tool, name) for name in FunctionTool.__struct_fields__[1:]}}
         for tool in request.tools or []
     ]
-    return {name: getattr(request, name) for name in _SAME} | {
+    return {
+        "model": request.model,
         "messages": messages,
         "tools": tools,
         "tool_choice": choice,

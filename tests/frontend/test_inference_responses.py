@@ -20,12 +20,14 @@ from pydantic import TypeAdapter
 
 import shmring
 from shmring.engine.protocol import (
+    FEATURES,
     GenerateReply,
     GenerateRequest,
     InputSpec,
     MediumPart,
     ModelDescription,
     PictureSpec,
+    StructuredOutputsParams,
     TextPart,
     ToolCall,
 )
@@ -224,6 +226,48 @@ async def test_items_become_messages(open_engine: Any, open_app: OpenApp, encode
     ]
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.stop) == (7, 4, ["x"])
     assert (request.template_options, request.parallel_tool_calls) == ({"reasoning_effort": "low"}, False)
+
+
+async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, open_app: OpenApp) -> None:
+    requests: list[GenerateRequest] = []
+
+    async def note(claim: shmring.Claim) -> None:
+        requests.append(claim.payload)
+        await claim.reply(GenerateReply("{}", [1], 1, 1, "stop"))
+
+    http = await open_app(await open_engine(note, msgspec.structs.replace(TALKING, features=list(FEATURES))))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for fields in (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}},
+        {"text": {"format": {"type": "json_object"}}},
+        {"tools": [TOOL, TOOL | {"name": "g"}], "tool_choice": "required"},
+        {"tools": [TOOL, TOOL | {"name": "g"}], "tool_choice": {"type": "function", "name": "g"}},
+        {"presence_penalty": 0.5, "stop_token_ids": [3], "structured_outputs": {"regex": "a+"}},
+    ):
+        response = await http.post("/v1/responses", json=BODY | fields)
+        assert response.status_code == 200, response.text
+    by_schema, by_object, required, named, beside = requests
+    assert by_schema.sampling.structured_outputs is not None
+    assert json.loads(by_schema.sampling.structured_outputs.json or "") == schema
+    assert by_object.sampling.structured_outputs == StructuredOutputsParams(json_object=True)
+    assert [tool["function"]["name"] for tool in required.tools] == ["f", "g"]
+    assert [tool["function"]["name"] for tool in named.tools] == ["g"]
+    assert (required.tool_choice, named.tool_choice) == ("required", "required")
+    assert (beside.sampling.presence_penalty, beside.sampling.stop_token_ids) == (0.5, [3])
+    assert beside.sampling.structured_outputs == StructuredOutputsParams(regex="a+")
+    for fields, param in (
+        ({"text": {"format": {"type": "json_schema", "schema": schema}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ):
+        error = (await http.post("/v1/responses", json=BODY | fields)).json()["error"]
+        assert (error["param"], error["code"]) == (param, "invalid_value"), error
+
+
+async def test_a_model_without_forms_refuses_them(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(say, TALKING))
+    error = (await http.post("/v1/responses", json=BODY | {"text": {"format": {"type": "json_object"}}})).json()["error"]
+    assert (error["param"], error["code"]) == ("text.format", "unsupported_value")
 
 
 async def test_a_call_without_a_message_before_it_gets_one(open_engine: Any, open_app: OpenApp) -> None:
