@@ -49,7 +49,7 @@ class VideoSpec(msgspec.Struct, frozen=True):
 
 class InputSpec(msgspec.Struct, frozen=True):
     """The inputs that an executor takes; it refuses those that are None (False). ``tokens`` are those of a text to be embedded.
-    With ``checksum``, frontends add one to each medium."""
+    With ``checksum``, frontends add one to each medium. With ``keys``, they add its key, if they keep media."""
 
     text: bool = False
     tokens: bool = False
@@ -57,3 +57,4 @@ class InputSpec(msgspec.Struct, frozen=True):
     sound: SoundSpec | None = None
     video: VideoSpec | None = None
     checksum: bool = False
+    keys: bool = False

@@ -79,11 +79,13 @@ class Picture(msgspec.Struct, tag="picture"):
     """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB.
 
     Of each medium, ``checksum`` is as :func:`checksum_of` says, and ``shortfall`` says what of its file was damaged or missing.
+    ``key`` is a hash of its file, and of how it was prepared: media with the same key are the same.
     """
 
     pixels: torch.Tensor
     checksum: int | None = None
     shortfall: str | None = None
+    key: str | None = None
 
 
 class Waveform(msgspec.Struct, tag="waveform"):
@@ -93,6 +95,7 @@ class Waveform(msgspec.Struct, tag="waveform"):
     sample_rate: int
     checksum: int | None = None
     shortfall: str | None = None
+    key: str | None = None
 
 
 class Spectrogram(msgspec.Struct, tag="spectrogram"):
@@ -108,6 +111,7 @@ class Spectrogram(msgspec.Struct, tag="spectrogram"):
     duration_s: float
     checksum: int | None = None
     shortfall: str | None = None
+    key: str | None = None
 
 
 class Video(msgspec.Struct, tag="video"):
@@ -124,6 +128,7 @@ class Video(msgspec.Struct, tag="video"):
     duration_s: float
     checksum: int | None = None
     shortfall: str | None = None
+    key: str | None = None
 
 
 Medium: TypeAlias = Picture | Waveform | Spectrogram | Video

@@ -32,6 +32,7 @@ EXECUTORS = {
     "fingerprints": "shmring.engine.executors.fingerprints.executor:FingerprintsExecutor",
     "synthetic": "shmring.engine.executors.synthetic:SyntheticExecutor",
     "transformers": "shmring.engine.executors.transformers:TransformersExecutor",
+    "vllm": "shmring.engine.executors.vllm:VllmExecutor",
 }
 
 DEFAULT_EXECUTOR = "fingerprints"
@@ -45,8 +46,11 @@ MAX_ENGINES = 64
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-_LOADS_A_MODEL = "transformers"  # of the built-in ones
-_ITS_PACKAGES = ("transformers", "jinja2", "PIL")
+# What the built-in executors that load a model need, and how that is installed.
+_THEIR_PACKAGES = {
+    "transformers": (("transformers", "jinja2", "PIL"), "pip install -e '.[transformers]' in a checkout of shmring"),
+    "vllm": (("vllm",), "install shmring in an environment that has vLLM"),
+}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -86,8 +90,8 @@ class EngineSettings:
         name: The engine's name, which frontends connect to.
         data_parallel_size: engines on this machine that serve the same, this one included; each takes its part of the cores.
         model: A model to serve: a local path or a hub's name. The same as the argument MODEL.
-        executor: The executor: fingerprints, synthetic, transformers, or module:Class of your own. None: transformers if a
-            model is named, else fingerprints.
+        executor: The executor: fingerprints, synthetic, transformers, vllm, or module:Class of your own. None: transformers if
+            a model is named, else fingerprints.
         executor_path: A directory that the module of module:Class lies in. The working directory is not searched.
         executor_options: Further options of the executor, as a JSON object.
         mm_processor_kwargs: How media are prepared, as a JSON object. The executor interprets it, and frontends follow the
@@ -132,9 +136,9 @@ class EngineSettings:
         validate_name(self.name)
         if self.executor not in EXECUTORS:
             self._check_module()
-        elif self.executor == _LOADS_A_MODEL:
-            _check_packages()
-            _check_model(self.model)
+        elif self.executor in _THEIR_PACKAGES:
+            _check_packages(self.executor)
+            _check_model(self.executor, self.model)
         elif self.model is not None:
             raise ValueError(f"the executor {self.executor!r} loads no model; leave --executor out to serve {self.model!r}")
 
@@ -158,18 +162,17 @@ def _can_be_imported(module: str) -> bool:
         return True
 
 
-def _check_packages() -> None:
-    missing = [name for name in _ITS_PACKAGES if not _can_be_imported(name)]
+def _check_packages(executor: str) -> None:
+    packages, advice = _THEIR_PACKAGES[executor]
+    missing = [name for name in packages if not _can_be_imported(name)]
     if missing:
-        raise ValueError(
-            f"serving a model needs {', '.join(missing)}: pip install -e '.[transformers]' in a checkout of shmring"
-        )
+        raise ValueError(f"serving a model needs {', '.join(missing)}: {advice}")
 
 
-def _check_model(model: str | None) -> None:
+def _check_model(executor: str, model: str | None) -> None:
     """A directory must have a model. Any other name may be one of the hub, which is asked when the model is loaded."""
     if not model:
-        raise ValueError(f"the executor {_LOADS_A_MODEL!r} needs a model: a directory, or a name on the Hugging Face hub")
+        raise ValueError(f"the executor {executor!r} needs a model: a directory, or a name on the Hugging Face hub")
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():

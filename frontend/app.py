@@ -130,10 +130,7 @@ def create_app(
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
-            *(
-                ObservedRoute(path, routes.score, methods=["POST"], middleware=admitted)
-                for path in ("/score", "/v1/score")
-            ),
+            *(ObservedRoute(path, routes.score, methods=["POST"], middleware=admitted) for path in ("/score", "/v1/score")),
             *(
                 ObservedRoute(path, routes.rerank, methods=["POST"], middleware=admitted)
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")

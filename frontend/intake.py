@@ -160,6 +160,9 @@ class MediaIntake:
         if reuse is None or reuse.epoch != memory.epoch:
             reuse = self._reuse[memory.name] = Reuse(memory)
         await self._obtain(reuse, unique, spec, held)
+        if spec.keys:
+            for key, medium in held.media.items():
+                medium.key = key.hex()
         return [held.media[key] for key in keys]
 
     async def _obtain(self, reuse: Reuse, files: dict[bytes, MediaFile], spec: InputSpec, held: Held) -> None:

@@ -22,15 +22,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
+from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
-from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
 from shmring.engine.protocol import (
-    ChatMessage,
     GenerateRequest,
     InputSpec,
     Medium,
@@ -42,7 +40,7 @@ from shmring.engine.protocol import (
     VideoSpec,
 )
 
-__all__ = ["PromptBuilder"]
+__all__ = ["MAX_FRAME_PIXELS", "NUM_FRAMES", "PromptBuilder", "check_pixels", "describe_clip", "find_max_pixels"]
 
 # Ticks of the clock that clips' frames are placed on: transformers counts time in frames, so a clip is one of 1000 frames a
 # second.
@@ -53,21 +51,12 @@ _TICKS_PER_S = 1000
 _OVERSAMPLING = 4
 
 # Clips: what a model of some billions reads in a second or so. 16 frames of half a megapixel are 12.6 MB in the slab.
-_NUM_FRAMES = 16
-_MAX_FRAME_PIXELS = 512 * 512
+NUM_FRAMES = 16
+MAX_FRAME_PIXELS = 512 * 512
 
 # Arguments of the processor that users must not set: they make the outputs fit the model.
 _RESERVED = frozenset(
     {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
-)
-# Variables of templates that callers don't set: transformers does, or other fields of a request, or they are jinja's.
-_OF_TEMPLATES = frozenset(
-    {
-        *("messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template"),
-        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
-        *("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
-        *("images", "videos", "audio", "text"),
-    }
 )
 _MODALITIES = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
 
@@ -93,15 +82,19 @@ class PromptBuilder:
         self._tokenizer = checkpoint.tokenizer
         self._media_settings = dict(mm_processor_kwargs)
         _check_media_settings(self._processor, self._media_settings)
-        self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
+        self._num_frames = self._media_settings.pop("num_frames", None) or NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
-        self._max_model_len = checkpoint.max_model_len
-        self._vocabulary_size = int(checkpoint.model.get_input_embeddings().num_embeddings)
-        self._response_template = find_response_template(checkpoint) if "tools" in str(self._template) else None
+        self._texts = CallersTexts(
+            checkpoint.name,
+            self._tokenizer,
+            int(checkpoint.model.get_input_embeddings().num_embeddings),
+            checkpoint.max_model_len,
+            sanitizes=self._sanitizes,
+        )
+        has_tools = "tools" in str(self._template)
+        self._response_template = find_response_template(self._tokenizer, checkpoint.model) if has_tools else None
         self._variables = self._find_variables()
-        self._longest_token = _find_longest_token(self._tokenizer)
-        self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self.input = self._describe_input()
 
     def build(self, request: GenerateRequest) -> dict[str, Any]:
@@ -117,22 +110,11 @@ class PromptBuilder:
             raise ValueError("a conversation has at least one message")
         if not self.has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
-        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
-        further = [str(value) for value in (request.tools, request.template_options) if value]
-        for message in request.messages:
-            further += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-            further.append(message.tool_call_id or "")
-        self._check_characters(sum(map(len, texts)) + sum(map(len, further)), request.sampling.max_tokens)
+        self._texts.check_conversation(request)
         if request.needs_tools and not self.has_tools:
             raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
         self._check_options(request.template_options)
         conversation, videos = self._lay_out(request)
-        if not self._sanitizes:
-            self._refuse_control_tokens(request)
-        calls = [message["tool_calls"] for message in conversation if "tool_calls" in message]
-        ids = [message.tool_call_id for message in request.messages if message.tool_call_id is not None]
-        for value in (request.tools, request.template_options, calls, ids):
-            self._refuse_control_tokens_in(value)
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
         return self._apply_template(conversation, videos, add_generation_prompt=True, **options)
 
@@ -179,7 +161,7 @@ class PromptBuilder:
             ValueError, ContextLengthError: as :meth:`build`.
         """
         if isinstance(request.prompt, list):
-            self._check_tokens(request.prompt)
+            self._texts.check_tokens(request.prompt)
             return [], self._tokenizer.decode(request.prompt)
         tokens: list[int] = self.build(request)["input_ids"][0].tolist()
         return tokens, ""
@@ -229,32 +211,20 @@ class PromptBuilder:
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
         if isinstance(prompt, str):
-            self._check_characters(len(prompt), request.sampling.max_tokens)
+            self._texts.check_characters(len(prompt), request.sampling.max_tokens)
             prompt = self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
         else:
-            self._check_tokens(prompt)
+            self._texts.check_tokens(prompt)
         if not prompt:
             raise ValueError("a prompt can't be empty")
         return {"input_ids": torch.tensor([prompt])}
 
-    def _check_tokens(self, tokens: list[int]) -> None:
-        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
-        if wrong is not None:
-            raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
-
-    def _check_characters(self, characters: int, max_tokens: int | None) -> None:
-        """Refuses texts that can't fit the model, before they are tokenised: for megabytes that takes seconds, and all requests
-        wait."""
-        fewest_tokens = -(-characters // self._longest_token)
-        if fewest_tokens > self._max_model_len:
-            raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
-
     def _tokenize(self, text: str | list[int]) -> dict[str, Any]:
         if isinstance(text, str):
-            self._check_characters(len(text), None)
+            self._texts.check_characters(len(text), None)
             tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
         else:
-            self._check_tokens(text)
+            self._texts.check_tokens(text)
             tokens = text
         if not tokens:
             raise ValueError("a text to be embedded can't be empty")
@@ -284,7 +254,7 @@ class PromptBuilder:
         taken = {*inspect.signature(of_whom.apply_chat_template).parameters, *self._tokenizer.special_tokens_map}
         if self._processor is not None:
             taken.update(inspect.signature(type(self._processor).__call__).parameters)
-        return found - taken - _OF_TEMPLATES
+        return found - taken - OF_TEMPLATES
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Refuses variables that the template does not have, and those that are not its own."""
@@ -301,9 +271,9 @@ class PromptBuilder:
         video_processor = getattr(self._processor, "video_processor", None)
         picture = video = None
         if image_processor is not None and self._has_place("image"):
-            picture = PictureSpec(_find_max_pixels(image_processor, self._media_settings))
+            picture = PictureSpec(find_max_pixels(image_processor, self._media_settings))
         if video_processor is not None and self._has_place("video"):
-            video = VideoSpec(num_frames=self._num_frames, max_pixels=_MAX_FRAME_PIXELS)
+            video = VideoSpec(num_frames=self._num_frames, max_pixels=MAX_FRAME_PIXELS)
         return InputSpec(text=True, tokens=True, picture=picture, video=video)
 
     def _has_place(self, kind: str) -> bool:
@@ -334,39 +304,17 @@ class PromptBuilder:
                     videos.append(medium)
             texts = [part["text"] for part in parts if part["type"] == "text"]
             content = "\n".join(texts) if self._processor is None else parts
-            conversation.append({"role": message.role, "content": content} | _tool_fields(message))
+            conversation.append({"role": message.role, "content": content} | tool_fields(message))
         if sorted(places) != list(range(len(request.media))):
             raise ValueError(f"each of the {len(request.media)} media has one place in the messages, got places {places}")
         return conversation, videos
 
-    def _refuse_control_tokens(self, request: GenerateRequest) -> None:
-        for message in request.messages:
-            for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
-                self._refuse_token_in(text)
-
-    def _refuse_control_tokens_in(self, value: Any) -> None:
-        """Refuses them in names, which nothing makes harmless, and in texts if nothing does."""
-        if isinstance(value, str) and not self._sanitizes:
-            self._refuse_token_in(value)
-        elif isinstance(value, Mapping):
-            for name, item in value.items():
-                self._refuse_token_in(name)
-                self._refuse_control_tokens_in(item)
-        elif isinstance(value, list):
-            for item in value:
-                self._refuse_control_tokens_in(item)
-
-    def _refuse_token_in(self, text: str) -> None:
-        token = next((token for token in self._control_tokens if token in text), None)
-        if token is not None:
-            raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
-
     def _place(self, medium: object) -> dict[str, Any]:
         if isinstance(medium, Picture) and self.input.picture is not None:
-            _check_pixels(medium.pixels, "a picture", ndim=3)
+            check_pixels(medium.pixels, "a picture", ndim=3)
             return {"type": "image", "image": medium.pixels}
         if isinstance(medium, Video) and self.input.video is not None:
-            _check_pixels(medium.frames, "a clip", ndim=4)
+            check_pixels(medium.frames, "a clip", ndim=4)
             if len(medium.timestamps_s) != len(medium.frames):
                 raise ValueError(f"a clip has {len(medium.frames)} frames, and times of {len(medium.timestamps_s)}")
             return {"type": "video", "video": medium.frames}
@@ -380,23 +328,9 @@ class PromptBuilder:
                 **settings.get("videos_kwargs", {}),
                 "input_data_format": "channels_last",
                 "do_sample_frames": False,
-                "video_metadata": [_describe_clip(video) for video in videos],
+                "video_metadata": [describe_clip(video) for video in videos],
             }
         return settings
-
-
-def _tool_fields(message: ChatMessage) -> dict[str, Any]:
-    """Returns what a message has of tools, as templates take it: arguments are values there."""
-    calls = [
-        {
-            "type": "function",
-            "id": call.id,
-            "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments, type=dict[str, Any])},
-        }
-        for call in message.tool_calls
-    ]
-    answered = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    return ({"tool_calls": calls} if calls else {}) | answered
 
 
 def _sanitizes(processor: Any | None) -> bool:
@@ -404,16 +338,8 @@ def _sanitizes(processor: Any | None) -> bool:
     return processor is None or type(processor).__call__ is importlib.import_module("transformers").ProcessorMixin.__call__
 
 
-def _find_longest_token(tokenizer: Any) -> int:
-    """Returns the most characters that one token of a text can stand for.
-
-    A vocabulary spells characters beyond ASCII in one letter or more for each, so none stands for more than its spelling has.
-    """
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
-
-
-def _check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:
+def check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:
+    """Raises ValueError if these are not pixels as frontends prepare them."""
     if pixels.dtype != torch.uint8 or pixels.ndim != ndim or pixels.shape[-1] != 3 or pixels.numel() == 0:
         shape = "(height, width, 3)" if ndim == 3 else "(frames, height, width, 3)"
         raise ValueError(
@@ -421,7 +347,7 @@ def _check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:
         )
 
 
-def _describe_clip(video: Video) -> dict[str, Any]:
+def describe_clip(video: Video) -> dict[str, Any]:
     """Says when frames are shown, in the terms of transformers: as if they were taken from a clip of a frame per tick."""
     _, height, width, _ = video.frames.shape
     ticks = [round(timestamp_s * _TICKS_PER_S) for timestamp_s in video.timestamps_s]
@@ -452,7 +378,7 @@ def _check_media_settings(processor: Any | None, settings: Mapping[str, Any]) ->
         raise ValueError(f"mm_processor_kwargs: num_frames must be a whole number of at least 1, got {num_frames!r}")
 
 
-def _find_max_pixels(image_processor: Any, settings: Mapping[str, Any]) -> int | None:
+def find_max_pixels(image_processor: Any, settings: Mapping[str, Any]) -> int | None:
     """Returns how many pixels of a picture the processor makes use of; None if it does not say."""
     overrides = {**settings, **settings.get("images_kwargs", {})}
     if isinstance(overrides.get("max_pixels"), int):

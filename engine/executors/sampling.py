@@ -17,13 +17,13 @@ from shmring.engine.executors.checkpoint import import_transformers
 from shmring.engine.executors.grammars import Grammar
 from shmring.engine.protocol import SamplingParams
 
-__all__ = ["Sampler", "find_likeliest"]
+__all__ = ["GREEDY_BELOW", "Sampler", "check_sampling", "find_likeliest"]
 
 # The first argument is for the tokens before, at which none of those that are used looks.
 _LogitsProcessor = Callable[[None, torch.Tensor], torch.Tensor]
 
-# Below it, a division would overflow float32 for ordinary logits; such a temperature means greedy anyway.
-_GREEDY_BELOW = 1e-4
+#: Below it, a division would overflow float32 for ordinary logits; such a temperature means greedy anyway.
+GREEDY_BELOW = 1e-4
 
 # torch takes seeds of 64 bits; callers' seeds are any integers.
 _SEED_MODULUS = 1 << 64
@@ -58,10 +58,10 @@ class Sampler:
         ends: Collection[int] = (),
         index: int = 0,
     ) -> None:
-        _check(params)
+        check_sampling(params)
         self._params = params
         self._generator: torch.Generator | None = None
-        if params.temperature >= _GREEDY_BELOW:
+        if params.temperature >= GREEDY_BELOW:
             self._generator = torch.Generator("cpu")
             if params.seed is None:
                 self._generator.seed()
@@ -177,7 +177,8 @@ def _make_processors(params: SamplingParams, *, by_chance: bool) -> tuple[list[_
     return biases, warpers
 
 
-def _check(params: SamplingParams) -> None:
+def check_sampling(params: SamplingParams) -> None:
+    """Raises ValueError if a parameter makes no sense."""
     if not 0 <= params.temperature < math.inf:
         raise ValueError(f"temperature must be a number from 0, got {params.temperature}")
     if not 0 < params.top_p <= 1:

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.protocol import ToolCall
 
 __all__ = ["Parts", "ResponseReader", "find_response_template"]
@@ -26,15 +25,20 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_SPACE = 256  # characters: the parser's patterns take quadratic time in a run of white space
 
 
-def find_response_template(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Returns how the model writes its answers; None if transformers does not know it, or knows no calls of it."""
-    template = getattr(checkpoint.tokenizer, "response_template", None)
+def find_response_template(tokenizer: Any, model: Any) -> Mapping[str, Any] | None:
+    """Returns how a model writes its answers; None if transformers does not know it, or knows no calls of it.
+
+    Args:
+        tokenizer: of transformers.
+        model: of which only ``config.model_type`` is asked.
+    """
+    template = getattr(tokenizer, "response_template", None)
     if template is None:
         try:
             serving = importlib.import_module("transformers.cli.serving.utils")
         except ImportError:  # it needs packages that only transformers' own server does
             return None
-        template = serving.get_response_template(checkpoint.tokenizer, checkpoint.model)
+        template = serving.get_response_template(tokenizer, model)
     return template if template is not None and _FIELD in template.get("fields", {}) else None
 
 

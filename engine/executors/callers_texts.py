@@ -1,0 +1,134 @@
+"""What callers may write in a prompt: their texts are only text, and no longer than a model reads.
+
+A text that looks like a control token, such as ``<|im_end|>`` or ``<image>``, must not become one: it would close a message, or
+forge the place of a medium. A tokenizer makes such texts harmless, or they are refused here. Texts that can't fit the model are
+refused before they are made into tokens: for megabytes that takes seconds, and all requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shmring.engine.executors.interface import ContextLengthError
+from shmring.engine.protocol import ChatMessage, GenerateRequest, TextPart
+
+__all__ = ["OF_TEMPLATES", "CallersTexts", "tool_fields"]
+
+#: Variables of templates that callers don't set: transformers does, or other fields of a request, or they are jinja's.
+OF_TEMPLATES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+        *("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
+        *("images", "videos", "audio", "text"),
+    }
+)
+
+
+class CallersTexts:
+    """Checks the texts of requests.
+
+    Args:
+        name: of the model, for errors.
+        tokenizer: of transformers.
+        vocabulary_size: how many tokens the model knows.
+        max_model_len: tokens that it reads.
+        sanitizes: whether control tokens in texts are made harmless.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, vocabulary_size: int, max_model_len: int, *, sanitizes: bool) -> None:
+        self._name = name
+        self._vocabulary_size = vocabulary_size
+        self._max_model_len = max_model_len
+        self._sanitizes = sanitizes
+        self._longest_token = _find_longest_token(tokenizer)
+        self._control_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+    def check_conversation(self, request: GenerateRequest) -> None:
+        """Checks the texts of a conversation, its tools and its template options.
+
+        Raises:
+            ValueError: one has a control token that nothing makes harmless.
+            ContextLengthError: they are too long, whatever tokens they are made of.
+        """
+        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
+        further = [str(value) for value in (request.tools, request.template_options) if value]
+        for message in request.messages:
+            further += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+            further.append(message.tool_call_id or "")
+        self.check_characters(sum(map(len, texts)) + sum(map(len, further)), request.sampling.max_tokens)
+        if not self._sanitizes:
+            for message in request.messages:
+                for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
+                    self.check_text(text)
+        calls = [tool_fields(message) for message in request.messages]
+        for value in (request.tools, request.template_options, calls):
+            self._refuse_control_tokens_in(value)
+
+    def check_characters(self, characters: int, max_tokens: int | None) -> None:
+        """Checks a text by its length.
+
+        Raises:
+            ContextLengthError: it is too long.
+        """
+        fewest_tokens = -(-characters // self._longest_token)
+        if fewest_tokens > self._max_model_len:
+            raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
+
+    def check_text(self, text: str) -> None:
+        """Checks a text in which nothing makes control tokens harmless.
+
+        Raises:
+            ValueError: it has one.
+        """
+        token = next((token for token in self._control_tokens if token in text), None)
+        if token is not None:
+            raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
+
+    def check_tokens(self, tokens: list[int]) -> None:
+        """Checks tokens.
+
+        Raises:
+            ValueError: the model does not know one of them.
+        """
+        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
+        if wrong is not None:
+            raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
+
+    def _refuse_control_tokens_in(self, value: Any) -> None:
+        """Refuses them in names, which nothing makes harmless, and in texts if nothing does."""
+        if isinstance(value, str) and not self._sanitizes:
+            self.check_text(value)
+        elif isinstance(value, Mapping):
+            for name, item in value.items():
+                self.check_text(name)
+                self._refuse_control_tokens_in(item)
+        elif isinstance(value, list):
+            for item in value:
+                self._refuse_control_tokens_in(item)
+
+
+def tool_fields(message: ChatMessage) -> dict[str, Any]:
+    """Returns what a message has of tools, as templates take it: arguments are values there."""
+    calls = [
+        {
+            "type": "function",
+            "id": call.id,
+            "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments, type=dict[str, Any])},
+        }
+        for call in message.tool_calls
+    ]
+    answered = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
+    return ({"tool_calls": calls} if calls else {}) | answered
+
+
+def _find_longest_token(tokenizer: Any) -> int:
+    """Returns the most characters that one token of a text can stand for.
+
+    A vocabulary spells characters beyond ASCII in one letter or more for each, so none stands for more than its spelling has.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)

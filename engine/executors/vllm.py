@@ -1,0 +1,416 @@
+"""The ``vllm`` executor: vLLM's engine, in this process.
+
+A step is a step of vLLM's, in which it chooses what to compute: a token of each answer, and pieces of prompts. Before it, vLLM
+is given the new requests, with what frontends prepared (:mod:`.vllm_requests`). vLLM's engine has no process of its own, so no
+tensor crosses to it in a message: what it computes with is made here.
+
+Requests with media, and those with many inputs, are prepared on a thread of their own, one after the other, while steps go on.
+Until then they keep their slots. vLLM is given what was made of their media, and their slots go back.
+
+Invariants:
+
+- vLLM has a request as long as it is in ``_requests`` with no future. Whatever ends a request ends it in both;
+- a request that vLLM refuses fails alone, with vLLM's reason. A step that fails ends the engine, since what is left of it is
+  unknown;
+- the cache of vLLM's processor keeps whole media, and does not count on another cache behind it. A request that is refused or
+  aborted after it was prepared never reaches that one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shmring.engine.answers import without_frames
+from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.tool_calls import Parts, ResponseReader
+from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
+from shmring.engine.protocol import (
+    FEATURES,
+    EncodeReply,
+    EncodeRequest,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    ModelDescription,
+    Text,
+    TokenLogprobs,
+)
+from shmring.integrations.promises import broken, parameters_differ, uses_are_missing
+
+__all__ = ["CHECKS", "VllmExecutor", "find_engine"]
+
+logger = logging.getLogger("shmring.engine.executors.vllm")
+
+_GOES_ON = StepOutput(finished=False)
+_WAITS = StepOutput(finished=False, keep_inputs=True)
+
+_LOOKING_S = 0.01  # a step with nothing to do waits so long for a request that is being prepared; requests that come wait, too
+_PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile
+_FEW_TEXTS = 8  # to be embedded, which are made into tokens in the step
+_MAX_ERROR_CHARACTERS = 500
+
+# What is said elsewhere: with --model, --mm-processor-kwargs, --data-parallel-size and --log-level.
+_SAID_ELSEWHERE = frozenset({"model", "mm_processor_kwargs", "data_parallel_size", "disable_log_stats"})
+
+
+def find_engine() -> Any:
+    """Imports vLLM's engine.
+
+    Raises:
+        ImportError: this vLLM has no such thing.
+    """
+    return importlib.import_module("vllm.v1.engine.llm_engine")
+
+
+def _methods(module: Any) -> Iterator[str]:
+    engine, renderer = module.LLMEngine, importlib.import_module("vllm.renderers").BaseRenderer
+    yield from parameters_differ(
+        [
+            (engine.__init__, ["self", "vllm_config", "executor_class", "log_stats"]),
+            (engine.add_request, ["self", "request_id", "prompt", "params"]),
+            (engine.abort_request, ["self", "request_ids"]),
+            (engine.step, ["self"]),
+            (renderer.render_messages, ["self", "messages", "params"]),
+            (renderer.render_cmpl, ["self", "prompts", "tok_params"]),
+        ]
+    )
+    yield from uses_are_missing(
+        [
+            (renderer._process_multimodal, ["_mm_processor_only_cache", "_mm_processor_cache", "_process_mm_uuids"]),
+            (engine.add_request, ["process_inputs", "output_processor", "engine_core"]),
+        ]
+    )
+
+
+#: What is relied on in vLLM, for :mod:`shmring.integrations.promises`. It has been the same in vLLM 0.32 and 0.33.
+CHECKS = (_methods,)
+
+
+@dataclasses.dataclass(slots=True)
+class _Answer:
+    """One of a request's answers, so far.
+
+    Attributes:
+        reader: tells tool calls from text; None: all of it is text.
+        logprobs: how many of the likeliest tokens replies have.
+        completion_tokens: how many it has.
+        ended: whether it is complete.
+    """
+
+    reader: ResponseReader | None
+    logprobs: int
+    completion_tokens: int = 0
+    ended: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Request:
+    """A request that runs.
+
+    Attributes:
+        future: its prompts, while they are prepared on the thread.
+        prompt_tokens: how many it has.
+        answers: that are written; none for a request to encode.
+        embeddings: of its inputs, by their order, so far.
+        names: what vLLM knows it by.
+    """
+
+    future: concurrent.futures.Future[list[dict[str, Any]]] | None = None
+    prompt_tokens: int = 0
+    answers: list[_Answer] = dataclasses.field(default_factory=list)
+    embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+class VllmExecutor:
+    """Answers conversations and embeds with vLLM.
+
+    Args:
+        options: ``model`` is a directory or a name on the hub. ``mm_processor_kwargs`` and ``options`` are vLLM's engine
+            arguments.
+
+    Raises:
+        ImportError: vLLM is not installed, or it is one that this executor does not know.
+        OSError: vLLM can't start with this model.
+        ValueError: an option is unknown or makes no sense.
+    """
+
+    def __init__(self, options: ExecutorOptions) -> None:
+        # vLLM reads these when it is imported. Its engine is to be in this process, and its log is to be ours.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        if not options.model:
+            raise ValueError("the vllm executor needs a model: a directory, or a name on the Hugging Face hub")
+        self._name = model_name(options.model)
+        self._engine = _start(options)
+        self._builder = RequestBuilder(self._name, self._engine, options.mm_processor_kwargs)
+        config, tasks = self._engine.model_config, self._engine.get_supported_tasks()
+        can = {
+            "generate": "generate" in tasks and self._builder.has_template,
+            "complete": "generate" in tasks,
+            "tokenize": True,
+            "encode": "embed" in tasks,
+        }
+        self._description = ModelDescription(
+            executor="vllm",
+            model=self._name,
+            tasks=[task for task, possible in can.items() if possible],
+            input=msgspec.structs.replace(self._builder.input, text=can["encode"]),
+            max_batch_size=self._engine.vllm_config.scheduler_config.max_num_seqs,
+            embedding_size=int(config.embedding_size) if can["encode"] else None,
+            max_model_len=config.max_model_len,
+            tools=self._builder.has_tools,
+            template_options=self._builder.has_template,
+            features=[feature for feature in FEATURES if feature != "tool_choice"],
+        )
+        self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
+        self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
+        self._requests: dict[int, _Request] = {}
+
+    def describe(self) -> ModelDescription:
+        """Says what it does."""
+        return self._description
+
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        """Gives vLLM the requests that are ready, and executes a step of it.
+
+        Raises:
+            ExecutorDeadError: vLLM's engine has failed.
+        """
+        outputs: dict[int, StepOutput | Exception] = {}
+        for part in batch:
+            try:
+                outputs[part.request_id] = self._enter(part)
+            except ExecutorDeadError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
+                self.forget(part.request_id)
+                outputs[part.request_id] = _report(error)
+        if self._engine.has_unfinished_requests():
+            outputs |= self._step()
+        elif any(output is _WAITS for output in outputs.values()):
+            futures = [request.future for request in self._requests.values() if request.future is not None]
+            concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
+        return [outputs[part.request_id] for part in batch]
+
+    def forget(self, request_id: int) -> None:
+        """Ends a request in vLLM's engine, unless it has ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request.future is not None:
+            request.future.cancel()
+        self._engine.abort_request(request.names)
+
+    def reset_mm_cache(self) -> None:
+        """Has vLLM forget media, when the one that is being prepared is done."""
+        self._aside.submit(self._engine.reset_mm_cache).result()
+
+    def close(self) -> None:
+        """Ends vLLM's engine, and its workers if it has any."""
+        self._aside.shutdown(wait=False, cancel_futures=True)
+        self._engine.engine_core.shutdown()
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, part: StepInput) -> StepOutput:
+        """Gives a request to vLLM, in its first step or when it is prepared."""
+        request, payload = self._requests.get(part.request_id), part.payload
+        if payload is None:
+            if request is None:
+                raise RuntimeError(f"request {part.request_id} goes on, and was not begun")
+            return _GOES_ON
+        if request is None:
+            if isinstance(payload, GenerateRequest) and payload.tokenize:
+                tokens, text = self._builder.tokenize(payload)
+                return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
+            if isinstance(payload, EncodeRequest) and self._pooling is None:
+                raise ValueError(f"the model {self._name!r} answers prompts; it does not embed")
+            request = self._requests[part.request_id] = _Request()
+            if not _is_long(payload):
+                self._add(part.request_id, request, payload, self._prepare(payload))
+                return _GOES_ON
+            request.future = self._aside.submit(self._prepare, payload)
+        if request.future is None or not request.future.done():
+            return _WAITS
+        future, request.future = request.future, None
+        self._add(part.request_id, request, payload, future.result())
+        return _GOES_ON
+
+    def _prepare(self, payload: EncodeRequest | GenerateRequest) -> list[dict[str, Any]]:
+        if isinstance(payload, EncodeRequest):
+            return self._builder.build_inputs(payload)
+        return [self._builder.build(payload)]
+
+    def _add(
+        self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest, prompts: list[dict[str, Any]]
+    ) -> None:
+        counts = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+        request.prompt_tokens = sum(counts)
+        if isinstance(payload, EncodeRequest):
+            params = self._pooling
+        else:
+            tokens = prompts[0]["prompt_token_ids"]
+            params = self._builder.sampling_of(payload, counts[0])
+            for _ in range(params.n):
+                request.answers.append(_Answer(self._builder.reader_of(payload, tokens), params.logprobs or 0))
+        for number, prompt in enumerate(prompts):
+            name = f"{request_id}-{number}"
+            request.names.append(name)
+            self._engine.add_request(name, prompt, params)
+
+    # -- what goes -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> dict[int, StepOutput | Exception]:
+        """Executes a step; returns the outputs of the requests for which something came of it."""
+        try:
+            made = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - any error of vLLM's engine is its end
+            logger.critical("vLLM's engine has failed\n%s", traceback.format_exc())
+            raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {_shortened(error)}") from None
+        if not made:
+            time.sleep(_PAUSE_S)
+        replies: dict[int, list[GenerateReply]] = {}
+        outputs: dict[int, StepOutput | Exception] = {}
+        for output in made:
+            name, _, number = output.request_id.partition("-")
+            request_id = int(name)
+            request = self._requests.get(request_id)
+            if request is None or isinstance(outputs.get(request_id), Exception):
+                continue
+            try:
+                if request.answers:
+                    replies.setdefault(request_id, []).extend(_replies(request, output))
+                else:
+                    request.embeddings[int(number)] = output.outputs.data
+            except Exception as error:  # noqa: BLE001 - it fails the request that it is about
+                outputs[request_id] = _report(error)
+        for request_id in {int(output.request_id.partition("-")[0]) for output in made} - outputs.keys():
+            if (request := self._requests.get(request_id)) is not None:
+                outputs[request_id] = _output(request, replies.get(request_id, []))
+        for request_id, result in outputs.items():
+            if isinstance(result, Exception) or result.finished:
+                self.forget(request_id)
+        return outputs
+
+
+def _replies(request: _Request, output: Any) -> list[GenerateReply]:
+    """Returns what is new of a request's answers."""
+    replies = []
+    for piece in output.outputs:
+        answer = request.answers[piece.index]
+        if not answer.ended and (piece.text or piece.token_ids or piece.finish_reason is not None):
+            replies.append(_reply(request, answer, piece))
+    return replies
+
+
+def _reply(request: _Request, answer: _Answer, piece: Any) -> GenerateReply:
+    """Returns what is new of an answer.
+
+    Raises:
+        RuntimeError: vLLM ended it for another reason than answers end.
+    """
+    finish_reason: FinishReason | None = piece.finish_reason
+    if finish_reason not in (None, "stop", "length"):
+        raise RuntimeError(f"vLLM ended the answer: {finish_reason}")
+    answer.completion_tokens += len(piece.token_ids)
+    parts = Parts(piece.text)
+    if answer.reader is not None:
+        parts = answer.reader.push(piece.text, ended=finish_reason is not None)
+        if answer.reader.complete or (finish_reason == "stop" and answer.reader.called):
+            finish_reason = "tool_calls"
+    answer.ended = finish_reason is not None
+    return GenerateReply(
+        parts.text,
+        list(piece.token_ids),
+        request.prompt_tokens,
+        answer.completion_tokens,
+        finish_reason,
+        parts.tool_calls,
+        parts.reasoning,
+        piece.index,
+        [
+            _token_logprobs(likely[token], likely.values(), answer.logprobs)
+            for token, likely in zip(piece.token_ids, piece.logprobs or [], strict=False)
+        ],
+    )
+
+
+def _token_logprobs(chosen: Any, likely: Iterable[Any], count: int) -> TokenLogprobs:
+    """Returns how likely a token was, and the likeliest ones. vLLM puts the chosen one beside these."""
+    top = sorted((each for each in likely if each.rank <= count), key=lambda each: each.rank)
+    return TokenLogprobs(chosen.decoded_token or "", chosen.logprob, [(each.decoded_token or "", each.logprob) for each in top])
+
+
+def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
+    if request.answers:
+        finished = all(answer.ended for answer in request.answers)
+        return StepOutput(replies[0] if replies else None, finished=finished, others=replies[1:])
+    if len(request.embeddings) < len(request.names):
+        return _GOES_ON
+    embeddings = torch.stack([request.embeddings[number] for number in range(len(request.names))]).float()
+    return StepOutput(EncodeReply(torch.nn.functional.normalize(embeddings, dim=1), request.prompt_tokens))
+
+
+def _is_long(payload: EncodeRequest | GenerateRequest) -> bool:
+    """Whether preparing it takes long."""
+    if isinstance(payload, GenerateRequest):
+        return bool(payload.media)
+    return len(payload.inputs) > _FEW_TEXTS or not all(isinstance(item, Text) for item in payload.inputs)
+
+
+def _start(options: ExecutorOptions) -> Any:
+    """Starts vLLM's engine."""
+    try:
+        vllm = importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the vllm executor needs {error.name}: install shmring in vLLM's environment") from None
+    if findings := broken(find_engine, CHECKS):
+        raise ImportError(f"vLLM {vllm.__version__} is not as the vllm executor needs it: {'; '.join(findings)}")
+    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    known = {field.name for field in dataclasses.fields(arguments)} - _SAID_ELSEWHERE
+    if unknown := sorted(set(options.options) - known):
+        elsewhere = " here; it has an option of its own" if unknown[0] in _SAID_ELSEWHERE else ""
+        raise ValueError(f"vLLM's engine takes no argument {unknown[0]!r}{elsewhere}")
+    assert options.model is not None
+    path = Path(options.model).expanduser()
+    given = dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
+    try:
+        config = arguments(model=str(path) if path.is_dir() else options.model, **given).create_engine_config()
+        executor = importlib.import_module("vllm.v1.executor").Executor.get_class(config)
+        engine = find_engine().LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+    except (ImportError, OSError):
+        raise
+    except ValueError as error:
+        raise ValueError(f"vLLM can't start with model {options.model!r}: {_shortened(error)}") from error
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from starting is one line for the operator, and in the log
+        logger.critical("vLLM can't start\n%s", traceback.format_exc())
+        raise OSError(f"vLLM can't start with model {options.model!r}: {_shortened(error)}") from None
+    engine.renderer._mm_processor_cache = engine.renderer._mm_processor_only_cache
+    return engine
+
+
+def _shortened(error: Exception) -> str:
+    return str(error)[:_MAX_ERROR_CHARACTERS]
+
+
+def _report(error: Exception) -> Exception:
+    """Returns an error of the same meaning that holds no frames, which hold media."""
+    if isinstance(error, ContextLengthError):
+        return without_frames(error)
+    if isinstance(error, (ValueError, importlib.import_module("vllm.exceptions").VLLMClientError)):
+        return ValueError(_shortened(error))
+    logger.error("a request failed\n%s", "".join(traceback.format_exception(error)))
+    return RuntimeError(f"{type(error).__name__}: {_shortened(error)}")

@@ -1,0 +1,300 @@
+"""From a request to what vLLM's engine is given: a prompt with its media, and how tokens are chosen.
+
+vLLM's renderer lays a conversation out: it knows the template of each model that vLLM serves, and where media stand in it. Each
+medium has the key under which frontends keep it, which vLLM uses in place of a hash of its own. At first, vLLM is given only
+these keys. If it has seen all of the media, it takes what it made of them from its cache, and nobody reads a pixel. Otherwise
+it is given the media as well, from the slab.
+
+Callers' texts are only text (:mod:`.callers_texts`). vLLM has nothing that makes control tokens in them harmless, so they are
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
+from shmring.engine.executors.interface import ContextLengthError
+from shmring.engine.executors.prompts import MAX_FRAME_PIXELS, NUM_FRAMES, check_pixels, describe_clip, find_max_pixels
+from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling
+from shmring.engine.executors.stopping import StopTexts
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
+from shmring.engine.protocol import (
+    ChatMessage,
+    EncodeRequest,
+    GenerateRequest,
+    InputSpec,
+    Medium,
+    MediumPart,
+    Picture,
+    PictureSpec,
+    SamplingParams,
+    Text,
+    TextPart,
+    Video,
+    VideoSpec,
+)
+
+__all__ = ["RequestBuilder", "model_name"]
+
+_SEED_MODULUS = 1 << 63  # torch takes seeds of 64 bits with a sign; callers' seeds are any integers
+
+
+def model_name(model: str) -> str:
+    """Returns what requests call a model: the last part of a directory's path, or the hub's name."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+class RequestBuilder:
+    """Makes vLLM's requests of ours.
+
+    Args:
+        name: of the model, for errors.
+        engine: vLLM's ``LLMEngine``.
+        mm_processor_kwargs: as the engine was given them.
+
+    Attributes:
+        input: the inputs that can be asked about.
+        has_template: whether conversations can be laid out.
+        has_tools: whether they can have tools.
+    """
+
+    def __init__(self, name: str, engine: Any, mm_processor_kwargs: Mapping[str, Any]) -> None:
+        self._name = name
+        self._renderer = engine.renderer
+        self._config = engine.model_config
+        self._tokenizer = self._renderer.get_tokenizer()
+        if not hasattr(self._tokenizer, "added_tokens_decoder") or self._config.is_encoder_decoder:
+            raise ValueError(f"the model {name!r} is none that goes on from a prompt, with a tokenizer of transformers")
+        self._vocabulary_size = int(self._config.get_vocab_size())
+        self._max_num_seqs = int(engine.vllm_config.scheduler_config.max_num_seqs)
+        self._texts = CallersTexts(name, self._tokenizer, self._vocabulary_size, self._config.max_model_len, sanitizes=False)
+        self._vllm = importlib.import_module("vllm")
+        self._chat_params = importlib.import_module("vllm.renderers").ChatParams
+        renderers = importlib.import_module("vllm.renderers.hf")
+        template = renderers.resolve_chat_template(self._tokenizer, None, None, model_config=self._config)
+        self.has_template = template is not None
+        variables = importlib.import_module("transformers.utils.chat_template_utils")._get_template_variables
+        self._variables = variables(template) - OF_TEMPLATES if isinstance(template, str) else frozenset()
+        model = SimpleNamespace(config=self._config.hf_config)
+        self._response_template = find_response_template(self._tokenizer, model) if "tools" in str(template) else None
+        self.has_tools = self._response_template is not None
+        self.input = self._describe_input(mm_processor_kwargs)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def build(self, request: GenerateRequest) -> dict[str, Any]:
+        """Makes a request's prompt, with its media, as vLLM's engine takes it.
+
+        Raises:
+            ValueError: the conversation or its media are not what this model takes.
+            ContextLengthError: it is too long.
+        """
+        if request.prompt is not None:
+            prompt = self._continue(request.prompt, request)
+        else:
+            self._check_conversation(request)
+            options = request.template_options | ({"tools": request.tools} if request.tools else {})
+            prompt = self._lay_out(request.messages, request.media, add_generation_prompt=True, **options)
+        inputs = self._process(prompt, request.media, add_special_tokens=request.add_special_tokens)
+        ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
+        return inputs
+
+    def build_inputs(self, request: EncodeRequest) -> list[dict[str, Any]]:
+        """Makes a prompt of each thing that is to be embedded.
+
+        Raises:
+            ValueError, ContextLengthError: as :meth:`build`.
+        """
+        return [self._build_input(item) for item in request.inputs]
+
+    def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
+        """Returns the tokens of a request, or the text of the tokens that are its prompt.
+
+        Raises:
+            ValueError, ContextLengthError: as :meth:`build`.
+        """
+        if isinstance(request.prompt, list):
+            self._texts.check_tokens(request.prompt)
+            return [], self._tokenizer.decode(request.prompt)
+        tokens: list[int] = self.build(request)["prompt_token_ids"]
+        return list(tokens), ""
+
+    def reader_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> ResponseReader | None:
+        """Returns what reads an answer to a request with tools; None: its text is given out as it is."""
+        if not request.tools:
+            return None
+        before = self._tokenizer.decode(prompt_token_ids)
+        return ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
+
+    def _build_input(self, item: Text | Medium) -> dict[str, Any]:
+        if isinstance(item, Text):
+            self._texts.check_characters(len(item.text), None)
+            if not item.text:
+                raise ValueError("a text to be embedded can't be empty")
+            self._texts.check_text(item.text)
+            inputs = self._process({"prompt": item.text}, [], add_special_tokens=True)
+        else:
+            if not self.has_template:
+                raise ValueError(f"the model {self._name!r} has no chat template, so it embeds only texts")
+            message = ChatMessage("user", [MediumPart(0)])
+            inputs = self._process(self._lay_out([message], [item], add_generation_prompt=False), [item])
+        count = len(inputs["prompt_token_ids"])
+        if count > self._config.max_model_len:
+            raise ContextLengthError(count, None, self._config.max_model_len)
+        return inputs
+
+    def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
+        """All of a prompt is its caller's, who may therefore write control tokens."""
+        if isinstance(prompt, str):
+            self._texts.check_characters(len(prompt), request.sampling.max_tokens)
+        else:
+            self._texts.check_tokens(prompt)
+        if not prompt:
+            raise ValueError("a prompt can't be empty")
+        return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+
+    def _check_conversation(self, request: GenerateRequest) -> None:
+        if not request.messages:
+            raise ValueError("a conversation has at least one message")
+        if not self.has_template:
+            raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
+        self._texts.check_conversation(request)
+        if request.needs_tools and not self.has_tools:
+            raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
+        for option in request.template_options:
+            if option not in self._variables:
+                raise ValueError(f"the chat template of the model {self._name!r} has no variable {option!r}")
+
+    def _lay_out(self, messages: Sequence[ChatMessage], media: Sequence[Medium], **options: Any) -> dict[str, Any]:
+        """Returns the tokens of a conversation, with places for its media, and the order of these."""
+        places = [part.index for message in messages for part in message.parts if isinstance(part, MediumPart)]
+        if sorted(places) != list(range(len(media))):
+            raise ValueError(f"each of the {len(media)} media has one place in the messages, got places {places}")
+        conversation = []
+        for message in messages:
+            parts = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else self._place(media[part.index])
+                for part in message.parts
+            ]
+            conversation.append({"role": message.role, "content": parts} | tool_fields(message))
+        _, prompt = self._renderer.render_messages(conversation, self._chat_params(chat_template_kwargs=options))
+        return dict(prompt) | {"places": places}
+
+    def _place(self, medium: Medium) -> dict[str, Any]:
+        if isinstance(medium, Picture) and self.input.picture is not None:
+            check_pixels(medium.pixels, "a picture", ndim=3)
+            kind = "image_url"
+        elif isinstance(medium, Video) and self.input.video is not None:
+            check_pixels(medium.frames, "a clip", ndim=4)
+            kind = "video_url"
+        else:
+            raise ValueError(f"the model {self._name!r} takes no {type(medium).__name__.lower()}")
+        return {"type": kind, kind: None, "uuid": "its place"}
+
+    def _process(self, prompt: dict[str, Any], media: Sequence[Medium], *, add_special_tokens: bool = False) -> dict[str, Any]:
+        """Returns a prompt with its tokens, and with its media processed; at first without looking at them."""
+        parameters = dataclasses.replace(self._renderer.default_cmpl_tok_params, max_total_tokens=None)
+        if not add_special_tokens:
+            parameters = dataclasses.replace(parameters, add_special_tokens=False)
+        in_order = [media[index] for index in prompt.pop("places", [])]
+        if in_order:
+            keys = defaultdict(list)
+            for medium in in_order:
+                keys[_kind_of(medium)].append(medium.key)
+            prompt["multi_modal_uuids"] = dict(keys)
+            if None not in itertools.chain(*keys.values()):
+                try:
+                    return self._rendered(prompt, parameters)
+                except Exception:  # noqa: BLE001 - of something it has not seen before, vLLM's processors raise what they like
+                    pass
+            data = defaultdict(list)
+            for medium in in_order:
+                data[_kind_of(medium)].append(self._form_of(medium))
+            prompt["multi_modal_data"] = dict(data)
+        return self._rendered(prompt, parameters)
+
+    def _rendered(self, prompt: dict[str, Any], parameters: Any) -> dict[str, Any]:
+        [inputs] = self._renderer.render_cmpl([dict(prompt)], parameters)
+        return dict(inputs)
+
+    def _form_of(self, medium: Medium) -> Any:
+        """Returns a medium as vLLM's processors take it: of a clip the frames in the slab, and when they are shown. A picture
+        is one of Pillow's, which is a copy: the processors of some models take nothing else."""
+        if isinstance(medium, Video):
+            return medium.frames.numpy(), describe_clip(medium) | {"do_sample_frames": False, "video_backend": "shmring"}
+        assert isinstance(medium, Picture)
+        return importlib.import_module("PIL.Image").fromarray(medium.pixels.numpy())
+
+    def _describe_input(self, mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
+        processor = self._renderer.mm_processor
+        limits = {} if processor is None else processor.info.allowed_mm_limits
+        picture = video = None
+        if limits.get("image") and self.has_template:
+            image_processor = getattr(processor.info.get_hf_processor(), "image_processor", None)
+            has_size = hasattr(image_processor, "valid_kwargs")
+            picture = PictureSpec(find_max_pixels(image_processor, mm_processor_kwargs) if has_size else None)
+        if limits.get("video") and self.has_template:
+            video = VideoSpec(num_frames=NUM_FRAMES, max_pixels=MAX_FRAME_PIXELS)
+        return InputSpec(picture=picture, video=video, keys=True)
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def sampling_of(self, request: GenerateRequest, prompt_tokens: int) -> Any:
+        """Returns vLLM's ``SamplingParams``.
+
+        Raises:
+            ValueError: a parameter makes no sense.
+        """
+        params = request.sampling
+        check_sampling(params)
+        StopTexts(params.stop)
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
+        if not 1 <= params.n <= self._max_num_seqs:
+            raise ValueError(
+                f"n must be from 1 to {self._max_num_seqs}, the answers that are written at a time, got {params.n}"
+            )
+        return self._vllm.SamplingParams(
+            n=params.n,
+            max_tokens=ContextLengthError.check(prompt_tokens, params.max_tokens, self._config.max_model_len),
+            min_tokens=params.min_tokens,
+            temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
+            top_p=params.top_p,
+            top_k=params.top_k if 0 < params.top_k < self._vocabulary_size else 0,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias) or None,
+            seed=None if params.seed is None else params.seed % _SEED_MODULUS,
+            stop=list(params.stop),
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+            structured_outputs=self._structure_of(params),
+            skip_special_tokens=not request.tools,  # which are what marks a call
+            output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA,
+        )
+
+    def _structure_of(self, params: SamplingParams) -> Any:
+        if (structure := params.structured_outputs) is None:
+            return None
+        return importlib.import_module("vllm.sampling_params").StructuredOutputsParams(
+            json=structure.json,
+            json_object=structure.json_object or None,
+            regex=structure.regex,
+            choice=list(structure.choice) or None,
+        )
+
+
+def _kind_of(medium: Medium) -> str:
+    return "video" if isinstance(medium, Video) else "image"
