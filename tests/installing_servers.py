@@ -68,8 +68,8 @@ class Environment:
         guarded = r"@(torch.library.register_fake(\1) if torchvision.extension._has_ops() else (lambda function: function))"
         path.write_text(registered.sub(guarded, path.read_text()))
 
-    def install_this_package(self) -> None:
-        self.install("--editable", ROOT, *TOOLS)
+    def install_this_package(self, extra: str = "") -> None:
+        self.install("--editable", f"{ROOT}{extra}", *TOOLS)
 
     def unpack_sources(self, package: str, version: str) -> None:
         """Gets the Python sources of a package, as ``sources/VERSION`` in the environment, without what is compiled."""

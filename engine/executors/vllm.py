@@ -219,9 +219,9 @@ class VllmExecutor:
         self._aside.submit(self._engine.reset_mm_cache).result()
 
     def close(self) -> None:
-        """Ends vLLM's engine, and its workers if it has any."""
+        """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
         self._aside.shutdown(wait=False, cancel_futures=True)
-        self._engine.engine_core.shutdown()
+        self._engine.model_executor.shutdown()
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 

@@ -254,7 +254,10 @@ def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(o
 @for_each(
     ("arguments", "complaint"),
     [
-        (["--executor=features"], "there is no executor 'features'; choose one of fingerprints, synthetic, transformers, or"),
+        (
+            ["--executor=features"],
+            "there is no executor 'features'; choose one of fingerprints, synthetic, transformers, vllm",
+        ),
         (["--executor=mine:"], "there is no executor 'mine:'"),
         (["--executor=no_such_module:Executor"], "there is no module 'no_such_module' for the executor"),
         (["--executor=transformers"], "needs a model"),
@@ -278,11 +281,19 @@ def test_what_can_not_be_is_refused_before_a_process_is_started(arguments: list[
     assert complaint in result.output
 
 
-def test_a_missing_package_is_named_with_what_installs_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_settings, "_ITS_PACKAGES", ("click", "no_such_package"))
-    result = CliRunner().invoke(main, ["serve", model])
+@for_each(
+    ("executor", "advice"),
+    [
+        ("transformers", "pip install -e '.[transformers]' in a checkout of shmring"),
+        ("vllm", "install shmring in an environment that has vLLM"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(executor: str, advice: str, model: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engine_settings._THEIR_PACKAGES, executor, (("click", "no_such_package"), advice))
+        result = CliRunner().invoke(main, ["serve", model, f"--executor={executor}"])
     assert result.exit_code == 2
-    assert "serving a model needs no_such_package: pip install -e '.[transformers]'" in result.output
+    assert f"serving a model needs no_such_package: {advice}" in result.output
 
 
 def test_the_options_are_grouped() -> None:

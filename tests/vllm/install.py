@@ -28,7 +28,7 @@ def main() -> None:
     remove_what_needs_cuda(environment)
     environment.mend_torchvision()
     say("3 of 4: this package, and what tests need ...")
-    environment.install_this_package()
+    environment.install_this_package("[serve]")
     for version in OTHER_VLLMS:
         environment.unpack_sources("vllm", version)
     say("4 of 4: tiny models ...")

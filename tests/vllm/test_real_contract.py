@@ -18,8 +18,10 @@ VERSIONS = ["installed", *sorted(path.name for path in SOURCES.iterdir())]
 PROGRAM = """
 import vllm, vllm.version
 from shmring.integrations.promises import broken
+from shmring.engine.executors import vllm as executor
 from shmring.integrations.vllm import contract, queue_contract
 print(vllm.__file__)
+print(broken(executor.find_engine, executor.CHECKS))
 print(broken(contract.find_hooks, contract.CHECKS), broken(queue_contract.find_executor, queue_contract.CHECKS))
 print(broken(contract.find_gpu_hooks, contract.GPU_CHECKS))
 """
@@ -40,8 +42,9 @@ def test_vllm_is_as_the_plug_in_needs_it(version: str) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
     done = run(PROGRAM, **environment)
     assert done.returncode == 0, done.stderr
-    file, broken, broken_on_gpus = done.stdout.splitlines()[-3:]
+    file, broken_for_executor, broken, broken_on_gpus = done.stdout.splitlines()[-4:]
     assert file.startswith(str(Path(sys.prefix) / ("lib" if version == "installed" else f"sources/{version}")))
+    assert broken_for_executor == "[]"
     assert broken == "[] []"
     assert broken_on_gpus == "[]"
 

@@ -1,0 +1,201 @@
+"""A program: asks vLLM's engine itself, then through the executor that hosts it; prints what was answered, and what was seen.
+
+``python -m tests.vllm.hosted``
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bench.vllm.server import QUIET_ENVIRONMENT, model
+from shmring.engine.executors import ExecutorOptions, StepInput
+from shmring.engine.executors.vllm import VllmExecutor
+from shmring.engine.protocol import (
+    ChatMessage,
+    GenerateReply,
+    GenerateRequest,
+    MediumPart,
+    Picture,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPart,
+)
+
+SIDE = 416
+TOKENS = 12
+TEXTS = ["What is in the picture?", "The cat sits on the chair.", "A red boat"]
+ENGINE = {"load_format": "dummy", "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 16}
+
+
+def picture(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def main() -> None:
+    os.environ |= QUIET_ENVIRONMENT
+    refused = error_of(lambda: VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options={"max_modle_len": 1})))
+    executor = VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options=ENGINE))
+    prompts: list[Any] = [f"user: {text}<|end|>\nassistant: " for text in TEXTS]
+    looked_at = {"image": Image.fromarray(picture(1))}
+    prompts.append({"prompt": f"user: <image>{TEXTS[0]}<|end|>\nassistant: ", "multi_modal_data": looked_at})
+    alone = [vllms_own(executor, prompt) for prompt in prompts]
+    print("seen", json.dumps({"alone": alone, "refused": refused, **look(executor)}))
+    executor.close()
+
+
+def look(executor: VllmExecutor) -> dict[str, Any]:
+    """What the executor does with requests that are handed to it as the engine core hands them."""
+    numbers = itertools.count(1)
+
+    def run(*requests: GenerateRequest) -> list[list[GenerateReply]]:
+        """The replies to requests that come at the same time, or the error of each."""
+        return Run(executor, numbers).all(requests)
+
+    def ask(*parts: str | Picture, **sampling: Any) -> GenerateRequest:
+        media = [part for part in parts if isinstance(part, Picture)]
+        places = itertools.count()
+        content = [TextPart(part) if isinstance(part, str) else MediumPart(next(places)) for part in parts]
+        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | sampling
+        return GenerateRequest([ChatMessage("user", [*content])], [*media], SamplingParams(**sampling))
+
+    made = 0
+    form_of = executor._builder._form_of
+
+    def count(medium: Any) -> Any:
+        nonlocal made
+        made += 1
+        return form_of(medium)
+
+    executor._builder._form_of = count  # type: ignore[method-assign]
+    pixels = torch.from_numpy(picture(1).copy())
+    gone = weakref.ref(pixels)
+    run(ask(Picture(pixels, key="first"), TEXTS[0]))
+    del pixels
+    gc.collect()
+    seen: dict[str, Any] = {"pixels are gone": gone() is None, "looked at": [made]}
+    blank = torch.zeros((SIDE, SIDE, 3), dtype=torch.uint8)  # not what is kept under its key: nobody looks
+    again = run(ask(Picture(blank, key="first"), TEXTS[0]))[0]
+    seen["looked at"].append(made)
+    new = run(ask(Picture(blank, key="second"), TEXTS[0]), ask(Picture(blank), TEXTS[0]))
+    seen["looked at"].append(made)
+    seen["again"], seen["new"] = joined(again), [joined(replies) for replies in new]
+    [several] = run(ask(TEXTS[0], n=3, temperature=1.0, seed=5))
+    seen["several"] = [joined([reply for reply in several if reply.index == index]) for index in range(3)]
+    [likely] = run(ask(TEXTS[0], logprobs=2))
+    seen["logprobs"] = [[each.token, each.logprob, each.top] for reply in likely for each in reply.logprobs]
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"], "additionalProperties": False}
+    structures = [StructuredOutputsParams(json=json.dumps(schema)), StructuredOutputsParams(choice=["red", "blue"])]
+    structured = run(*(ask(TEXTS[1], structured_outputs=each, ignore_eos=False, max_tokens=40) for each in structures))
+    seen["structured"] = [joined(replies) for replies in structured]
+    [stopped] = run(ask(TEXTS[0], stop_token_ids=[again[0].token_ids[0]], min_tokens=3))
+    seen["min_tokens"] = [stopped[-1].completion_tokens, stopped[-1].finish_reason]
+    odd: list[dict[str, Any]] = [
+        {"n": 2},
+        {"n": 10**9, "temperature": 1.0},
+        {"logprobs": 10**6},
+        {"logit_bias": {10**6: 1.0}},
+        {"stop_token_ids": [10**6]},
+        {"min_tokens": 100},
+        {"temperature": float("nan")},
+        {"max_tokens": 0},
+        {"max_tokens": 10**6},
+        {"structured_outputs": StructuredOutputsParams(regex="(")},
+        {"structured_outputs": StructuredOutputsParams(json='{"type": "nothing"')},
+    ]
+    seen["odd"] = {repr(each): type(run(ask(TEXTS[0], **each))[0]).__name__ for each in odd}
+    run(ask(TEXTS[0], seed=-(2**70), top_k=2**40, repetition_penalty=1e300, temperature=1.0))
+    seen["unfinished"] = executor._engine.get_num_unfinished_requests()
+    aborted = next(numbers)
+    executor.execute([StepInput(aborted, ask(TEXTS[0], max_tokens=400))])
+    executor.execute([StepInput(aborted, None)])
+    unprepared = next(numbers)
+    executor.execute([StepInput(unprepared, ask(Picture(blank, key="third"), TEXTS[0])), StepInput(aborted, None)])
+    seen["running"] = executor._engine.get_num_unfinished_requests()
+    executor.forget(aborted)
+    executor.forget(unprepared)
+    seen["left"] = executor._engine.get_num_unfinished_requests() + len(executor._requests)
+    seen["after"] = joined(run(ask(Picture(blank, key="third"), TEXTS[0]))[0])
+    executor.reset_mm_cache()
+    run(ask(Picture(torch.from_numpy(picture(1).copy()), key="first"), TEXTS[0]))
+    seen["looked at"].append(made)
+    return seen
+
+
+class Run:
+    """Steps, until all of some requests have ended."""
+
+    def __init__(self, executor: VllmExecutor, numbers: Iterator[int]) -> None:
+        self._executor = executor
+        self._numbers = numbers
+
+    def all(self, requests: Sequence[GenerateRequest]) -> list[Any]:
+        payloads: dict[int, GenerateRequest | None] = {next(self._numbers): request for request in requests}
+        replies: dict[int, Any] = defaultdict(list)
+        order = list(payloads)
+        requests = ()
+        while payloads:
+            outputs = self._executor.execute([StepInput(number, payload) for number, payload in payloads.items()])
+            for number, output in zip(list(payloads), outputs, strict=True):
+                if isinstance(output, Exception):
+                    replies[number] = output
+                    del payloads[number]
+                    continue
+                replies[number] += [reply for reply in (output.reply, *output.others) if reply is not None]
+                if not output.keep_inputs:
+                    payloads[number] = None
+                if output.finished:
+                    del payloads[number]
+                    self._executor.forget(number)
+        return [replies[number] for number in order]
+
+
+def joined(replies: Any) -> Any:
+    """The answer that these are the pieces of."""
+    if isinstance(replies, Exception):
+        return repr(replies)
+    return {
+        "text": "".join(reply.text for reply in replies),
+        "tokens": [token for reply in replies for token in reply.token_ids],
+        "finish_reason": replies[-1].finish_reason,
+        "prompt_tokens": replies[-1].prompt_tokens,
+    }
+
+
+def vllms_own(executor: VllmExecutor, prompt: Any) -> dict[str, Any]:
+    """What vLLM answers to a prompt that it was given by itself, as its own API server would."""
+    from vllm import SamplingParams as Params
+
+    engine = executor._engine
+    engine.add_request("alone", prompt, Params(max_tokens=TOKENS, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    [answer] = outputs[0].outputs
+    return {
+        "text": answer.text,
+        "tokens": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": len(outputs[0].prompt_token_ids),
+    }
+
+
+def error_of(function: Any) -> str:
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main()
