@@ -40,7 +40,7 @@ from shmring.engine.protocol import (
     VideoSpec,
 )
 
-__all__ = ["MAX_FRAME_PIXELS", "NUM_FRAMES", "PromptBuilder", "check_pixels", "describe_clip", "find_max_pixels"]
+__all__ = ["PromptBuilder", "check_pixels", "find_max_pixels"]
 
 # Ticks of the clock that clips' frames are placed on: transformers counts time in frames, so a clip is one of 1000 frames a
 # second.
@@ -51,8 +51,8 @@ _TICKS_PER_S = 1000
 _OVERSAMPLING = 4
 
 # Clips: what a model of some billions reads in a second or so. 16 frames of half a megapixel are 12.6 MB in the slab.
-NUM_FRAMES = 16
-MAX_FRAME_PIXELS = 512 * 512
+_NUM_FRAMES = 16
+_MAX_FRAME_PIXELS = 512 * 512
 
 # Arguments of the processor that users must not set: they make the outputs fit the model.
 _RESERVED = frozenset(
@@ -82,7 +82,7 @@ class PromptBuilder:
         self._tokenizer = checkpoint.tokenizer
         self._media_settings = dict(mm_processor_kwargs)
         _check_media_settings(self._processor, self._media_settings)
-        self._num_frames = self._media_settings.pop("num_frames", None) or NUM_FRAMES
+        self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
         self._texts = CallersTexts(
@@ -273,7 +273,7 @@ class PromptBuilder:
         if image_processor is not None and self._has_place("image"):
             picture = PictureSpec(find_max_pixels(image_processor, self._media_settings))
         if video_processor is not None and self._has_place("video"):
-            video = VideoSpec(num_frames=self._num_frames, max_pixels=MAX_FRAME_PIXELS)
+            video = VideoSpec(num_frames=self._num_frames, max_pixels=_MAX_FRAME_PIXELS)
         return InputSpec(text=True, tokens=True, picture=picture, video=video)
 
     def _has_place(self, kind: str) -> bool:
@@ -328,7 +328,7 @@ class PromptBuilder:
                 **settings.get("videos_kwargs", {}),
                 "input_data_format": "channels_last",
                 "do_sample_frames": False,
-                "video_metadata": [describe_clip(video) for video in videos],
+                "video_metadata": [_describe_clip(video) for video in videos],
             }
         return settings
 
@@ -347,7 +347,7 @@ def check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:
         )
 
 
-def describe_clip(video: Video) -> dict[str, Any]:
+def _describe_clip(video: Video) -> dict[str, Any]:
     """Says when frames are shown, in the terms of transformers: as if they were taken from a clip of a frame per tick."""
     _, height, width, _ = video.frames.shape
     ticks = [round(timestamp_s * _TICKS_PER_S) for timestamp_s in video.timestamps_s]

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ from typing import Any
 
 from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
 from shmring.engine.executors.interface import ContextLengthError
-from shmring.engine.executors.prompts import MAX_FRAME_PIXELS, NUM_FRAMES, check_pixels, describe_clip, find_max_pixels
+from shmring.engine.executors.prompts import check_pixels, find_max_pixels
 from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
@@ -38,8 +36,6 @@ from shmring.engine.protocol import (
     SamplingParams,
     Text,
     TextPart,
-    Video,
-    VideoSpec,
 )
 
 __all__ = ["RequestBuilder", "model_name"]
@@ -190,15 +186,10 @@ class RequestBuilder:
         return dict(prompt) | {"places": places}
 
     def _place(self, medium: Medium) -> dict[str, Any]:
-        if isinstance(medium, Picture) and self.input.picture is not None:
-            check_pixels(medium.pixels, "a picture", ndim=3)
-            kind = "image_url"
-        elif isinstance(medium, Video) and self.input.video is not None:
-            check_pixels(medium.frames, "a clip", ndim=4)
-            kind = "video_url"
-        else:
+        if not isinstance(medium, Picture) or self.input.picture is None:
             raise ValueError(f"the model {self._name!r} takes no {type(medium).__name__.lower()}")
-        return {"type": kind, kind: None, "uuid": "its place"}
+        check_pixels(medium.pixels, "a picture", ndim=3)
+        return {"type": "image_url", "image_url": None, "uuid": "its place"}
 
     def _process(self, prompt: dict[str, Any], media: Sequence[Medium], *, add_special_tokens: bool = False) -> dict[str, Any]:
         """Returns a prompt with its tokens, and with its media processed; at first without looking at them."""
@@ -207,44 +198,29 @@ class RequestBuilder:
             parameters = dataclasses.replace(parameters, add_special_tokens=False)
         in_order = [media[index] for index in prompt.pop("places", [])]
         if in_order:
-            keys = defaultdict(list)
-            for medium in in_order:
-                keys[_kind_of(medium)].append(medium.key)
-            prompt["multi_modal_uuids"] = dict(keys)
-            if None not in itertools.chain(*keys.values()):
+            keys = [medium.key for medium in in_order]
+            prompt["multi_modal_uuids"] = {"image": keys}
+            if None not in keys:
                 try:
                     return self._rendered(prompt, parameters)
                 except Exception:  # noqa: BLE001 - of something it has not seen before, vLLM's processors raise what they like
                     pass
-            data = defaultdict(list)
-            for medium in in_order:
-                data[_kind_of(medium)].append(self._form_of(medium))
-            prompt["multi_modal_data"] = dict(data)
+            prompt["multi_modal_data"] = {"image": [_form_of(medium) for medium in in_order]}
         return self._rendered(prompt, parameters)
 
     def _rendered(self, prompt: dict[str, Any], parameters: Any) -> dict[str, Any]:
         [inputs] = self._renderer.render_cmpl([dict(prompt)], parameters)
         return dict(inputs)
 
-    def _form_of(self, medium: Medium) -> Any:
-        """Returns a medium as vLLM's processors take it: of a clip the frames in the slab, and when they are shown. A picture
-        is one of Pillow's, which is a copy: the processors of some models take nothing else."""
-        if isinstance(medium, Video):
-            return medium.frames.numpy(), describe_clip(medium) | {"do_sample_frames": False, "video_backend": "shmring"}
-        assert isinstance(medium, Picture)
-        return importlib.import_module("PIL.Image").fromarray(medium.pixels.numpy())
-
     def _describe_input(self, mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
         processor = self._renderer.mm_processor
         limits = {} if processor is None else processor.info.allowed_mm_limits
-        picture = video = None
+        picture = None
         if limits.get("image") and self.has_template:
             image_processor = getattr(processor.info.get_hf_processor(), "image_processor", None)
             has_size = hasattr(image_processor, "valid_kwargs")
             picture = PictureSpec(find_max_pixels(image_processor, mm_processor_kwargs) if has_size else None)
-        if limits.get("video") and self.has_template:
-            video = VideoSpec(num_frames=NUM_FRAMES, max_pixels=MAX_FRAME_PIXELS)
-        return InputSpec(picture=picture, video=video, keys=True)
+        return InputSpec(picture=picture, keys=True)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -296,5 +272,7 @@ class RequestBuilder:
         )
 
 
-def _kind_of(medium: Medium) -> str:
-    return "video" if isinstance(medium, Video) else "image"
+def _form_of(medium: Medium) -> Any:
+    """Returns a picture as vLLM's processors take it. It is one of Pillow's, a copy: those of some models take nothing else."""
+    assert isinstance(medium, Picture), "it has a place"
+    return importlib.import_module("PIL.Image").fromarray(medium.pixels.numpy())

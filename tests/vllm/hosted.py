@@ -1,6 +1,6 @@
 """A program: asks vLLM's engine itself, then through the executor that hosts it; prints what was answered, and what was seen.
 
-``python -m tests.vllm.hosted``
+``python -m tests.vllm.hosted``, or ``python -m tests.vllm.hosted embed``: with the model run for embeddings.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,16 +20,18 @@ import torch
 from PIL import Image
 
 from bench.vllm.server import QUIET_ENVIRONMENT, model
-from shmring.engine.executors import ExecutorOptions, StepInput
+from shmring.engine.executors import ExecutorOptions, StepInput, vllm_requests
 from shmring.engine.executors.vllm import VllmExecutor
 from shmring.engine.protocol import (
     ChatMessage,
+    EncodeRequest,
     GenerateReply,
     GenerateRequest,
     MediumPart,
     Picture,
     SamplingParams,
     StructuredOutputsParams,
+    Text,
     TextPart,
 )
 
@@ -42,8 +45,38 @@ def picture(seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
 
 
-def main() -> None:
-    os.environ |= QUIET_ENVIRONMENT
+def embed() -> None:
+    pooling = {"runner": "pooling", "convert": "embed"}
+    executor = VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options=ENGINE | pooling))
+    from vllm import PoolingParams
+
+    alone = []
+    for text in TEXTS:
+        executor._engine.add_request("alone", text, PoolingParams(task="embed"))
+        while executor._engine.has_unfinished_requests():
+            outputs = executor._engine.step()
+        alone.append(outputs[0].outputs.data.float())
+    run = Run(executor, itertools.count(1))
+    texts = [Text(text) for text in TEXTS]
+    requests = [EncodeRequest([*texts]), EncodeRequest([Picture(torch.from_numpy(picture(1).copy())), texts[0], *texts * 4])]
+    [few], [many] = run.all(requests)
+    refused = [*run.all([EncodeRequest([Text(text)]) for text in ("", "<image>", "word " * 3000)]), *run.all([ask("text")])]
+    seen = {
+        "tasks": executor.describe().tasks,
+        "size": executor.describe().embedding_size,
+        "shapes": [list(few.embeddings.shape), list(many.embeddings.shape)],
+        "tokens": few.prompt_tokens,
+        "lengths": many.embeddings.norm(dim=1).tolist(),
+        "likeness": [float(a @ b / b.norm()) for a, b in zip(few.embeddings, alone, strict=True)],
+        "same again": float(many.embeddings[1] @ few.embeddings[0]),
+        "refused": [type(each).__name__ for each in refused],
+        "left": executor._engine.get_num_unfinished_requests(),
+    }
+    print("seen", json.dumps(seen))
+    executor.close()
+
+
+def generate() -> None:
     refused = error_of(lambda: VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options={"max_modle_len": 1})))
     executor = VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options=ENGINE))
     prompts: list[Any] = [f"user: {text}<|end|>\nassistant: " for text in TEXTS]
@@ -62,22 +95,15 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
         """The replies to requests that come at the same time, or the error of each."""
         return Run(executor, numbers).all(requests)
 
-    def ask(*parts: str | Picture, **sampling: Any) -> GenerateRequest:
-        media = [part for part in parts if isinstance(part, Picture)]
-        places = itertools.count()
-        content = [TextPart(part) if isinstance(part, str) else MediumPart(next(places)) for part in parts]
-        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | sampling
-        return GenerateRequest([ChatMessage("user", [*content])], [*media], SamplingParams(**sampling))
-
     made = 0
-    form_of = executor._builder._form_of
+    form_of = vllm_requests._form_of
 
     def count(medium: Any) -> Any:
         nonlocal made
         made += 1
         return form_of(medium)
 
-    executor._builder._form_of = count  # type: ignore[method-assign]
+    vllm_requests._form_of = count
     pixels = torch.from_numpy(picture(1).copy())
     gone = weakref.ref(pixels)
     run(ask(Picture(pixels, key="first"), TEXTS[0]))
@@ -132,6 +158,14 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
     return seen
 
 
+def ask(*parts: str | Picture, **sampling: Any) -> GenerateRequest:
+    media = [part for part in parts if isinstance(part, Picture)]
+    places = itertools.count()
+    content = [TextPart(part) if isinstance(part, str) else MediumPart(next(places)) for part in parts]
+    sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | sampling
+    return GenerateRequest([ChatMessage("user", [*content])], [*media], SamplingParams(**sampling))
+
+
 class Run:
     """Steps, until all of some requests have ended."""
 
@@ -139,8 +173,8 @@ class Run:
         self._executor = executor
         self._numbers = numbers
 
-    def all(self, requests: Sequence[GenerateRequest]) -> list[Any]:
-        payloads: dict[int, GenerateRequest | None] = {next(self._numbers): request for request in requests}
+    def all(self, requests: Sequence[EncodeRequest | GenerateRequest]) -> list[Any]:
+        payloads: dict[int, EncodeRequest | GenerateRequest | None] = {next(self._numbers): request for request in requests}
         replies: dict[int, Any] = defaultdict(list)
         order = list(payloads)
         requests = ()
@@ -198,4 +232,5 @@ def error_of(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    os.environ |= QUIET_ENVIRONMENT
+    embed() if sys.argv[1:] == ["embed"] else generate()

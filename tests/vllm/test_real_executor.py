@@ -68,7 +68,11 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What the program has seen."""
-    command = [sys.executable, "-m", "tests.vllm.hosted"]
+    return run_program()
+
+
+def run_program(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.vllm.hosted", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr[-4000:]
     [line] = re.findall(r"^seen (.*)$", done.stdout, re.MULTILINE)
@@ -147,6 +151,18 @@ def test_what_was_aborted_is_gone_from_vllm(seen: dict[str, Any]) -> None:
 
 def test_an_argument_that_vllm_does_not_know_is_refused(seen: dict[str, Any]) -> None:
     assert seen["refused"] == "vLLM's engine takes no argument 'max_modle_len'"
+
+
+def test_it_embeds_with_a_model_that_vllm_runs_for_that() -> None:
+    seen = run_program("embed")
+    assert seen["tasks"] == ["tokenize", "encode"]
+    assert seen["shapes"] == [[3, seen["size"]], [14, seen["size"]]]
+    assert seen["tokens"] > 3
+    assert seen["lengths"] == pytest.approx([1.0] * 14, abs=1e-5)
+    assert seen["likeness"] == pytest.approx([1.0] * 3, abs=1e-4)
+    assert seen["same again"] == pytest.approx(1.0, abs=1e-3)
+    assert seen["refused"] == ["ValueError", "ValueError", "ContextLengthError", "ValueError"]
+    assert seen["left"] == 0
 
 
 # -- the server ---------------------------------------------------------------------------------------------------------
