@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import av
+import msgspec
 import numpy as np
 import pytest
 
@@ -115,6 +116,25 @@ async def test_media_lie_in_the_slab_and_go_back(
     assert media == []
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
     await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
+
+
+async def test_a_medium_has_the_key_that_it_is_kept_under_if_the_executor_wants_it(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission
+) -> None:
+    engine = await open_engine()
+    files = [encoded(pixels) for pixels in PIXELS[:2]]
+    keys = []
+    for intake, spec in [
+        *[(open_intake(engine), msgspec.structs.replace(SPEC, keys=True))] * 2,
+        (open_intake(engine), SPEC),
+        (open_intake(engine, disable_mm_shm=True), msgspec.structs.replace(SPEC, keys=True)),
+    ]:
+        async with intake.take([source_of(file) for file in files], spec, admission.new_request(), "messages") as media:
+            keys.append([medium.key for medium in media])
+    new, again, unwanted, not_kept = keys
+    assert new == again
+    assert len({*new, None}) == 3
+    assert unwanted == not_kept == [None, None]
 
 
 async def test_every_modality_arrives_in_the_slab(open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted) -> None:
