@@ -1,6 +1,6 @@
 """A program: asks vLLM's engine itself, then through the executor that hosts it; prints what was answered, and what was seen.
 
-``python -m tests.vllm.hosted``, or ``python -m tests.vllm.hosted embed``: with the model run for embeddings.
+``python -m tests.vllm.hosted MODEL``, or ``python -m tests.vllm.hosted MODEL embed``: with the model run for embeddings.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import gc
 import itertools
 import json
 import os
+import shutil
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from bench.vllm.server import QUIET_ENVIRONMENT, model
 from shmring.engine.executors import ExecutorOptions, StepInput, vllm_requests
@@ -38,16 +41,24 @@ from shmring.engine.protocol import (
 SIDE = 416
 TOKENS = 12
 TEXTS = ["What is in the picture?", "The cat sits on the chair.", "A red boat"]
-ENGINE = {"load_format": "dummy", "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 16}
+ENGINE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+
+
+def write_model(path: Path) -> None:
+    """Writes the tiny model with its weights under the names that vLLM 0.32 reads: made-up ones say the same to everything."""
+    shutil.copytree(model(SIDE), path)
+    weights = load_file(path / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()}
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def picture(seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
 
 
-def embed() -> None:
+def embed(path: str) -> None:
     pooling = {"runner": "pooling", "convert": "embed"}
-    executor = VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options=ENGINE | pooling))
+    executor = VllmExecutor(ExecutorOptions(model=path, options=ENGINE | pooling))
     from vllm import PoolingParams
 
     alone = []
@@ -76,9 +87,9 @@ def embed() -> None:
     executor.close()
 
 
-def generate() -> None:
-    refused = error_of(lambda: VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options={"max_modle_len": 1})))
-    executor = VllmExecutor(ExecutorOptions(model=str(model(SIDE)), options=ENGINE))
+def generate(path: str) -> None:
+    refused = error_of(lambda: VllmExecutor(ExecutorOptions(model=path, options={"max_modle_len": 1})))
+    executor = VllmExecutor(ExecutorOptions(model=path, options=ENGINE))
     prompts: list[Any] = [f"user: {text}<|end|>\nassistant: " for text in TEXTS]
     looked_at = {"image": Image.fromarray(picture(1))}
     prompts.append({"prompt": f"user: <image>{TEXTS[0]}<|end|>\nassistant: ", "multi_modal_data": looked_at})
@@ -106,22 +117,30 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
     vllm_requests._form_of = count
     pixels = torch.from_numpy(picture(1).copy())
     gone = weakref.ref(pixels)
-    run(ask(Picture(pixels, key="first"), TEXTS[0]))
+    [first] = run(ask(Picture(pixels, key="first"), TEXTS[0], logprobs=0))
+    seen: dict[str, Any] = {
+        "first": joined(first),
+        "texts": [joined(each) for each in run(*(ask(text, logprobs=0) for text in TEXTS))],
+    }
     del pixels
     gc.collect()
-    seen: dict[str, Any] = {"pixels are gone": gone() is None, "looked at": [made]}
+    seen |= {"pixels are gone": gone() is None, "looked at": [made]}
     blank = torch.zeros((SIDE, SIDE, 3), dtype=torch.uint8)  # not what is kept under its key: nobody looks
-    again = run(ask(Picture(blank, key="first"), TEXTS[0]))[0]
+    again = run(ask(Picture(blank, key="first"), TEXTS[0], logprobs=0))[0]
     seen["looked at"].append(made)
-    new = run(ask(Picture(blank, key="second"), TEXTS[0]), ask(Picture(blank), TEXTS[0]))
+    new = run(*(ask(Picture(blank, key=key), TEXTS[0], logprobs=0) for key in ("second", None)))
     seen["looked at"].append(made)
     seen["again"], seen["new"] = joined(again), [joined(replies) for replies in new]
     [several] = run(ask(TEXTS[0], n=3, temperature=1.0, seed=5))
     seen["several"] = [joined([reply for reply in several if reply.index == index]) for index in range(3)]
     [likely] = run(ask(TEXTS[0], logprobs=2))
     seen["logprobs"] = [[each.token, each.logprob, each.top] for reply in likely for each in reply.logprobs]
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"], "additionalProperties": False}
-    structures = [StructuredOutputsParams(json=json.dumps(schema)), StructuredOutputsParams(choice=["red", "blue"])]
+    schema = {"type": "array", "items": {"enum": ["x", "yz"]}, "minItems": 2, "maxItems": 2}
+    structures = [
+        StructuredOutputsParams(json=json.dumps(schema)),
+        StructuredOutputsParams(choice=["red", "blue"]),
+        StructuredOutputsParams(regex="[a-c]{3}"),
+    ]
     structured = run(*(ask(TEXTS[1], structured_outputs=each, ignore_eos=False, max_tokens=40) for each in structures))
     seen["structured"] = [joined(replies) for replies in structured]
     [stopped] = run(ask(TEXTS[0], stop_token_ids=[again[0].token_ids[0]], min_tokens=3))
@@ -203,6 +222,7 @@ def joined(replies: Any) -> Any:
         "tokens": [token for reply in replies for token in reply.token_ids],
         "finish_reason": replies[-1].finish_reason,
         "prompt_tokens": replies[-1].prompt_tokens,
+        "logprobs": [each.logprob for reply in replies for each in reply.logprobs],
     }
 
 
@@ -211,15 +231,17 @@ def vllms_own(executor: VllmExecutor, prompt: Any) -> dict[str, Any]:
     from vllm import SamplingParams as Params
 
     engine = executor._engine
-    engine.add_request("alone", prompt, Params(max_tokens=TOKENS, temperature=0, ignore_eos=True))
+    engine.add_request("alone", prompt, Params(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=0))
     while engine.has_unfinished_requests():
         outputs = engine.step()
     [answer] = outputs[0].outputs
+    likely = [each[token].logprob for token, each in zip(answer.token_ids, answer.logprobs, strict=True)]
     return {
         "text": answer.text,
         "tokens": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "prompt_tokens": len(outputs[0].prompt_token_ids),
+        "logprobs": likely,
     }
 
 
@@ -233,4 +255,4 @@ def error_of(function: Any) -> str:
 
 if __name__ == "__main__":
     os.environ |= QUIET_ENVIRONMENT
-    embed() if sys.argv[1:] == ["embed"] else generate()
+    (embed if sys.argv[2:] == ["embed"] else generate)(sys.argv[1])
