@@ -6,7 +6,8 @@ step to step is its :class:`_Answer`, most of which is the model's keys and valu
 of it.
 
 A request with media is prepared beside steps, on a thread of its own, one request after the other: the processor scales
-pictures, and the model looks at them. Its media are copied in its first step, whose slots go back then.
+pictures, and the model looks at them. Its media are copied before, in its first step, and then its slots go back. A step copies
+no more than some ten milliseconds take; further requests keep their slots, and come again.
 
 A request with a seed is read by itself, so that it gives the same answer, bit for bit, whatever else is running.
 ``{"batch_decode": false}`` has all read so. With a model that :meth:`~.generation.LanguageModel.check` finds unfit for steps of
@@ -62,6 +63,7 @@ from shmring.engine.protocol import (
     SamplingParams,
     Text,
     TokenLogprobs,
+    tensor_of,
 )
 
 __all__ = ["TransformersExecutor", "TransformersOptions"]
@@ -76,12 +78,16 @@ _FORWARD_S = 0.003
 _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a pass are computed together
 
 # Tokens of prompts in a step: while answers are written, and while none is. With a model of which a token takes a millisecond,
-# an answer pauses for a quarter of a second. A prompt that is read by itself has pieces of the first length.
-_PIECE_TOKENS = 256
+# an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
+_PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
 
+# Media that a step copies, while answers wait: some ten milliseconds. One that is larger has a step to itself.
+_COPIED_NBYTES = 32 << 20
+
 _GOES_ON = StepOutput(finished=False)
-_WAITS = StepOutput(finished=False, keep_inputs=True)
+_WAITS = StepOutput(finished=False, keep_inputs=True)  # for the form of its answer
+_COMES_AGAIN = StepOutput(finished=False, keep_inputs=True)
 
 _LOOKING_S = 0.01  # a step with nothing to do waits so long for a prompt that is being prepared; requests that come wait, too
 _SIDE = 64  # pixels; of the picture that a model is tried with
@@ -305,6 +311,7 @@ class TransformersExecutor:
         """
         outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
+        copied_nbytes = 0
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
                 to_encode[part.request_id] = part.payload
@@ -312,6 +319,11 @@ class TransformersExecutor:
             if part.payload is not None and part.payload.tokenize:
                 outputs[part.request_id] = self._tokenize(part.payload)
                 continue
+            nbytes = 0 if part.payload is None else sum(tensor_of(medium).nbytes for medium in part.payload.media)
+            if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:
+                outputs[part.request_id] = _COMES_AGAIN
+                continue
+            copied_nbytes += nbytes
             outputs[part.request_id] = _GOES_ON
             if part.payload is not None:
                 self._begin(part.request_id, part.payload, outputs)

@@ -20,6 +20,7 @@ from shmring.engine.executors.interface import ContextLengthError, Executor, Exe
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
+    GenerateReply,
     GenerateRequest,
     Medium,
     MediumPart,
@@ -36,7 +37,8 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
 ALL = ["llama", "llava", "gemma3", "idefics3", "qwen2_vl"]
 SEEING = [name for name in ALL if name != "llama"]
@@ -484,6 +486,26 @@ def test_a_request_that_is_given_up_while_its_picture_is_looked_at_leaves_nothin
     expected = tokens_of(answer(executor, requests[3]))
     executor.forget(3)
     assert tokens_of(answer(executor, requests[3])) == expected
+
+
+def test_many_pictures_are_copied_in_several_steps(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = {number: ask(noise(60, 60, number), "Hi", max_tokens=3, ignore_eos=True) for number in range(4)}
+    expected = {number: tokens_of(answer(executor, request)) for number, request in requests.items()}
+    monkeypatch.setattr(executor_module, "_COPIED_NBYTES", 2 * 60 * 60 * 3)
+    batch = [StepInput(number, request) for number, request in requests.items()]
+    come_again: list[list[int]] = []
+    found: dict[int, list[int]] = {number: [] for number in requests}
+    while batch:
+        outputs = list(zip(batch, executor.execute(batch), strict=True))
+        come_again.append([part.request_id for part, output in outputs if getattr(output, "keep_inputs", False)])
+        batch = []
+        for part, output in outputs:
+            assert isinstance(output, StepOutput), output
+            found[part.request_id] += output.reply.token_ids if isinstance(output.reply, GenerateReply) else []
+            if not output.finished:
+                batch.append(StepInput(part.request_id, part.payload if output.keep_inputs else None))
+    assert [numbers for numbers in come_again if numbers] == [[2, 3]], "two are copied in a step"
+    assert found == expected
 
 
 def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
