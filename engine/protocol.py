@@ -13,7 +13,7 @@ import msgspec
 import torch
 from msgspec import UNSET, UnsetType
 
-from shmring.engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
+from shmring.engine.inputs import Feature, InputSpec, PictureSpec, ProcessorSpec, SoundSpec, VideoSpec, places_of
 
 __all__ = [
     "FEATURES",
@@ -22,6 +22,8 @@ __all__ = [
     "EncodeReply",
     "EncodeRequest",
     "EngineRequestPayload",
+    "Feature",
+    "Features",
     "FinishReason",
     "GenerateReply",
     "GenerateRequest",
@@ -31,6 +33,7 @@ __all__ = [
     "ModelDescription",
     "Picture",
     "PictureSpec",
+    "ProcessorSpec",
     "SamplingParams",
     "SoundSpec",
     "Spectrogram",
@@ -88,6 +91,30 @@ class Picture(msgspec.Struct, tag="picture"):
     key: str | None = None
 
 
+class Features(msgspec.Struct, tag="features"):
+    """A picture as the model's image processor makes it: tensors in one piece of memory.
+
+    Attributes:
+        content: shape (bytes,), uint8.
+        layout: which tensors lie there, one after the other.
+    """
+
+    content: torch.Tensor
+    layout: list[Feature]
+    checksum: int | None = None
+    shortfall: str | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns views of the content, by name."""
+        starts, _ = places_of(self.layout)
+        views: dict[str, torch.Tensor] = {}
+        for feature, start in zip(self.layout, starts, strict=True):
+            dtype: torch.dtype = getattr(torch, feature.dtype)
+            end = start + dtype.itemsize * torch.Size(feature.shape).numel()
+            views[feature.name] = self.content[start:end].view(dtype).view(feature.shape)
+        return views
+
+
 class Waveform(msgspec.Struct, tag="waveform"):
     """A decoded recording: ``samples`` of shape (samples,), float32, mono, full scale is 1; ``sample_rate`` in Hz."""
 
@@ -131,7 +158,7 @@ class Video(msgspec.Struct, tag="video"):
     key: str | None = None
 
 
-Medium: TypeAlias = Picture | Waveform | Spectrogram | Video
+Medium: TypeAlias = Picture | Features | Waveform | Spectrogram | Video
 
 
 def tensor_of(medium: Medium) -> torch.Tensor:
@@ -139,6 +166,8 @@ def tensor_of(medium: Medium) -> torch.Tensor:
     match medium:
         case Picture():
             return medium.pixels
+        case Features():
+            return medium.content
         case Waveform():
             return medium.samples
         case Spectrogram():
@@ -213,7 +242,7 @@ class EncodeRequest(msgspec.Struct, tag="encode"):
         trace_headers: the context of its trace, as headers (W3C). Unset: it is not traced.
     """
 
-    inputs: list[Text | Picture | Waveform | Spectrogram | Video]
+    inputs: list[Text | Picture | Features | Waveform | Spectrogram | Video]
     priority: int = 0
     deadline: float | None = None
     trace_headers: dict[str, str] | UnsetType = UNSET
@@ -344,7 +373,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     """
 
     messages: list[ChatMessage] = []
-    media: list[Picture | Waveform | Spectrogram | Video] = []
+    media: list[Picture | Features | Waveform | Spectrogram | Video] = []
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
     deadline: float | None = None

@@ -176,13 +176,19 @@ class _Routes:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
-        sampling = asyncio.create_task(self._sample())
+        tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._get_ready())]
         try:
             yield
         finally:
-            sampling.cancel()
+            for task in tasks:
+                task.cancel()
             self.feed.close()
             await self._intake.close()
+
+    async def _get_ready(self) -> None:
+        """Has a decoder import what the model's pictures need, before the first one comes; without an engine, nothing."""
+        with contextlib.suppress(shmring.ShmringError, TimeoutError):
+            await self._intake.get_ready((await self._model.describe()).input)
 
     async def _sample(self) -> None:
         while True:

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.metadata
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
 
 import shmring
 from shmring.engine.client import EngineClient, MediaMemory
 from shmring.engine.distributions import Distribution
-from shmring.engine.protocol import InputSpec, Medium
+from shmring.engine.protocol import InputSpec, Medium, ProcessorSpec
 from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
 from shmring.frontend.media.decoder_pool import DecoderStatistics
@@ -29,6 +34,8 @@ from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["IntakeStatistics", "MediaIntake"]
+
+_LOG = logging.getLogger(__name__)
 
 _FILE_THREADS = 2  # for base64, local files and hashes: they hold the interpreter lock, or wait for a disk
 # How often a request looks for its media before it decodes all of them itself.
@@ -92,6 +99,12 @@ class MediaIntake:
             preparation.slot_wait_s,
         )
 
+    async def get_ready(self, spec: InputSpec) -> None:
+        """Starts a decoder, if what the executor takes needs one that imports for seconds."""
+        picture = _usable(spec).picture
+        if picture is not None and picture.processor is not None:
+            await self._preparation.decoders.get_ready(picture.processor)
+
     async def close(self) -> None:
         """Starts nothing more."""
         self._preparation.close()
@@ -120,6 +133,7 @@ class MediaIntake:
             shmring.ShmringError: from the engine.
         """
         media: list[Medium] = []
+        spec = _usable(spec)
         with Held() as held:
             try:
                 if sources:
@@ -209,3 +223,22 @@ class MediaIntake:
     ) -> None:
         media = await self._preparation.prepare(list(files.values()), spec, reuse.memory, held, other_nbytes)
         held.media.update(zip(files, media, strict=True))
+
+
+def _usable(spec: InputSpec) -> InputSpec:
+    """Returns what the executor takes, without an image processor that can't be run here."""
+    if spec.picture is None or spec.picture.processor is None or _can_run(spec.picture.processor):
+        return spec
+    return msgspec.structs.replace(spec, picture=msgspec.structs.replace(spec.picture, processor=None))
+
+
+@functools.lru_cache(maxsize=1)
+def _can_run(processor: ProcessorSpec) -> bool:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    if version != processor.version:
+        message = "pictures are processed in the engine: transformers is %s here, and %s there"
+        _LOG.info(message, version, processor.version)
+    return version == processor.version

@@ -60,7 +60,7 @@ ALLOWED |= {
     "shmring.engine": PARTS,
     "shmring.frontend": (
         *PARTS,
-        *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "protocol")),
+        *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "picture_processor", "protocol")),
         # of processes, not of requests
         *(
             f"shmring.engine.{name}"

@@ -2,6 +2,7 @@
 
 Pixels go to the processor as they lie in the slab; it reads them there and makes its own arrays, scaled and normalised.
 The layout is named (channels last), since transformers would guess it, and takes a picture one pixel high for a planar one.
+Where frontends have done that already, it is given what came of it (see :mod:`.processed`).
 
 Callers' texts are only text: strings that look like control tokens, such as ``<|im_end|>`` or ``<image>``, are tokenised as
 ordinary characters, so that no caller can close a message or forge the place of a medium (``sanitize_control_tokens``). If a
@@ -17,18 +18,24 @@ Source: the chat form of vLLM's embeddings, which by default ends the prompt wit
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
+from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
 from shmring.engine.protocol import (
+    Features,
     GenerateRequest,
     InputSpec,
     Medium,
@@ -41,6 +48,8 @@ from shmring.engine.protocol import (
 )
 
 __all__ = ["PromptBuilder", "check_pixels", "find_max_pixels"]
+
+logger = logging.getLogger("shmring.engine.executors.prompts")
 
 # Ticks of the clock that clips' frames are placed on: transformers counts time in frames, so a clip is one of 1000 frames a
 # second.
@@ -58,6 +67,7 @@ _MAX_FRAME_PIXELS = 512 * 512
 _RESERVED = frozenset(
     {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
 )
+_PLACE = torch.zeros((1, 1, 3), dtype=torch.uint8)  # what a processor is shown of a picture that was processed already
 _MODALITIES = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
 
 
@@ -78,7 +88,10 @@ class PromptBuilder:
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
         self._name = checkpoint.name
-        self._processor = checkpoint.processor
+        self._processor: Any = copy.copy(checkpoint.processor)
+        self._given: GivenFeatures | None = None
+        if (image_processor := getattr(self._processor, "image_processor", None)) is not None:
+            self._given = self._processor.image_processor = GivenFeatures(image_processor, checkpoint.model.dtype)
         self._tokenizer = checkpoint.tokenizer
         self._media_settings = dict(mm_processor_kwargs)
         _check_media_settings(self._processor, self._media_settings)
@@ -97,6 +110,19 @@ class PromptBuilder:
         self._variables = self._find_variables()
         self.input = self._describe_input()
 
+    def offer_processor(self) -> None:
+        """Has frontends process pictures (:attr:`input` then says so), where that is right; else the log says why not."""
+        if self._given is None or self.input.picture is None:
+            return
+        try:
+            processor = find_processor(self._given, self._build_media)
+        except Exception as error:  # noqa: BLE001 - whatever a processor does not understand
+            logger.info("%s: pictures are processed in the engine: %s", self._name, error)
+            return
+        self.input = msgspec.structs.replace(
+            self.input, picture=msgspec.structs.replace(self.input.picture, processor=processor)
+        )
+
     def build(self, request: GenerateRequest) -> dict[str, Any]:
         """Makes a request's inputs: ``input_ids`` of shape (1, tokens), and what the model takes of its media.
 
@@ -114,9 +140,10 @@ class PromptBuilder:
         if request.needs_tools and not self.has_tools:
             raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
         self._check_options(request.template_options)
-        conversation, videos = self._lay_out(request)
+        self._check_features(request.media)
+        conversation, media = self._lay_out(request)
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
-        return self._apply_template(conversation, videos, add_generation_prompt=True, **options)
+        return self._apply_template(conversation, media, add_generation_prompt=True, **options)
 
     def reader_of(self, request: GenerateRequest, prompt: torch.Tensor) -> ResponseReader | None:
         """Returns what reads the answer to a request with tools; None: its text is given out as it is.
@@ -174,17 +201,34 @@ class PromptBuilder:
         """
         if isinstance(item, Text):
             return self._tokenize(item.text)
-        part = self._place(item)
-        videos = [item] if isinstance(item, Video) else []
+        self._check_features([item])
+        return self._build_media([item])
+
+    def _build_media(self, media: Sequence[Medium]) -> dict[str, Any]:
+        """Makes the inputs of a prompt that is nothing but media of one kind."""
+        parts = [self._place(medium) for medium in media]
         if self.has_template:
-            return self._apply_template([{"role": "user", "content": [part]}], videos, add_generation_prompt=False)
+            return self._apply_template([{"role": "user", "content": parts}], media, add_generation_prompt=False)
         assert self._processor is not None, "it has a place for this medium"
-        place = self._processor.video_token if videos else self._processor.image_token
-        media = {"videos": [part["video"]]} if videos else {"images": [part["image"]]}
-        return dict(self._processor(text=[place], **media, return_tensors="pt", **self._call_settings(videos)))
+        kind = parts[0]["type"]
+        text = getattr(self._processor, f"{kind}_token") * len(parts)
+        named = {f"{kind}s": [part[kind] for part in parts]}
+        with self._giving(media) as complete:
+            return complete(dict(self._processor(text=[text], **named, return_tensors="pt", **self._call_settings(media))))
+
+    @contextlib.contextmanager
+    def _giving(self, media: Sequence[Medium]) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+        """Has the processor given what frontends have made; yields a function that puts it into what the processor returns."""
+        with contextlib.nullcontext() if self._given is None else self._given.giving(media):
+            yield dict if self._given is None else self._given.complete
+
+    def _check_features(self, media: Sequence[Medium]) -> None:
+        for medium in media:
+            if isinstance(medium, Features):
+                check_features(medium, None if self.input.picture is None else self.input.picture.processor)
 
     def _apply_template(
-        self, conversation: list[dict[str, Any]], videos: list[Video], *, add_generation_prompt: bool, **options: Any
+        self, conversation: list[dict[str, Any]], media: Sequence[Medium], *, add_generation_prompt: bool, **options: Any
     ) -> dict[str, Any]:
         are_callers = bool(options) or any("tool_calls" in message for message in conversation)
         options |= {
@@ -197,9 +241,11 @@ class PromptBuilder:
             if self._processor is None:
                 inputs = self._tokenizer.apply_chat_template(conversation, **options)
             else:
-                inputs = self._processor.apply_chat_template(
-                    conversation, tokenize=True, processor_kwargs=self._call_settings(videos), **options
-                )
+                with self._giving(media) as complete:
+                    inputs = self._processor.apply_chat_template(
+                        conversation, tokenize=True, processor_kwargs=self._call_settings(media), **options
+                    )
+                    inputs = complete(dict(inputs))
         except self._template_error as error:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
@@ -284,10 +330,9 @@ class PromptBuilder:
 
     # -- a conversation ------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, request: GenerateRequest) -> tuple[list[dict[str, Any]], list[Video]]:
-        """Returns the conversation as templates take it, and its clips in the order of their places."""
+    def _lay_out(self, request: GenerateRequest) -> tuple[list[dict[str, Any]], list[Medium]]:
+        """Returns the conversation as templates take it, and its media in the order of their places."""
         conversation: list[dict[str, Any]] = []
-        videos: list[Video] = []
         places: list[int] = []
         for message in request.messages:
             parts: list[dict[str, Any]] = []
@@ -300,19 +345,19 @@ class PromptBuilder:
                 places.append(part.index)
                 medium = request.media[part.index]
                 parts.append(self._place(medium))
-                if isinstance(medium, Video):
-                    videos.append(medium)
             texts = [part["text"] for part in parts if part["type"] == "text"]
             content = "\n".join(texts) if self._processor is None else parts
             conversation.append({"role": message.role, "content": content} | tool_fields(message))
         if sorted(places) != list(range(len(request.media))):
             raise ValueError(f"each of the {len(request.media)} media has one place in the messages, got places {places}")
-        return conversation, videos
+        return conversation, [request.media[place] for place in places]
 
     def _place(self, medium: object) -> dict[str, Any]:
         if isinstance(medium, Picture) and self.input.picture is not None:
             check_pixels(medium.pixels, "a picture", ndim=3)
             return {"type": "image", "image": medium.pixels}
+        if isinstance(medium, Features) and self.input.picture is not None:
+            return {"type": "image", "image": _PLACE}
         if isinstance(medium, Video) and self.input.video is not None:
             check_pixels(medium.frames, "a clip", ndim=4)
             if len(medium.timestamps_s) != len(medium.frames):
@@ -320,7 +365,8 @@ class PromptBuilder:
             return {"type": "video", "video": medium.frames}
         raise ValueError(f"the model {self._name!r} takes no {type(medium).__name__.lower()}")
 
-    def _call_settings(self, videos: list[Video]) -> dict[str, Any]:
+    def _call_settings(self, media: Sequence[Medium]) -> dict[str, Any]:
+        videos = [medium for medium in media if isinstance(medium, Video)]
         settings = dict(self._media_settings)
         settings["images_kwargs"] = {**settings.get("images_kwargs", {}), "input_data_format": "channels_last"}
         if videos:

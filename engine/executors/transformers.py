@@ -259,6 +259,7 @@ class TransformersExecutor:
         self._checkpoint = load_checkpoint(options.model, settings)
         self._max_num_seqs = settings.max_num_seqs
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
+        self._prompts.offer_processor()
         self._model = LanguageModel(self._checkpoint.model)
         self._batch_decode = settings.batch_decode
         if (reason := self._model.check(self._make_examples)) is not None:
@@ -266,6 +267,7 @@ class TransformersExecutor:
         self._prompts_aside = self._prompts
         if self._model.flat:
             self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
+            self._prompts_aside.input = self._prompts.input
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
         self._preparing: dict[int, _Preparing] = {}
         self._embedder: Embedder | None = None

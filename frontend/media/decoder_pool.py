@@ -37,6 +37,7 @@ from concurrent.futures import Executor
 
 import msgspec
 
+from shmring.engine.inputs import ProcessorSpec
 from shmring.frontend.callers import caller
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
@@ -138,6 +139,21 @@ class DecoderPool:
         outcome.cpu_s += spent_s
         return outcome
 
+    async def get_ready(self, processor: ProcessorSpec) -> None:
+        """Starts a decoder that has an image processor. Importing it takes seconds; further ones are forks with it."""
+        give_back = await self._places.take(is_small=True)
+        try:
+            decoder = await _Decoder.start(processor)
+        except DecoderDiedError as death:
+            _LOG.warning("a decoder could not be started; the first picture starts one: %s", death)
+        else:
+            if self._closed:
+                decoder.close()
+            else:
+                self._idle.append(decoder)
+        finally:
+            give_back()
+
     def statistics(self) -> DecoderStatistics:
         """Returns how busy the decoders are."""
         return self._places.statistics()
@@ -177,14 +193,15 @@ class DecoderPool:
         is_small: bool,
         by_a_new_one: bool,
     ) -> Outcome:
+        processor = _processor_of(job)
         give_back = await self._places.take(is_small)
         decoder: _Decoder | None = None
         try:
             if by_a_new_one and self._idle:
                 self._idle.pop().close()  # it may be about to die, too; and there are never more decoders than places
-            decoder = None if by_a_new_one else self._idle_decoder()
+            decoder = None if by_a_new_one else self._idle_decoder(processor)
             if decoder is None:
-                decoder = await _Decoder.start()
+                decoder = await _Decoder.start(processor)
             outcome = await decoder.run(job, data, result_nbytes, budget_s, self._threads)
         except BaseException:
             if decoder is None:
@@ -199,13 +216,20 @@ class DecoderPool:
         give_back()
         return outcome
 
-    def _idle_decoder(self) -> _Decoder | None:
+    def _idle_decoder(self, processor: ProcessorSpec | None) -> _Decoder | None:
+        """Returns one that lives, and has the image processor if the job needs one; others end."""
         while self._idle:
             decoder = self._idle.pop()
-            if decoder.lives():
+            if decoder.lives() and processor in (None, decoder.processor):
                 return decoder
             decoder.close()
         return None
+
+
+def _processor_of(job: Probe | Decode) -> ProcessorSpec | None:
+    if isinstance(job, Decode):
+        return job.processor
+    return job.spec.picture.processor if job.kind == "image" and job.spec.picture is not None else None
 
 
 # -- places -------------------------------------------------------------------------------------------------------------
@@ -297,8 +321,8 @@ class _Nursery:
         self._process: Process | None = None
         self._control: socket.socket | None = None
 
-    def fork(self, connection: socket.socket) -> None:
-        """Asks for a new decoder, which uses this socket. It sends a message when it is ready.
+    def fork(self, connection: socket.socket, processor: ProcessorSpec | None) -> None:
+        """Asks for a new decoder, which uses this socket and has this image processor. It sends a message when it is ready.
 
         Raises:
             ConnectionError: this process has just ended.
@@ -306,7 +330,7 @@ class _Nursery:
         if not self._lives():
             self._start()
         assert self._control is not None
-        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+        socket.send_fds(self._control, [msgspec.msgpack.encode(processor)], [connection.fileno()])
 
     def _lives(self) -> bool:
         """Whether the other end of its socket is open. The kernel closes that before it reports the death of the process."""
@@ -343,14 +367,15 @@ def _nursery() -> _Nursery:
 class _Decoder:
     """A decoder process, seen by the pool, which closes or kills it."""
 
-    def __init__(self, connection: socket.socket, process: Process) -> None:
+    def __init__(self, connection: socket.socket, process: Process, processor: ProcessorSpec | None) -> None:
+        self.processor = processor
         self._connection = connection
         self._process = process
         self._clock = (~process.pid << 3) | 2  # the kernel's name for the processor time of a process: clock_getcpuclockid(3)
 
     @classmethod
-    async def start(cls) -> _Decoder:
-        """Starts a process, and waits until it is ready.
+    async def start(cls, processor: ProcessorSpec | None) -> _Decoder:
+        """Starts a process that has an image processor, or none, and waits until it is ready.
 
         Raises:
             DecoderDiedError: it ended before it was ready, or the process that forks decoders ended.
@@ -358,13 +383,13 @@ class _Decoder:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                _nursery().fork(theirs)
+                _nursery().fork(theirs, processor)
             ours.setblocking(False)
             ready = await _receive(ours)
             if ready is None:
                 raise DecoderDiedError("no decoder could be started; if something was written to stderr, it says why")
             assert isinstance(ready, Ready), ready
-            return cls(ours, Process(ready.pid))
+            return cls(ours, Process(ready.pid), processor)
         except (ConnectionError, ProcessLookupError):
             ours.close()
             raise DecoderDiedError("a decoder, or the process that starts them, ended at once") from None

@@ -15,7 +15,10 @@ A child does one job at a time: a message, with the medium's file in a memory fi
 memory file, and never to the slab: a process that outlives its frontend for a moment could write there after the memory was
 given to somebody else.
 
-Nothing here imports torch.
+Pictures may be processed by the image processor of the model, where the engine has named one. It is imported by the program, so
+that its children have it, with transformers. If that fails, pixels go to the engine, which processes them itself.
+
+Nothing here imports torch, but for image processors that compute with it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import gc
 import logging
 import mmap
@@ -33,6 +37,7 @@ import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -40,6 +45,8 @@ import av.logging
 import msgspec
 import numpy as np
 
+from shmring.engine.inputs import ProcessorSpec, places_of
+from shmring.engine.picture_processor import PictureProcessor
 from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
@@ -63,7 +70,10 @@ _HEADER_TYPES: dict[MediaKind, type[_Header]] = {
 
 
 def main() -> None:
-    """Forks a decoder for each socket that arrives on the control socket, whose descriptor is the first argument."""
+    """Forks a decoder for each socket that arrives on the control socket, whose descriptor is the first argument.
+
+    The message beside it names the image processor that the decoder is to have, if it is not empty.
+    """
     # Whoever ends the frontend's process group does not mean us: we end with the frontend.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,9 +87,12 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     own_pid = os.getpid()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_NBYTES, 1)
         if not message:
             return
+        if (processor := msgspec.msgpack.decode(message, type=ProcessorSpec | None)) is not None:
+            _processor_of(processor)
+            gc.freeze()
         if os.fork() == 0:
             control.close()
             end_with_parent(own_pid)
@@ -135,15 +148,19 @@ def _probe(job: Probe, file: mmap.mmap | bytes) -> Probed:
     spec, limits = job.spec, job.limits
     data = _data(job, file)
     header: _Header
+    features_nbytes = 0
     if job.kind == "image" and spec.picture is not None:
         header = image.probe(data, limits.picture, spec.picture.max_pixels)
+        if (processor := _processor_of(spec.picture.processor)) is not None:
+            with _refusals():
+                _, features_nbytes = places_of(processor.foresee(header.height, header.width))
     elif job.kind == "audio" and spec.sound is not None:
         header = audio.probe(data, spec.sound, limits)
     elif job.kind == "video" and spec.video is not None:
         header = video.probe(data, spec.video, limits, job.io_kwargs)
     else:
         raise ValueError(f"a medium of kind {job.kind} was sent that the executor does not take")
-    return Probed(header.shape, msgspec.msgpack.encode(header, enc_hook=str))
+    return Probed(header.shape, msgspec.msgpack.encode(header, enc_hook=str), features_nbytes)
 
 
 def _data(job: Probe | Decode, file: mmap.mmap | bytes) -> bytes:
@@ -156,13 +173,47 @@ def _decode(job: Decode, file: mmap.mmap | bytes, memory: mmap.mmap | bytes) -> 
     header: _Header = msgspec.msgpack.decode(job.header, type=_HEADER_TYPES[job.kind], dec_hook=_fraction)
     if isinstance(header, image.PictureHeader):
         background = job.io_kwargs.rgba_background_color
-        shortfall = image.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), background)
+        processor = _processor_of(job.processor)
+        # What is made of pixels may be the pixels themselves, so they must not lie where it is written.
+        pixels = np.ndarray(header.shape, np.uint8, memory if processor is None else None)
+        shortfall = image.decode_into(data, header, pixels, background)
+        if processor is None:
+            return Decoded(header.height, shortfall=shortfall)
+        with _refusals():
+            layout = processor.process_into(pixels, memory)
+        if layout:
+            return Decoded(places_of(layout)[1], shortfall=shortfall, layout=layout)
+        np.ndarray(header.shape, np.uint8, memory)[:] = pixels
         return Decoded(header.height, shortfall=shortfall)
     if isinstance(header, video.ClipHeader):
         clip = video.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), job.io_kwargs.rgba_background_color)
         return Decoded(len(clip.timestamps_s), clip.duration_s, timestamps_s=clip.timestamps_s, shortfall=clip.shortfall)
     sound = audio.decode_into(data, header, np.ndarray(header.shape, np.float32, memory))
     return Decoded(sound.length, sound.duration_s, header.sample_rate, shortfall=sound.shortfall)
+
+
+@functools.lru_cache(maxsize=2)  # one, and none
+def _processor_of(spec: ProcessorSpec | None) -> PictureProcessor | None:
+    """Returns an image processor; None if there is none, or it can't be made here."""
+    if spec is None:
+        return None
+    try:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if not spec.needs_torch:
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # as if it were not installed
+        return PictureProcessor(spec)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises that is not installed as it should be
+        logging.getLogger(__name__).warning("pictures are processed in the engine, not in decoders: %s", error)
+        return None
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What an image processor does not take is the picture's fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise MediaError(f"the model does not take the picture: {error}") from error
 
 
 def _fraction(expected_type: type, text: Any) -> Fraction:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from shmring.engine.inputs import InputSpec
+from shmring.engine.inputs import Feature, InputSpec, ProcessorSpec
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["MAX_MESSAGE_NBYTES", "Decode", "Decoded", "Failed", "Probe", "Probed", "Ready", "Reply"]
@@ -28,11 +28,15 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
-    """Job: decode a medium into the second file. ``header`` is what :class:`Probed` said, and nobody else's to read."""
+    """Job: decode a medium into the second file. ``header`` is what :class:`Probed` said, and nobody else's to read.
+
+    ``processor`` makes what is written there of a picture, if it makes what was foreseen; else its pixels are.
+    """
 
     kind: MediaKind
     header: bytes
     io_kwargs: MediaIoKwargs
+    processor: ProcessorSpec | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -42,10 +46,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
-    """What memory decoding takes: ``shape`` of float32 for sounds, of uint8 for everything else."""
+    """What memory decoding takes: ``shape`` of float32 for sounds, of uint8 for everything else; or ``features_nbytes`` for a
+    picture that can be processed."""
 
     shape: tuple[int, ...]
     header: bytes
+    features_nbytes: int = 0
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
@@ -57,6 +63,7 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
         sample_rate: of a recording.
         timestamps_s: of a clip's frames.
         shortfall: what is missing of it, for its caller; nothing if nothing is.
+        layout: of the features that were made of a picture; ``length`` counts their bytes.
     """
 
     length: int
@@ -64,6 +71,7 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     sample_rate: int = 0
     timestamps_s: list[float] = []
     shortfall: str = ""
+    layout: list[Feature] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -32,7 +32,17 @@ import torch
 import shmring
 from shmring.engine.client import MediaMemory
 from shmring.engine.distributions import Distribution
-from shmring.engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform, checksum_of
+from shmring.engine.protocol import (
+    Features,
+    InputSpec,
+    Medium,
+    Picture,
+    ProcessorSpec,
+    Spectrogram,
+    Video,
+    Waveform,
+    checksum_of,
+)
 from shmring.engine.tracing import traced
 from shmring.frontend.decoded_memory import DecodedMemory
 from shmring.frontend.errors import unavailable
@@ -65,6 +75,7 @@ class ProbedMedium:
         header: what its decoder needs to know again.
         cpu_s: processor time that it has taken so far.
         probe_s: how long finding this out took.
+        processor: of a picture: what is made of it there instead, and ``features_nbytes``: how large that is.
     """
 
     file: MediaFile
@@ -73,11 +84,13 @@ class ProbedMedium:
     header: bytes = dataclasses.field(repr=False)
     cpu_s: float
     probe_s: float = 0.0
+    processor: ProcessorSpec | None = None
+    features_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that decoding it writes at most."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return max(torch.Size(self.shape).numel() * self.dtype.itemsize, self.features_nbytes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,9 +169,9 @@ class Preparation:
         """
         probed = await all_of((self.probe(file, spec) for file in files), files)
         if not self._settings.disable_mm_shm:
-            sizes = [shmring.nbytes_for((medium.shape, medium.dtype)) for medium in probed]
-            memory.check_capacity(*other_nbytes, *sizes)
-            hold_slab(sum(sizes), stack)  # before they are decoded, or wait for slots
+            _check_capacity(probed, memory, other_nbytes)
+            # Before they are decoded, or wait for slots.
+            hold_slab(sum(shmring.nbytes_for(((medium.nbytes,), torch.uint8)) for medium in probed), stack)
         nbytes = sum(medium.nbytes for medium in probed)
         is_quick = nbytes <= _QUICK_DECODED_NBYTES and all(file.kind != "video" for file in files)
         targets: list[torch.Tensor] = []
@@ -190,7 +203,9 @@ class Preparation:
         probed = outcome.reply
         assert isinstance(probed, Probed), probed
         dtype = torch.float32 if file.kind == "audio" else torch.uint8
-        return ProbedMedium(file, probed.shape, dtype, probed.header, outcome.cpu_s, time.monotonic() - started_at)
+        processor = spec.picture.processor if probed.features_nbytes and spec.picture is not None else None
+        probe_s = time.monotonic() - started_at
+        return ProbedMedium(file, probed.shape, dtype, probed.header, outcome.cpu_s, probe_s, processor, probed.features_nbytes)
 
     async def decode(self, probed: ProbedMedium) -> DecodedMedium:
         """Decodes a medium into memory of its own, which the caller closes. If it is cancelled, decoding ends at once.
@@ -201,7 +216,7 @@ class Preparation:
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
         kind = probed.file.kind
-        job = Decode(kind, probed.header, self._settings.media_io_kwargs)
+        job = Decode(kind, probed.header, self._settings.media_io_kwargs, probed.processor)
         started_at = time.monotonic()
         with traced("media decode", {"shmring.media.kind": kind}):
             outcome = await self._run(job, probed.file.data, probed.nbytes, self._limits.max_decode_s - probed.cpu_s)
@@ -209,7 +224,8 @@ class Preparation:
         reply = outcome.reply
         assert isinstance(reply, Decoded), reply
         assert outcome.result is not None
-        return DecodedMedium(kind, (reply.length, *probed.shape[1:]), probed.dtype, reply, outcome.result)
+        shape = (reply.length,) if reply.layout else (reply.length, *probed.shape[1:])
+        return DecodedMedium(kind, shape, probed.dtype, reply, outcome.result)
 
     async def copy(self, decoded: DecodedMedium, target: torch.Tensor, with_checksum: bool = False) -> Medium:
         """Copies a decoded medium into other memory.
@@ -234,6 +250,8 @@ class Preparation:
             raise
         reply, shortfall = decoded.reply, decoded.reply.shortfall or None
         match decoded.kind:
+            case "image" if reply.layout:
+                return Features(target, reply.layout, checksum, shortfall)
             case "image":
                 return Picture(target, checksum, shortfall)
             case "video":
@@ -292,3 +310,19 @@ class Preparation:
             raise MediaError(reply.text)
         _LOG.error("decoding a medium failed unexpectedly:\n%s", reply.text)
         raise RuntimeError(f"decoding failed unexpectedly ({reply.text.splitlines()[-1][:64]}); the log says more")
+
+
+def _check_capacity(probed: Sequence[ProbedMedium], memory: MediaMemory, other_nbytes: Sequence[int]) -> None:
+    """Checks that media fit the slab together; if pictures do so only as pixels, they are not processed here.
+
+    Raises:
+        shmring.CapacityError: they can never fit.
+    """
+    try:
+        memory.check_capacity(*other_nbytes, *(shmring.nbytes_for(((medium.nbytes,), torch.uint8)) for medium in probed))
+    except shmring.CapacityError:
+        if not any(medium.processor for medium in probed):
+            raise
+        for medium in probed:
+            medium.processor, medium.features_nbytes = None, 0
+        _check_capacity(probed, memory, other_nbytes)

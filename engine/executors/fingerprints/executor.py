@@ -22,6 +22,7 @@ from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     EncodeRequest,
+    Features,
     InputSpec,
     Medium,
     ModelDescription,
@@ -127,6 +128,8 @@ def _describe(items: Sequence[Text | Medium]) -> list[Encoded | Exception] | Gen
             return _describe_clip(clip)
         case Waveform():
             raise ValueError("the fingerprints executor takes sounds as log-mel spectrograms; got a waveform")
+        case Features():
+            raise ValueError("the fingerprints executor takes pictures as pixels; got features")
 
 
 def _describe_clip(clip: Video) -> Generator[None, None, Encoded]:
