@@ -113,7 +113,11 @@ def check_features(features: Features, spec: ProcessorSpec | None) -> None:
         for found, feature in zip(features.layout, expected, strict=True)
     )
     content = features.content
-    if not fits or content.dtype != torch.uint8 or content.shape != (places_of(features.layout)[1],):
+    fits = fits and content.dtype == torch.uint8 and content.shape == (places_of(features.layout)[1],)
+    if fits and any(feature.shape[0] == 0 for feature in expected):  # the others count patches: so many tokens follow
+        counts = [tensor.double() for tensor in features.tensors().values() if not tensor.is_floating_point()]
+        fits = all(bool((count >= 0).all()) and float(count.clamp(min=1).prod()) <= len(content) for count in counts)
+    if not fits:
         raise ValueError("the features of a picture are not those that the model's image processor makes")
 
 
@@ -136,7 +140,10 @@ def find_processor(given: GivenFeatures, build: Callable[[Sequence[Picture | Fea
     made = [processor.process(picture.numpy()) for picture in pixels]
     patches = [processor.patches(*size) for size in _SIZES]
     spec = msgspec.structs.replace(spec, features=_foreseen([[feature for feature, _ in each] for each in made], patches))
-    found = build([_pack(processed) for processed in made[:2]])
+    packed = [_pack(processed) for processed in made]
+    for features in packed:
+        check_features(features, spec)
+    found = build(packed[:2])
     for name in expected.keys() | found.keys():
         left, right = expected.get(name), found.get(name)
         if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):

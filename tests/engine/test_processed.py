@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,35 @@ def test_features_that_no_processor_makes_are_refused(
     with pytest.raises(ValueError, match="not those that the model's image processor makes"):
         prompts.build_single(change(features))
     assert prompts.build(ask([features]))["pixel_values"].shape[1] == 1176
+
+
+@for_each("counts", [(1, 1 << 40, 1), (1 << 31, 1 << 31, 1 << 31), (-1, 4, -4), (1 << 62, 1, 1)])
+def test_features_with_more_patches_than_they_have_are_refused(
+    counts: tuple[int, ...], qwen2_vl: Callable[..., PromptBuilder]
+) -> None:
+    """Their tokens would fill the memory."""
+    prompts = qwen2_vl()
+    features = processed(processor_of(prompts), noise(40, 60))
+    features.tensors()["image_grid_thw"][:] = torch.tensor(counts)
+    with pytest.raises(ValueError, match="not those that the model's image processor makes"):
+        prompts.build(ask([features]))
+
+
+@for_each("architecture", ["llava", "gemma3"])  # which share steps, and which do not
+def test_features_are_let_go_after_the_first_step(architecture: str, tiny_model: Callable[..., Path]) -> None:
+    executor = TransformersExecutor(ExecutorOptions(model=str(tiny_model(architecture))))
+    picture = executor.describe().input.picture
+    assert picture is not None
+    features = processed(picture.processor, noise(40, 60))
+    view = weakref.ref(features.content)
+    (output,) = executor.execute([StepInput(1, ask([features]))])
+    del features
+    gc.collect()
+    assert view() is None
+    while not isinstance(output, Exception) and not output.finished:
+        (output,) = executor.execute([StepInput(1, None)])
+    assert not isinstance(output, Exception)
+    executor.close()
 
 
 def test_where_no_processor_was_named_features_are_refused(qwen2_vl: Callable[..., PromptBuilder]) -> None:
