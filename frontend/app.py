@@ -188,7 +188,7 @@ class _Routes:
     async def _get_ready(self) -> None:
         """Has a decoder import what the model's pictures need, before the first one comes; without an engine, nothing."""
         with contextlib.suppress(shmring.ShmringError, TimeoutError):
-            await self._intake.get_ready((await self._model.describe()).input)
+            await self._intake.get_ready((await self._engine.describe()).input)
 
     async def _sample(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """The model that is served: its names, and its tasks.
 
-The frontend asks the engine when a request needs to know it, and beside its start, which does not wait for the answer. So a
-slow engine does not keep a frontend from starting, and an engine that replaces another may have another model.
+The frontend asks the engine when a request needs to know it, and never at the start. So a slow engine does not keep a frontend
+from starting, and an engine that replaces another may have another model.
 """
 
 from __future__ import annotations

@@ -17,6 +17,34 @@ _IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbyte
 
 GUARDS = (
     Guard(
+        "features that count more patches than they have are refused",
+        "engine/executors/processed.py",
+        "if fits and any(feature.shape[0] == 0 for feature in expected):",
+        "if False:",
+        "tests/engine/test_processed.py::test_features_with_more_patches_than_they_have_are_refused",
+    ),
+    Guard(
+        "what an image processor makes is written only if it is as large as was foreseen",
+        "engine/picture_processor.py",
+        "if layout != self.foresee(*pixels.shape[:2]):",
+        "if False:",
+        "tests/frontend/media/test_processing.py::test_what_can_not_be_processed_here_goes_to_the_engine_as_pixels",
+    ),
+    Guard(
+        "a decoder that has another image processor, or none, gets no picture for this one",
+        "frontend/media/decoder_pool.py",
+        "if decoder.lives() and processor in (None, decoder.processor):",
+        "if decoder.lives():",
+        "tests/frontend/media/test_processing.py::test_pictures_for_several_processors_in_turn",
+    ),
+    Guard(
+        "a step copies so many media at most",
+        "engine/executors/transformers.py",
+        "if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:",
+        "if False:",
+        "tests/engine/test_transformers.py::test_many_pictures_are_copied_in_several_steps",
+    ),
+    Guard(
         "the variable of Kubernetes for a service called shmring is not taken for a port",
         "engine/option_table.py",
         'text is not None and text.startswith("tcp://")',
