@@ -88,10 +88,10 @@ class PromptBuilder:
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
         self._name = checkpoint.name
-        self._processor: Any = copy.copy(checkpoint.processor)
+        self._processor = processor = copy.copy(checkpoint.processor)
         self._given: GivenFeatures | None = None
-        if (image_processor := getattr(self._processor, "image_processor", None)) is not None:
-            self._given = self._processor.image_processor = GivenFeatures(image_processor, checkpoint.model.dtype)
+        if processor is not None and getattr(processor, "image_processor", None) is not None:
+            self._given = processor.image_processor = GivenFeatures(processor.image_processor, checkpoint.model.dtype)
         self._tokenizer = checkpoint.tokenizer
         self._media_settings = dict(mm_processor_kwargs)
         _check_media_settings(self._processor, self._media_settings)
