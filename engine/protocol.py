@@ -103,6 +103,7 @@ class Features(msgspec.Struct, tag="features"):
     layout: list[Feature]
     checksum: int | None = None
     shortfall: str | None = None
+    key: str | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns views of the content, by name."""

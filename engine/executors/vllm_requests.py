@@ -133,6 +133,8 @@ class RequestBuilder:
 
     def _build_input(self, item: Text | Medium) -> dict[str, Any]:
         if isinstance(item, Text):
+            if not isinstance(item.text, str):
+                raise ValueError(f"the model {self._name!r} embeds texts and no tokens: send the text")
             self._texts.check_characters(len(item.text), None)
             if not item.text:
                 raise ValueError("a text to be embedded can't be empty")
