@@ -195,8 +195,8 @@ def test_the_slab_fits_and_the_server_has_the_time_to_stop(tmp_path: Path) -> No
         assert slabs_nbytes + PROCESSES_NBYTES + place.options.frontends * each_nbytes <= place.memory_nbytes, name
         frontend = place.options.frontend
         grace_s = supervisor._FRONTENDS_GRACE_S + supervisor._ENGINES_GRACE_S
-        stop_s = frontend.shutdown_delay_s + frontend.shutdown_timeout_s + grace_s
-        stop_s += slabs_nbytes / 2**30 * supervisor._FREEING_S_PER_GIB
+        running_s = place.options.frontend.shutdown_delay_s + place.options.frontend.shutdown_timeout_s
+        stop_s = running_s + grace_s + slabs_nbytes / 2**30 * supervisor._FREEING_S_PER_GIB
         assert stop_s < place.stop_s <= stop_s + 30, name
         assert place.ports == {place.options.frontend.port} == {port}, name
         assert place.options.frontend.http.api_keys, f"{name}: nobody may call it without a key"
@@ -227,7 +227,6 @@ def test_every_option_and_variable_that_a_file_names_is_there() -> None:
             "--home-dir",
             "--now",
             "--from-literal",
-            "--stop-timeout",
             "--help",
         ),
         *(
@@ -303,6 +302,14 @@ def test_the_probes_give_the_server_the_time_to_start() -> None:
     start_s = re.search(r"--start-period=(\w+)", value_of("HEALTHCHECK"))
     assert start_s is not None
     assert seconds(start_s[1]) >= of_compose().options.start_timeout_s
+
+
+def test_a_pod_goes_on_answering_until_its_readiness_probe_has_failed() -> None:
+    probe = container()["readinessProbe"]
+    failing_s = probe["failureThreshold"] * probe["periodSeconds"]
+    assert (
+        failing_s + 2 <= of_kubernetes().options.frontend.shutdown_delay_s
+    )  # some time more, for the endpoints of the service
 
 
 def test_nothing_runs_as_root_and_all_agree_who_runs() -> None:

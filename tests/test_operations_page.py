@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from shmring.frontend.cli import main as shmring
 from shmring.frontend.counted import COUNTED
 from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
@@ -92,10 +93,8 @@ def test_each_code_of_an_unavailable_server_has_a_row() -> None:
 
 
 def test_every_option_and_metric_of_the_page_is_there() -> None:
-    options = {text for option in serve.params for text in option.opts}
-    others = {  # of other programs, and of other commands
-        *("--shm-size", "--ipc", "--init", "--ulimit", "--gpus", "--json", "--sweep", "--engine", "--frontend", "--timeout"),
-    }
+    options = {text for command in (serve, *shmring.commands.values()) for option in command.params for text in option.opts}
+    others = {"--shm-size", "--ipc", "--init", "--ulimit"}  # of Docker
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) - options - others
     names = {each.exposed_name for each in COUNTED}
     used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bshmring_[a-z_]+", PAGE)}
