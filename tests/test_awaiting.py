@@ -29,7 +29,7 @@ async def test_tasks_take_what_is_awaited(serve: Any, connect: Any) -> None:
         await asyncio.wait_for(submitting.result().next(), 5)
 
 
-async def test_it_is_a_coroutine_to_those_who_look(serve: Any, connect: Any) -> None:
+async def test_asyncio_takes_it_for_a_coroutine(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit([1])
     for awaited in (
@@ -216,7 +216,7 @@ async def test_claims_are_taken_together(serve: Any, connect: Any) -> None:
         ring.claim_many(0)
 
 
-async def test_claims_that_are_waited_for_together_pass_nobody(serve: Any, connect: Any) -> None:
+async def test_claim_many_does_not_overtake_an_earlier_claim(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     first, second = asyncio.ensure_future(ring.claim()), asyncio.ensure_future(ring.claim_many(9))
     await asyncio.sleep(0)

@@ -61,7 +61,7 @@ async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, settl
     await settled(ring)
 
 
-async def test_closing_again_and_again_with_a_slot_in_hands_uses_no_slab_up(serve: Any, connect: Any, settled: Any) -> None:
+async def test_closing_with_a_slot_in_use_loses_no_slab(serve: Any, connect: Any, settled: Any) -> None:
     ring = await serve(slab_nbytes="1MiB")
     for _ in range(20):
         client = await connect()

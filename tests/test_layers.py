@@ -209,7 +209,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @for_each("package", WITHOUT_OWNERS)
-def test_no_part_knows_who_has_it(package: str) -> None:
+def test_no_part_imports_the_type_of_its_owner(package: str) -> None:
     """There, not even a type is of a module that needs this one: a part is handed what it uses, and not its owner."""
     require_no_circle([path for path in SOURCES if path.is_relative_to(ROOT / package)], types_too=True)
 

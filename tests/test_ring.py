@@ -131,7 +131,7 @@ async def test_claim_nowait_claims_or_would_block(serve: Any, connect: Any, even
         ring.claim_nowait()
 
 
-async def test_claim_nowait_does_not_overtake_who_waits(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_claim_nowait_does_not_overtake_waiting_callers(serve: Any, connect: Any, eventually: Any) -> None:
     ring, client = await serve(), await connect()
     await client.submit("first")
     await eventually(lambda: ring.statistics().waiting)

@@ -280,7 +280,7 @@ def test_how_long_to_look_has_limits(serve: Any, join: Any, busy_poll_s: float) 
             ring.broadcast("x", timeout=timeout)
 
 
-def test_how_long_one_gather_looks_is_for_who_looks_itself(serve: Any) -> None:
+def test_busy_poll_s_of_a_gather_needs_a_ring_that_callers_serve(serve: Any) -> None:
     ring = serve("thread")
     with pytest.raises(ValueError, match="served_by their callers"):
         ring.gather("x", busy_poll_s=0.001)

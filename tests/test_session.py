@@ -187,7 +187,7 @@ LIES = {
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
+async def test_an_engine_that_breaks_the_protocol_counts_as_dead(
     serve: Any, connect: Any, eventually: Any, lie: list[bytes]
 ) -> None:
     ring, client = await serve(max_payload_nbytes="64KiB"), await connect()
@@ -252,7 +252,7 @@ ANSWERS: dict[str, tuple[list[Any], list[EngineMessage]]] = {
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
-async def test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead(
+async def test_an_engine_with_an_impossible_answer_counts_as_dead(
     serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
 ) -> None:
     ring, client = await serve(), await connect()
@@ -321,7 +321,7 @@ async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, conne
 
 
 @pytest.mark.both_loops
-async def test_releases_that_are_none_are_counted_and_harm_nobody(serve: Any, connect: Any) -> None:
+async def test_stale_releases_are_counted_and_change_nothing(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     tell(ring, client, records(Release((1, 2, 3)), LeaseRecall((55,))))
     assert client.statistics().stale_releases == 3

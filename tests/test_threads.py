@@ -861,7 +861,7 @@ def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: threads.R
 # -- the end ------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_wakes_whoever_waits(ring: threads.Ring, connect: Any) -> None:
+def test_closing_wakes_all_waiting_callers(ring: threads.Ring, connect: Any) -> None:
     client = connect(lease_nbytes="1MiB")
     held = client.slot(800_000)
     submission = client.submit("unanswered")

@@ -211,7 +211,7 @@ def test_only_the_central_case_is_looked_at_more_closely() -> None:
     assert not planned(OURS, CENTRAL, MIDDLE, 0.5).rests
 
 
-def test_steps_are_for_those_who_bring_replies_back() -> None:
+def test_only_subjects_with_replies_are_measured_with_steps() -> None:
     assert [subject for subject in SUBJECTS if measurable(subject, STEP)] == [OURS, POLLING, CALLERS, BACKS, QUEUE]
     assert not measurable(CALLERS, SMALL)
     assert planned(BACKS, 2, STEP, 0.5).sleeps

@@ -276,13 +276,13 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     return make
 
 
-def test_the_driver_is_what_its_tool_says(smi: Callable[[str], None]) -> None:
+def test_the_driver_and_the_link_come_from_nvidia_smi(smi: Callable[[str], None]) -> None:
     smi("570.124.06, 5, 16\n")
     assert device._driver("abc") == ("570.124.06", "PCIe 5 x16")
 
 
 @pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed\n"])
-def test_a_driver_of_which_nothing_is_said_is_unknown(smi: Callable[[str], None], text: str) -> None:
+def test_without_an_answer_of_nvidia_smi_the_driver_is_unknown(smi: Callable[[str], None], text: str) -> None:
     if text:
         smi(text)
     assert device._driver("") == ("unknown", "unknown")

@@ -121,7 +121,7 @@ def test_the_checks_have_a_cost_of_their_own() -> None:
     assert engine_us > 0
 
 
-async def test_a_reply_that_nobody_waits_for_fails_whoever_waits() -> None:
+async def test_an_unexpected_reply_fails_all_waiting_requests() -> None:
     tensor = torch.empty(0)
     first, third = Header(1, Phase.TIMED, 0, 0), Header(3, Phase.TIMED, 0, 0)
     pending = Pending(lambda header, tensor: pending.settle(Answer(header._replace(sequence=header.sequence + 1), tensor)))

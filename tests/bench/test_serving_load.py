@@ -389,7 +389,7 @@ def plan_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return plans[0]
 
 
-def test_a_preset_is_what_options_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_sets_what_no_option_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = PRESETS["pr32104"]
     plan = plan_of("--preset", "pr32104", "--compare", monkeypatch=monkeypatch)
     assert (plan.load.requests, plan.load.max_concurrency, plan.load.output_tokens) == (1000, 400, 128)
@@ -565,7 +565,7 @@ asyncio.run(main())
 """
 
 
-def test_a_server_ends_with_whoever_started_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_server_ends_with_the_program_that_started_it(nursery: Nursery, tmp_path: Path) -> None:
     assert "--stop-with-stdin" in run._PROGRAM
     starter = nursery.start_text(tmp_path / "output", HAS_A_SERVER)
     try:

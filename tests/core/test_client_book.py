@@ -118,12 +118,12 @@ def test_a_granted_lease_can_be_used() -> None:
         (2**62, BLOCK_NBYTES),
     ],
 )
-def test_a_grant_of_what_is_no_range_of_what_is_leased_out_is_refused(offset: int, nbytes: int) -> None:
+def test_a_grant_outside_the_leasable_memory_is_refused(offset: int, nbytes: int) -> None:
     book = base_book()
     refuses(RemoteProtocolError, "lease 9 .* is no range", book, lambda: book.granted(LeaseGrant(0, 9, offset, nbytes), NOW))
 
 
-def test_a_grant_may_reach_to_the_end_of_what_is_leased_out() -> None:
+def test_a_grant_may_reach_to_the_end_of_the_leasable_memory() -> None:
     assert grant(make_book(), 1, 1, 24, token=0) == []
 
 
@@ -421,7 +421,7 @@ def test_a_released_slot_is_free_again() -> None:
     book.check()
 
 
-def test_a_release_serves_who_waits() -> None:
+def test_a_release_serves_the_first_waiting_caller() -> None:
     book = base_book(1)
     slot = submitted(book)
     book.queue(7, content(1), held=False)

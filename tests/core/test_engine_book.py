@@ -1145,7 +1145,7 @@ def test_a_goodbye_gives_replies_back_but_those_it_names() -> None:
     book.check()
 
 
-def test_a_goodbye_grants_nothing_to_the_one_who_leaves() -> None:
+def test_a_goodbye_grants_nothing_to_its_client() -> None:
     book = make_book(reply=4)
     connect_bare(book, 1)
     take_reply(book, 1, 3)

@@ -125,7 +125,7 @@ def test_a_record_has_64_kib_at_most() -> None:
 
 
 @for_each("capacity", [0, 32, 63, 65, 96, 2**31])
-def test_a_capacity_that_is_none_is_refused(capacity: int) -> None:
+def test_a_capacity_that_is_no_power_of_two_in_range_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"power of two of bytes from 64 to 2\\*\\*30, not {capacity}"):
         ring_nbytes(capacity)
 
@@ -206,7 +206,7 @@ TestRingMachine.settings = settings(stateful_step_count=60)
 # -- sleeping and waking ------------------------------------------------------------------------------------------------
 
 
-def test_no_bell_is_rung_for_who_is_awake(pair: Pair) -> None:
+def test_no_bell_is_rung_for_a_side_that_is_awake(pair: Pair) -> None:
     pair.writer.write(b"x")
     assert not pair.writer.ring_bell()
     assert pair.bells_at_reader() == 0

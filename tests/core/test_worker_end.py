@@ -81,7 +81,7 @@ def test_a_record_is_taken_before_anything_else_is_heard(ends: tuple[WorkerEnd, 
     assert end.receive(NOBODY, -1.0, 0.0) == ENDED
 
 
-def test_a_dead_engine_and_what_is_no_bell_end_the_wait(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
+def test_a_dead_engine_or_a_foreign_byte_ends_the_wait(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
     end, _, theirs = ends
     theirs.send(b"\0\0")
     assert end.receive(NOBODY, 0.01, 0.0) == 0, "bells for nothing are no reason to stop waiting"

@@ -18,29 +18,29 @@ def test_a_built_in_one_is_named_as_it_describes_itself(name: str) -> None:
     assert executor.describe().executor == name
 
 
-def test_a_name_that_is_none_is_told_those_that_are() -> None:
+def test_the_error_about_an_unknown_executor_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no executor 'fingerprint'; choose one of .*fingerprints.*or write module:Class"):
         create_executor("fingerprint")
 
 
-def test_ones_own_is_made_with_the_options() -> None:
+def test_an_executor_of_another_module_gets_the_options() -> None:
     executor = create_executor(
         "shmring.engine.executors.synthetic:SyntheticExecutor", ExecutorOptions(options={"embedding_size": 7})
     )
     assert executor.describe().embedding_size == 7
 
 
-def test_a_module_without_the_class_is_told() -> None:
+def test_an_executors_missing_class_is_named() -> None:
     with pytest.raises(ValueError, match=r"engine\.protocol has no Nothing"):
         create_executor("shmring.engine.protocol:Nothing")
 
 
-def test_a_module_that_is_not_there_is_told() -> None:
+def test_an_executors_missing_module_is_named() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         create_executor("no_such_module:Executor")
 
 
-def test_what_is_no_executor_is_told() -> None:
+def test_a_class_that_is_no_executor_is_refused() -> None:
     with pytest.raises(TypeError, match="must have describe, execute, forget and close"):
         create_executor("builtins:type")
 

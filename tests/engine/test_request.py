@@ -92,14 +92,14 @@ async def test_a_finished_one_releases_its_slot_and_is_answered(ring: shmring.Ri
     assert torch.equal(exchange.replies[0].embeddings, REPLY.embeddings)
 
 
-async def test_an_error_is_told(ask: Any) -> None:
+async def test_the_caller_gets_the_error(ask: Any) -> None:
     exchange = await ask()
     exchange.request.fail(ValueError("no good"))
     with pytest.raises(shmring.RemoteError, match="ValueError: no good"):
         await exchange.task
 
 
-async def test_the_end_of_its_time_is_told_as_a_timeout(ring: shmring.Ring, ask: Any) -> None:
+async def test_the_caller_gets_a_timeout_when_the_time_is_over(ring: shmring.Ring, ask: Any) -> None:
     exchange = await ask()
     exchange.request.time_out()
     with pytest.raises(TimeoutError, match="deadline"):

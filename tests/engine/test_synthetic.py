@@ -177,7 +177,7 @@ def test_options_that_make_no_sense_are_refused(options: ExecutorOptions, compla
         SyntheticExecutor(options)
 
 
-def test_media_are_prepared_as_it_is_told() -> None:
+def test_media_are_prepared_as_the_options_say() -> None:
     spec = SyntheticExecutor(ExecutorOptions(mm_processor_kwargs={"num_frames": 3, "max_pixels": 99})).describe().input
     assert spec.video is not None
     assert spec.picture is not None

@@ -78,7 +78,7 @@ async def test_pieces_are_joined_and_count_until_they_are_released(begin: Begin)
     assert reader.memory.nbytes == 0
 
 
-async def test_a_small_body_needs_no_memory_though_there_is_none(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_body_is_read_even_when_the_memory_is_used_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(max_bodies_nbytes=10)
     full, overdrawing = begin(reader), begin(reader)
     for reading in (full, overdrawing):

@@ -198,7 +198,7 @@ async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.S
     await eventually(lambda: not server.server_state.connections)
 
 
-async def test_of_who_has_gone_before_its_request_is_read_nothing_is_read(port: int, eventually: Any) -> None:
+async def test_no_body_is_read_after_its_caller_has_gone(port: int, eventually: Any) -> None:
     """Else bodies that nobody asks about any more would be decoded one after the other, and others would wait."""
     TOLD.clear()
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -289,7 +289,7 @@ async def test_a_head_must_come_in_time(port: int, monkeypatch: pytest.MonkeyPat
     ],
     ids=["an empty line after an answer", "a part of a body that was not waited for"],
 )
-async def test_a_connection_is_not_kept_by_what_is_no_request(
+async def test_bytes_that_are_no_request_keep_no_connection_open(
     port: int, monkeypatch: pytest.MonkeyPatch, request_: bytes, more: bytes
 ) -> None:
     monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.1)

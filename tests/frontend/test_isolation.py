@@ -77,7 +77,7 @@ INPUTS = {
 
 
 @for_each("inputs", INPUTS.values(), ids=INPUTS)
-def test_a_step_takes_little_and_answers_who_asks_for_little(inputs: list[Any]) -> None:
+def test_heavy_requests_keep_a_step_short_and_a_small_request_is_answered(inputs: list[Any]) -> None:
     executor = FingerprintsExecutor()
     heavy = [StepInput(number, EncodeRequest(inputs)) for number in range(4)]
     executor.execute(heavy)

@@ -441,7 +441,7 @@ async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, soc
     ],
     ids=["not msgpack", "cut off", "followed", "no text", "in no region", "beyond its region"],
 )
-async def test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_else(
+async def test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else(
     ring: shmring.Ring, forger: Forger, eventually: Any, data: bytes
 ) -> None:
     """Whoever has the slab may have written there: that convicts nobody."""

@@ -183,7 +183,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
         forger.close()
 
 
-async def test_finds_without_end_hold_up_nobody(ring: shmring.Ring, socket_dir: Path, eventually: Any) -> None:
+async def test_endless_finds_of_one_frontend_delay_no_other(ring: shmring.Ring, socket_dir: Path, eventually: Any) -> None:
     """Of a frontend that reads no answers: its backlog is bounded, and then it goes."""
     async with shmring.connect("honest", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         forger = await Forger.attach(socket_dir)

@@ -193,7 +193,7 @@ async def test_work_that_was_cancelled_in_the_queue_ends_before_its_cancellation
     assert second.ended or not second.started.is_set()
 
 
-async def test_failed_work_fails_whoever_waits(copier: Copier) -> None:
+async def test_failed_work_raises_in_its_caller(copier: Copier) -> None:
     work = BlockedWork(fails=True)
     work.may_end.set()
     with pytest.raises(ValueError, match="broken"):

@@ -606,7 +606,7 @@ def test_what_somebody_else_puts_in_our_way_stops_nobody(kind: str, prefix: str,
         trap.rmdir() if kind == "directory" else trap.unlink(missing_ok=True)
 
 
-def test_a_slab_whose_name_was_swept_in_the_making_is_as_good(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_works_if_its_name_was_swept_before_its_lock(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep may come between the creation of the name and its lock."""
     create = posix_ipc.SharedMemory
 
@@ -623,7 +623,7 @@ def test_a_slab_whose_name_was_swept_in_the_making_is_as_good(prefix: str, monke
 
 
 def test_a_sweep_names_the_engine_that_died_between_lock_and_unlink(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only such a one: :func:`test_a_slab_whose_name_was_swept_in_the_making_is_as_good` is of a living one."""
+    """And only such a one: :func:`test_a_slab_works_if_its_name_was_swept_before_its_lock` is of a living one."""
 
     def die(path: str) -> None:
         raise KeyboardInterrupt

@@ -146,7 +146,7 @@ FAULTS = (
             "a lease that begins in the slab may end behind it",
             "grant.offset + grant.nbytes > self.lease_end_nbytes",
             "grant.offset > self.lease_end_nbytes",
-            "tests/core/test_client_book.py::test_a_grant_of_what_is_no_range_of_what_is_leased_out_is_refused",
+            "tests/core/test_client_book.py::test_a_grant_outside_the_leasable_memory_is_refused",
         ),
         (
             "a recall is not counted",

@@ -11,7 +11,7 @@ FAULTS = (
             "what was awaited happens again",
             "if awaited._begun:\n            raise",
             "if False:\n            raise",
-            "tests/test_awaiting.py::test_it_is_a_coroutine_to_those_who_look",
+            "tests/test_awaiting.py::test_asyncio_takes_it_for_a_coroutine",
         ),
         (
             "what is cancelled by a throw does not give up what it has",
@@ -30,7 +30,7 @@ FAULTS = (
             "what was closed before it began counts as forgotten",
             "inner, self._inner, self._begun = self._inner, None, True",
             "inner, self._inner = self._inner, None",
-            "tests/test_awaiting.py::test_it_is_a_coroutine_to_those_who_look",
+            "tests/test_awaiting.py::test_asyncio_takes_it_for_a_coroutine",
         ),
         (
             "what was waited for is never let go",
@@ -122,7 +122,7 @@ FAULTS = (
             "a reply's slot may lie behind the slab",
             "slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self._slab_nbytes",
             "False",
-            "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
+            "tests/test_session.py::test_an_engine_that_breaks_the_protocol_counts_as_dead",
         ),
         (
             "one reply more may be unread than there may be",
@@ -325,7 +325,7 @@ FAULTS = (
             "who has sent a payload is convicted of what others wrote into its slot",
             "not is_payload_shared",
             "True",
-            "tests/integration/test_forged.py::test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_else",
+            "tests/integration/test_forged.py::test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else",
         ),
         (
             "a slot's header may say another size",

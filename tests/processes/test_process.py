@@ -142,13 +142,13 @@ def test_a_child_is_told_to_end_and_else_killed(program: str, code: int, words: 
     assert child.returncode == code
 
 
-def test_who_waits_too_long_is_told() -> None:
+def test_a_wait_that_takes_too_long_raises_a_timeout() -> None:
     with started(SLEEPING) as child, pytest.raises(TimeoutError, match=rf"process {child.pid} did not end within 0\.01 s"):
         child.wait(0.01)
 
 
 @pytest.mark.both_loops
-async def test_all_who_wait_learn_of_an_end() -> None:
+async def test_all_waiting_callers_learn_of_the_end() -> None:
     called: list[int] = []
     with started(SLEEPING) as child:
         child.when_ended(lambda: called.append(child.pid))

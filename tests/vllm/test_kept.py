@@ -61,7 +61,7 @@ def test_one_that_has_died_is_dropped() -> None:
     assert (book.take_drops(), book.nbytes, book.counts.died) == ([request_id], 0, 1)
 
 
-def test_one_whose_claim_has_ended_is_forgotten_without_a_word() -> None:
+def test_an_entry_whose_request_has_ended_is_forgotten() -> None:
     book, tensor = Book(10 * MB), tensor_of(MB)
     entry = keep(book, tensor)
     entry.submission.ended = True  # type: ignore[misc]

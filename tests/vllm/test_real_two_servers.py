@@ -95,7 +95,7 @@ def test_openai_streamed_and_not(server: Server) -> None:
     assert whole == "".join(parts)
 
 
-def test_those_who_hang_up_leave_nothing(server: Server, until: Callable[..., Any]) -> None:
+def test_callers_that_hang_up_leave_nothing(server: Server, until: Callable[..., Any]) -> None:
     before = server.engine()
     patience = random.Random(1)
 

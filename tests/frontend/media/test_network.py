@@ -130,7 +130,7 @@ async def open_client(server: Server) -> AsyncIterator[Callable[..., RemoteClien
 # -- what comes back ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_medium_comes_as_it_is(server: Server, open_client: Any) -> None:
+async def test_a_medium_arrives_unchanged(server: Server, open_client: Any) -> None:
     server.answers["/a?b=c"] = answer_of(b"some bytes")
     assert await open_client().get(f"http://media.test:{server.port}/a?b=c#d", LIMIT) == b"some bytes"
     (request,) = server.requests
@@ -534,7 +534,7 @@ def test_addresses_of_the_internet_are_acceptable(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
-def test_all_others_are_not(address: str) -> None:
+def test_addresses_that_are_not_global_are_refused(address: str) -> None:
     assert not is_acceptable(ipaddress.ip_address(address))
 
 

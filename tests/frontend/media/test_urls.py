@@ -247,7 +247,7 @@ def test_listed_hosts_are_allowed(url: str) -> None:
         "http://[::1]/",
     ],
 )
-def test_other_hosts_and_ports_are_not(url: str) -> None:
+def test_hosts_and_ports_that_are_not_listed_are_not_allowed(url: str) -> None:
     assert parse_url(url) not in HOSTS
 
 
