@@ -193,7 +193,6 @@ def test_the_slab_fits_and_the_server_has_the_time_to_stop(tmp_path: Path) -> No
         http = place.options.frontend.http
         each_nbytes = http.max_decoded_nbytes + http.max_bodies_nbytes
         assert slabs_nbytes + PROCESSES_NBYTES + place.options.frontends * each_nbytes <= place.memory_nbytes, name
-        frontend = place.options.frontend
         grace_s = supervisor._FRONTENDS_GRACE_S + supervisor._ENGINES_GRACE_S
         running_s = place.options.frontend.shutdown_delay_s + place.options.frontend.shutdown_timeout_s
         stop_s = running_s + grace_s + slabs_nbytes / 2**30 * supervisor._FREEING_S_PER_GIB
