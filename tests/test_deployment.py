@@ -231,6 +231,7 @@ def test_every_option_and_variable_that_a_file_names_is_there() -> None:
         *(
             "--yes",
             "--no-install-recommends",
+            "--health-cmd",
             "--init",
             "--no-cache-dir",
             "--uid",
