@@ -98,7 +98,8 @@ def test_every_option_and_metric_of_the_page_is_there() -> None:
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) - options - others
     names = {each.exposed_name for each in COUNTED}
     used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bshmring_[a-z_]+", PAGE)}
-    assert not used - names
+    beginnings = {name for name in used if name.endswith("_") and any(each.startswith(name) for each in names)}
+    assert not used - names - beginnings
 
 
 @for_each("target", sorted(set(re.findall(r"\]\(([^)]+)\)", PAGE))))
