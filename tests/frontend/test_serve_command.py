@@ -169,6 +169,7 @@ def test_the_supervisor_s_own(options_of: Any) -> None:
     )
     assert (options.frontend.host, options.frontend.port, options.frontends) == ("::", 0, 4)
     assert (options.start_timeout_s, options.frontend.connect_timeout_s, options.frontend.shutdown_timeout_s) == (5, 5, 0)
+    assert [engine.shutdown_timeout_s for engine in options.engines] == [0]
     assert (options.heartbeat_timeout_s, options.heartbeat_s) == (0, 0)
     assert options.lifeline_fd is None
     assert options_of("--stop-with-stdin").lifeline_fd == 0
