@@ -13,6 +13,7 @@ import pytest
 import shmring
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.frontend.intake import IntakeStatistics
+from shmring.frontend.key_usage import KeyStatistics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.metrics import AnswerStatistics, EngineNumbers, FrontendMetrics, HttpStatistics
 from tests.pages import load_maker
@@ -66,7 +67,7 @@ def test_every_record_of_numbers_has_a_table() -> None:
     sources = [path for package in ("shmring", "engine", "frontend") for path in (ROOT / package).rglob("*.py")]
     records = {name for path in sources for name in pattern.findall(path.read_text())}
     assert records == {record.__name__ for _, record in RECORDS} | {
-        record.__name__ for record in (AnswerStatistics, FrontendMetrics, HttpStatistics, IntakeStatistics)
+        record.__name__ for record in (AnswerStatistics, FrontendMetrics, HttpStatistics, IntakeStatistics, KeyStatistics)
     }
 
 

@@ -54,7 +54,7 @@ async def ask(http: httpx.AsyncClient, key: str) -> int:
 
 @contextlib.asynccontextmanager
 async def streaming(http: httpx.AsyncClient, key: str) -> AsyncIterator[None]:
-    body = CHAT | {"max_tokens": 1_000_000, "stream": True}
+    body = CHAT | {"max_tokens": 100_000, "stream": True}
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
         assert answer.status_code == 200
