@@ -362,7 +362,7 @@ FIELDS = {
         refused=_GENERATION_REFUSED | {"prompt_embeds": "x", "suffix": "x"},
         named=_GENERATION_NAMED,
         notes=_GENERATION_NOTES
-        | {"logprobs": f"{_OURS}; up to 20", "prompt": "one: a text or an array of tokens; several are refused"},
+        | {"logprobs": f"{_OURS}; up to 20", "prompt": "texts or arrays of tokens; with `n`, up to 128 answers"},
         beside={"stream_options": {"stream": True}},
     ),
     "POST /tokenize": Fields(

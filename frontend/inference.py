@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,6 +67,7 @@ _Request = TypeVar("_Request", bound=GenerationRequest)
 
 _PART_CHARACTERS = 256 << 10
 _PLAIN = GenerateRequest()
+_PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
 
@@ -92,17 +93,23 @@ class Answer:
     """An answer that has begun. Close it, or read it to its end.
 
     Attributes:
+        count: of answers, to all prompts of the request.
+        prompts: of the request.
         facts: about it.
     """
 
     def __init__(
         self,
+        count: int,
+        prompts: int,
         first: GenerateOutput,
         others: AsyncGenerator[GenerateOutput, None],
         facts: Facts,
         arrived_at: float,
         statistics: AnswerStatistics,
     ) -> None:
+        self.count = count
+        self.prompts = prompts
         self._first = first
         self._others = others
         self._arrived_at = arrived_at
@@ -171,13 +178,13 @@ class Inference:
         before = self._engine.copies
         async with asyncio.timeout_at(admitted.deadline):
             answer = await self.begin(form, request, admitted, request_id)
-            parts = [_Parts(form) for _ in range(request.n or 1)]
+            parts = [_Parts(form) for _ in range(answer.count)]
             async with contextlib.aclosing(answer):
                 async for piece in answer:
                     _part_of(parts, piece).add(piece)
         answer.facts.copies = self._engine.copies - before
         choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
-        whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts))
+        whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
         return whole, answer.facts
 
     async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
@@ -195,11 +202,11 @@ class Inference:
         """Asks the engine, and returns when the first piece of the answer has come."""
         async with asyncio.timeout_at(admitted.deadline):
             description = await self._model.check(request.model, form.task)
-            generate_request, sources = form.engine_request(request)
-            _check_abilities(generate_request, description, request)
+            generate_requests, sources = form.engine_requests(request)
+            _check_abilities(generate_requests[0], description, request)
             async with self._media(sources, description, admitted, "messages") as (media, facts):
-                generate_request.media = media  # not a copy: it is emptied when the block is left
-                outputs = self._engine.generate(generate_request, request_id=request_id, timeout=_seconds_left(admitted))
+                generate_requests[0].media = media  # not a copy: it is emptied when the block is left
+                outputs = self._outputs(generate_requests, request_id, admitted)
                 try:
                     first = await anext(outputs, None)
                 except BaseException:
@@ -207,7 +214,19 @@ class Inference:
                     raise
             if first is None:
                 raise _unfinished()
-            return Answer(first, outputs, facts, admitted.arrived_at, self._statistics)
+            prompts, count = len(generate_requests), len(generate_requests) * generate_requests[0].sampling.n
+            return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
+
+    def _outputs(
+        self, requests: Sequence[GenerateRequest], request_id: str, admitted: Admitted
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Asks the engine, and yields all pieces: answers to the second prompt are numbered behind those to the first."""
+
+        def ask(number: int) -> AsyncGenerator[GenerateOutput, None]:
+            name = f"{request_id}-{number}" if number else request_id
+            return self._engine.generate(requests[number], request_id=name, timeout=_seconds_left(admitted))
+
+        return ask(0) if len(requests) == 1 else _merged(ask, len(requests), requests[0].sampling.n)
 
     async def tokenize(self, request: TokenizeRequest, admitted: Admitted, request_id: str) -> TokenizeResponse:
         """Returns the tokens of a text or conversation."""
@@ -347,7 +366,7 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
     def chunk(choice: msgspec.Struct) -> bytes:
         return event(msgspec.structs.replace(template, choices=[choice]))
 
-    parts = [_Parts(form, keep=False) for _ in range(request.n or 1)]
+    parts = [_Parts(form, keep=False) for _ in range(answer.count)]
     if form.opening is not None:
         for index in range(len(parts)):
             yield chunk(form.opening(index))
@@ -357,10 +376,50 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
             yield chunk(form.piece(piece, None, piece.index, logprobs))
         if piece.finish_reason is not None:
             yield chunk(form.piece(None, piece.finish_reason, piece.index, None))
-    usage = _usage(parts)
+    usage = _usage(parts, answer.prompts)
     if include_usage:
         yield event(msgspec.structs.replace(template, usage=usage))
     yield DONE
+
+
+async def _merged(
+    ask: Callable[[int], AsyncGenerator[GenerateOutput, None]], prompts: int, answers: int
+) -> AsyncGenerator[GenerateOutput, None]:
+    """Yields the pieces of the answers to several prompts as they come. The first failure of one ends all.
+
+    Args:
+        ask: returns the pieces of the answers to one of them.
+        prompts: how many there are.
+        answers: to each of them.
+    """
+    pieces: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(1)
+    free = asyncio.Semaphore(_PROMPTS_AT_A_TIME)
+
+    async def answer(number: int) -> None:
+        try:
+            async with free, contextlib.aclosing(ask(number)) as outputs:
+                async for output in outputs:
+                    output.index += number * answers
+                    await pieces.put(output)
+            await pieces.put(None)
+        except Exception as error:  # noqa: BLE001 - it is raised where the pieces are read
+            await pieces.put(error)
+
+    tasks = [asyncio.create_task(answer(number)) for number in range(prompts)]
+    try:
+        running = prompts
+        while running:
+            piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Parts:
@@ -445,10 +504,11 @@ def _unfinished() -> shmring.RemoteError:
     return shmring.RemoteError("NoReply", "the engine ended the answer without saying why")
 
 
-def _usage(parts: Sequence[_Parts]) -> Usage:
-    """Returns what answers cost. The prompt, which they have in common, counts once. All must have ended."""
+def _usage(parts: Sequence[_Parts], prompts: int) -> Usage:
+    """Returns what answers cost. A prompt, which as many of them have in common, counts once. All must have ended."""
     last = [part.pieces[-1] for part in parts if part.finish_reason]
-    prompt_tokens, completion_tokens = last[0].prompt_tokens, sum(piece.completion_tokens for piece in last)
+    prompt_tokens = sum(piece.prompt_tokens for piece in last[:: len(parts) // prompts])
+    completion_tokens = sum(piece.completion_tokens for piece in last)
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 

@@ -196,7 +196,7 @@ CHAT_PARSER = BodyParser(ChatRequest)
 
 
 def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
-    """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_request`."""
+    """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_requests`."""
     check_supported(request, _UNSUPPORTED)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs are for logprobs: set logprobs", code="invalid_value", param="top_logprobs")
@@ -222,6 +222,11 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
         parallel_tool_calls=request.parallel_tool_calls is not False,
         template_options=options,
     ), sources
+
+
+def _engine_requests(request: ChatRequest) -> tuple[list[GenerateRequest], list[MediaSource]]:
+    generate_request, sources = engine_request(request)
+    return [generate_request], sources
 
 
 def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage], list[MediaSource]]:
@@ -352,7 +357,7 @@ CHAT_FORM = AnswerForm(
     task="generate",
     prefix="chatcmpl",
     parser=CHAT_PARSER,
-    engine_request=engine_request,
+    engine_requests=_engine_requests,
     whole=ChatCompletion,
     event=ChatCompletionChunk,
     choice=_choice,

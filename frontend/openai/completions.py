@@ -1,6 +1,6 @@
 """Completions: requests and answers of ``POST /v1/completions``: a text that goes on from a prompt, without a chat template.
 
-A request has one prompt. Several in one request, which OpenAI's API also takes, are refused.
+Several prompts in one request are answered as if each had come by itself; answers to the first prompt are the first choices.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shmring.engine.protocol import FinishReason, GenerateRequest, TokenLogprobs
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
+    MAX_ANSWERS,
     MAX_CHARACTERS,
     AnswerForm,
     GenerationRequest,
@@ -33,7 +34,7 @@ __all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "check_prompt"]
 
 _MAX_TOKENS = 16  # of an answer whose request does not say how many, as in OpenAI's API
 
-_PROMPT = "A text, or its tokens; a list with one text or one list of tokens will do."
+_PROMPT = "A text, or its tokens, or a list of texts and lists of tokens: several prompts."
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -78,42 +79,53 @@ class Completion(msgspec.Struct):
 _UNSUPPORTED = unsupported_of(CompletionRequest)
 
 
-def _engine_request(request: CompletionRequest) -> tuple[GenerateRequest, list[MediaSource]]:
+def _engine_requests(request: CompletionRequest) -> tuple[list[GenerateRequest], list[MediaSource]]:
     check_supported(request, _UNSUPPORTED)
     sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None, request.logprobs)
-    prompt, request.prompt = check_prompt(request.prompt), ""
-    add_special_tokens = request.add_special_tokens is not False
-    return GenerateRequest(
-        prompt=prompt, add_special_tokens=add_special_tokens, sampling=sampling, priority=request.priority or 0
-    ), []
+    prompts, request.prompt = _prompts_of(request.prompt, sampling.n), ""
+    characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    if characters > MAX_CHARACTERS:
+        text = f"the prompts have {characters} characters, at most {MAX_CHARACTERS} are accepted"
+        raise ApiError(400, text, code="text_too_long", param="prompt")
+    options: dict[str, Any] = {
+        "add_special_tokens": request.add_special_tokens is not False,
+        "sampling": sampling,
+        "priority": request.priority or 0,
+    }
+    return [GenerateRequest(prompt=prompt, **options) for prompt in prompts], []
 
 
-def check_prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
-    """Returns a request's prompt: a text or tokens.
+def _prompts_of(prompt: str | list[str | int | list[int]], answers: int) -> list[str | list[int]]:
+    """Returns the prompts of a request, of which each gets some answers."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [check_prompt(prompt, "prompt")]
+    if len(prompt) * answers > MAX_ANSWERS:
+        text = f"{len(prompt)} prompts with n {answers} are more than the {MAX_ANSWERS} answers that a request may have"
+        raise ApiError(400, text, code="too_many_prompts", param="prompt")
+    return [check_prompt(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
+
+
+def check_prompt(prompt: str | int | Sequence[str | int | list[int]], param: str) -> str | list[int]:
+    """Returns a prompt: a text or tokens.
 
     Raises:
-        ApiError: there are several, or it is empty or too long.
+        ApiError: it is neither, or empty or too long.
     """
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            text = "a request has one prompt; send several in requests of their own"
-            raise ApiError(400, text, code="unsupported_value", param="prompt")
-        [first] = prompt
-        assert not isinstance(first, int), "looked at above"
-        prompt = first if isinstance(first, str) else list[str | int | list[int]](first)
-    if isinstance(prompt, str):
-        check_length(prompt, "prompt")
-        if len(prompt) > MAX_CHARACTERS:
-            text = f"the prompt has {len(prompt)} characters, at most {MAX_CHARACTERS} are accepted"
-            raise ApiError(400, text, code="text_too_long", param="prompt")
-        tokens: list[int] = []
-    else:
-        tokens = [token for token in prompt if isinstance(token, int)]
-        if len(tokens) != len(prompt):
-            raise ApiError(400, "a prompt is a text or tokens, not both", code="invalid_value", param="prompt")
+    if not isinstance(prompt, str):
+        items = [] if isinstance(prompt, int) else prompt
+        tokens = [token for token in items if isinstance(token, int)]
+        if isinstance(prompt, int) or len(tokens) != len(items):
+            raise ApiError(400, "a prompt is a text or tokens, not both", code="invalid_value", param=param)
+        if not tokens:
+            raise ApiError(400, "the prompt is empty", code="invalid_value", param=param)
+        return tokens
+    check_length(prompt, param)
+    if len(prompt) > MAX_CHARACTERS:
+        text = f"the prompt has {len(prompt)} characters, at most {MAX_CHARACTERS} are accepted"
+        raise ApiError(400, text, code="text_too_long", param=param)
     if not prompt:
-        raise ApiError(400, "the prompt is empty", code="invalid_value", param="prompt")
-    return prompt if isinstance(prompt, str) else tokens
+        raise ApiError(400, "the prompt is empty", code="invalid_value", param=param)
+    return prompt
 
 
 def _choice(
@@ -141,7 +153,7 @@ COMPLETION_FORM = AnswerForm(
     task="complete",
     prefix="cmpl",
     parser=BodyParser(CompletionRequest),
-    engine_request=_engine_request,
+    engine_requests=_engine_requests,
     whole=Completion,
     event=Completion,
     choice=_choice,

@@ -20,6 +20,7 @@ from shmring.frontend.openai.structures import ResponseFormat, StructuredOutputs
 from shmring.frontend.openai.unsupported import only
 
 __all__ = [
+    "MAX_ANSWERS",
     "MAX_CHARACTERS",
     "AnswerForm",
     "GenerationRequest",
@@ -37,7 +38,8 @@ MAX_CHARACTERS = 4 << 20
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TEXTS = 4  # as in OpenAI's API
 _MAX_STOP_TOKENS = 128
-_MAX_ANSWERS = 128  # as in OpenAI's API; an engine has a limit of its own
+#: Of a request, to all its prompts: as in OpenAI's API; an engine has a limit of its own.
+MAX_ANSWERS = 128
 MAX_LOGPROBS = 20  # as in OpenAI's API
 
 TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
@@ -71,7 +73,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: Priority | None = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
-    n: Annotated[int, Meta(ge=1, le=_MAX_ANSWERS)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_MAX_TOKENS)] | None = None
@@ -127,9 +129,9 @@ class AnswerForm(Generic[_Request]):
         task: of a model, which it asks for.
         prefix: of names of answers.
         parser: of bodies.
-        engine_request: takes a request apart, and empties it of what is most of its memory. Returns the request for the engine,
-            still without its media, and the sources of the media, in order. Raises :class:`ApiError` if the request asks for
-            something that is not implemented.
+        engine_requests: takes a request apart, and empties it of what is most of its memory. Returns a request for the engine
+            for each prompt, still without media, and the sources of the first one's media, in order. Raises :class:`ApiError`
+            if the request asks for something that is not implemented.
         whole, event: the types of an answer and of a stream's events: their name, time, model, choices and usage.
         choice: one choice of a whole answer: its pieces, why it ended, which it is, and how likely its tokens were.
         opening: the choice of a stream's first event, by its number. None: it begins with the text.
@@ -142,7 +144,7 @@ class AnswerForm(Generic[_Request]):
     task: str
     prefix: str
     parser: BodyParser[_Request]
-    engine_request: Callable[[_Request], tuple[GenerateRequest, list[MediaSource]]]
+    engine_requests: Callable[[_Request], tuple[list[GenerateRequest], list[MediaSource]]]
     whole: Callable[..., msgspec.Struct]
     event: Callable[..., msgspec.Struct]
     choice: Callable[[Sequence[GenerateOutput], FinishReason, int, Any], msgspec.Struct]

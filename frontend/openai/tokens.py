@@ -86,7 +86,9 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
         raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
     if request.prompt is not None:
         return GenerateRequest(
-            prompt=check_prompt(request.prompt), add_special_tokens=request.add_special_tokens is not False, tokenize=True
+            prompt=check_prompt(request.prompt, "prompt"),
+            add_special_tokens=request.add_special_tokens is not False,
+            tokenize=True,
         )
     if request.add_special_tokens:
         text = "add_special_tokens is for prompts: a chat template writes all tokens of messages"

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 import shmring
-from shmring.engine.protocol import GenerateReply, GenerateRequest, InputSpec, ModelDescription
+from shmring.engine.protocol import FEATURES, GenerateReply, GenerateRequest, InputSpec, ModelDescription
 from shmring.frontend.served_model import ServedModel
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -80,12 +81,14 @@ async def test_the_engine_gets_the_prompt(open_engine: Any, open_app: OpenApp, g
 @pytest.mark.parametrize(
     ("prompt", "code"),
     [
-        (["a", "b"], "unsupported_value"),
-        ([[1], [2]], "unsupported_value"),
+        (["a"] * 129, "too_many_prompts"),
+        (["a", ""], "invalid_value"),
+        (["a", 1], "invalid_value"),
+        ([[1], []], "invalid_value"),
+        (["x" * (3 << 20)] * 2, "text_too_long"),
         ("", "invalid_value"),
         ([[]], "invalid_value"),
         ([1, "a"], "invalid_value"),
-        ([[1], "a"], "unsupported_value"),
         ([-1], "invalid_value"),
         ([], "invalid_value"),
         (None, "invalid_value"),
@@ -98,6 +101,83 @@ async def test_a_prompt_that_is_none_is_refused(open_core: Any, open_app: OpenAp
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, code)
     assert error["param"].startswith("prompt")
+
+
+async def echo(claim: shmring.Claim) -> None:
+    request: GenerateRequest = claim.payload
+    name = request.prompt if isinstance(request.prompt, str) else "tokens"
+    for piece in range(2):
+        for index in range(request.sampling.n):
+            reply = GenerateReply(f"{name}{index}.{piece} ", [piece], 10, piece + 1, "stop" if piece else None, index=index)
+            await claim.reply(reply)
+
+
+SEVERAL = BODY | {"prompt": ["a", [1, 2], "c"], "n": 2}
+ECHOED = [f"{name}{index}.0 {name}{index}.1 " for name in ("a", "tokens", "c") for index in range(2)]
+
+
+async def test_several_prompts_are_answered_by_index(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(echo, msgspec.structs.replace(TALKING, features=list(FEATURES))))
+    answer = (await http.post("/v1/completions", json=SEVERAL)).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(ECHOED))
+    assert answer["usage"] == {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = await http.post("/v1/completions", json=SEVERAL | options)
+    *parts, usage, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert json.loads(usage.removeprefix("data: "))["usage"] == answer["usage"]
+    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+    texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(6)]
+    assert texts == ECHOED
+    assert sorted(choice["index"] for choice in choices if choice["finish_reason"]) == list(range(6))
+
+
+async def test_one_prompt_that_fails_ends_all(open_engine: Any, open_app: OpenApp, eventually: Any) -> None:
+    async def fail(claim: shmring.Claim) -> None:
+        if claim.payload.prompt == "b":
+            raise ValueError("not this one")
+        await claim.reply(GenerateReply("x", [1], 1, 1))
+        await asyncio.Event().wait()
+
+    engine = await open_engine(fail, TALKING)
+    http = await open_app(engine)
+    response = await http.post("/v1/completions", json=BODY | {"prompt": ["a", "b", "c"]})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "rejected_by_engine")
+    await eventually(lambda: engine.ring.statistics().running == 0)
+
+
+async def test_prompts_of_one_request_do_not_take_the_engine_from_others(open_engine: Any, open_app: OpenApp) -> None:
+    at_once: list[int] = []
+
+    async def count(claim: shmring.Claim) -> None:
+        at_once.append(engine.ring.statistics().running)
+        await asyncio.sleep(0)
+        await claim.reply(GenerateReply("x", [1], 1, 1, "stop"))
+
+    engine = await open_engine(count, TALKING)
+    http = await open_app(engine)
+    answer = (await http.post("/v1/completions", json=BODY | {"prompt": ["a"] * 128})).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(128))
+    assert len(at_once) == 128
+    assert max(at_once) <= 8
+
+
+async def test_who_hangs_up_aborts_all_prompts(open_engine: Any, open_server: Any, eventually: Any) -> None:
+    async def go_on(claim: shmring.Claim) -> None:
+        await claim.reply(GenerateReply("x", [1], 1, 1))
+        await asyncio.Event().wait()
+
+    engine = await open_engine(go_on, TALKING)
+    url = await open_server(engine)
+    async with (
+        httpx.AsyncClient(timeout=30) as http,
+        http.stream("POST", f"{url}/v1/completions", json=BODY | {"prompt": ["a"] * 20, "stream": True}) as response,
+    ):
+        async for _ in response.aiter_lines():
+            break
+        await eventually(lambda: engine.ring.statistics().running == 8)
+    await eventually(lambda: engine.ring.statistics().running == 0)
+    assert engine.ring.statistics().submitted == 8
 
 
 @pytest.mark.parametrize(
