@@ -58,7 +58,8 @@ async def streaming(http: httpx.AsyncClient, key: str) -> AsyncIterator[None]:
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
         assert answer.status_code == 200
-        await anext(answer.aiter_bytes())
+        pieces = answer.aiter_bytes()  # without a variable, it is closed at once, and the connection with it
+        await anext(pieces)
         yield
 
 
