@@ -26,7 +26,8 @@ CHAT = "POST /v1/chat/completions"
 
 def options_of(port: int) -> tuple[str, ...]:
     executor = ("--executor=synthetic", '--executor-options={"step_s": 0.02}')
-    return ("--slab-nbytes=32MiB", *executor, f"--otlp-traces-endpoint=http://127.0.0.1:{port}")
+    # Nothing is kept: a picture that is found again is neither decoded nor waits for a slot.
+    return ("--slab-nbytes=32MiB", "--mm-processor-cache-gb=0", *executor, f"--otlp-traces-endpoint=http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="module")
