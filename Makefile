@@ -9,7 +9,7 @@
 #                 JSON, JSON=gpu-hour.json. ENVIRONMENT=none takes the Python that is there (PYTHON=python3), and fetches nothing
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
 #   make test-sglang the plug-in for SGLang with the real thing on the CPU: makes .venv-sglang, once (3 minutes, 2 GB), and tests in it
-#   make test-clients the clients that people call such a server with (openai, langchain, instructor): makes .venv-clients, once
+#   make test-clients the clients that people call such a server with (openai, langchain, litellm, instructor): makes .venv-clients, once
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
@@ -131,7 +131,7 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: Makefile
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor litellm
 	@touch $@
 
 verify: $(INSTALLED)

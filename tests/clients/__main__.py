@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ def main() -> int:
         with ServerProcess.start(options) as server:
             server.wait_until_ready(120)
             program = [sys.argv[1], PROGRAM, f"{server.url}/v1", model.name]
-            return subprocess.run(program, check=False).returncode
+            environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it asks a host on the internet otherwise
+            return subprocess.run(program, check=False, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 
 import instructor
+import litellm
 import openai
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
@@ -36,6 +37,10 @@ class Report(BaseModel):
 
     city: str = Field(max_length=5)
     days: int = Field(ge=0, le=9)
+
+
+class Anything(BaseModel):
+    """Any JSON object: the mode JSON leaves the form to the model, and this one knows none."""
 
 
 def try_openai(url: str, model: str) -> None:
@@ -76,6 +81,47 @@ def try_openai(url: str, model: str) -> None:
     assert "can't be compiled" in refused
 
 
+def try_responses(url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none")
+    tool = {"type": "function", **TOOL["function"]}
+    answer = client.responses.create(model=model, input=HELLO, tools=[tool])
+    message, call = answer.output
+    assert (message.content[0].text, call.type) == ("I look.", "function_call")
+    assert (call.name, Weather.model_validate_json(call.arguments).model_dump()) == ("Weather", ARGUMENTS)
+    returned = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    again = client.responses.create(model=model, input=[*HELLO, *answer.output, returned], tools=[tool])
+    assert (again.output_text, again.status) == (RAIN, "completed")
+    with client.responses.stream(model=model, input="Hello", instructions="Be brief.") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == RAIN
+    assert isinstance(client.responses.parse(model=model, input="Hello", text_format=Report).output_parsed, Report)
+    try:
+        client.responses.create(model=model, input="Hello", previous_response_id=answer.id)
+    except openai.BadRequestError as error:
+        refused = error.param
+    else:
+        refused = None
+    assert refused == "previous_response_id"
+
+
+async def try_responses_async(url: str, model: str) -> None:
+    client = openai.AsyncOpenAI(base_url=url, api_key="none")
+    tool = {"type": "function", **TOOL["function"]}
+    events = [event async for event in await client.responses.create(model=model, input="Hello", tools=[tool], stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    [call] = [item for item in events[-1].response.output if item.type == "function_call"]
+    assert Weather.model_validate_json(call.arguments).model_dump() == ARGUMENTS
+
+
+def try_others_of_openai(url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none")
+    said = client.completions.create(model=model, prompt=["<|says|>", "<|says|>"], temperature=0)
+    assert [(choice.index, choice.text) for choice in said.choices] == [(0, RAIN), (1, RAIN)]
+    embedded = client.embeddings.create(model=model, input=[[1, 2], [3]])
+    assert [item.index for item in embedded.data] == [0, 1]
+
+
 async def try_openai_async(url: str, model: str) -> None:
     client = openai.AsyncOpenAI(base_url=url, api_key="none")
     stream = await client.chat.completions.create(model=model, messages=HELLO, tools=[TOOL], stream=True)
@@ -102,6 +148,29 @@ def try_langchain(url: str, model: str) -> None:
         assert isinstance(structured.invoke("How is the weather in Ulm?"), Report)
 
 
+def try_langchain_with_responses(url: str, model: str) -> None:
+    plain = ChatOpenAI(base_url=url, api_key="none", model=model, use_responses_api=True)
+    chat = plain.bind_tools([Weather])
+    question = ("user", "How is the weather in Ulm?")
+    answer = chat.invoke([question])
+    [call] = answer.tool_calls
+    assert (call["name"], call["args"]) == ("Weather", ARGUMENTS)
+    assert chat.invoke([question, answer, ToolMessage("Rain", tool_call_id=call["id"])]).text == RAIN
+    assert "".join(chunk.text for chunk in plain.stream([("system", "Be brief."), question])) == RAIN
+    assert isinstance(plain.with_structured_output(Report, method="json_schema").invoke([question]), Report)
+
+
+def try_litellm(url: str, model: str) -> None:
+    with_server = {"model": f"hosted_vllm/{model}", "api_base": url, "api_key": "none"}
+    answer = litellm.completion(messages=HELLO, tools=[TOOL], **with_server)
+    [call] = answer.choices[0].message.tool_calls
+    assert Weather.model_validate_json(call.function.arguments).model_dump() == ARGUMENTS
+    chunks = litellm.completion(messages=HELLO, stream=True, **with_server)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == RAIN
+    ranked = litellm.rerank(query="rain", documents=["sun", "rain"], top_n=1, **with_server)
+    assert [result["index"] for result in ranked.results] == [1]
+
+
 def try_instructor(url: str, model: str) -> None:
     """With calls that the model may make, and in the modes in which it must."""
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.PARALLEL_TOOLS)
@@ -111,13 +180,17 @@ def try_instructor(url: str, model: str) -> None:
         client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=mode)
         report = client.chat.completions.create(model=model, messages=HELLO, response_model=Report, max_retries=0)
         assert isinstance(report, Report)
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.JSON)
+    assert isinstance(client.chat.completions.create(model=model, messages=HELLO, response_model=Anything), Anything)
 
 
 def main() -> None:
     url, model = sys.argv[1:]
     try_openai(url, model)
     asyncio.run(try_openai_async(url, model))
-    for attempt in (try_langchain, try_instructor):
+    asyncio.run(try_responses_async(url, model))
+    attempts = (try_responses, try_others_of_openai, try_langchain, try_langchain_with_responses, try_litellm, try_instructor)
+    for attempt in attempts:
         attempt(url, model)
         print(f"{attempt.__name__}: as it should be")
 
