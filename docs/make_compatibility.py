@@ -121,6 +121,7 @@ OPTIONS = {
     "--log-level": "",
     "--max-model-len": "an option of the executor",
     "--mm-processor-cache-gb": "a part of the slab",
+    "--otlp-traces-endpoint": "",
     "--served-model-name": "several as several such options",
     "--uvicorn-log-level": "another name of `--log-level`",
 }

@@ -70,7 +70,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    shared = {"--name", "--socket-dir", "--log-level", "--log-format", "--shutdown-timeout"}
+    shared = {"--name", "--socket-dir", "--log-level", "--log-format", "--shutdown-timeout", "--otlp-traces-endpoint"}
     assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS} - shared
     [engine] = options_of(*(f"{option}={value}" for option, value in options_given.items())).engines
     assert engine == EngineSettings(
@@ -122,12 +122,19 @@ def test_an_option_of_the_executor_is_said_once() -> None:
 
 def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) -> None:
     options = options_of(
-        *("--name=x", "--log-level=error", "--log-format=json", "--socket-dir=/run/x"),
+        *(
+            "--name=x",
+            "--log-level=error",
+            "--log-format=json",
+            "--socket-dir=/run/x",
+            "--otlp-traces-endpoint=http://localhost:4317",
+        ),
         *("--request-timeout=7", "--max-image-nbytes=1MiB", "--access-log", "--shutdown-timeout=4"),
     )
     for settings in (options.engines[0], options.frontend):
         assert (settings.name, settings.log_level, settings.log_format) == ("x", "error", "json")
         assert settings.shutdown_timeout_s == 4
+        assert settings.otlp_traces_endpoint == "http://localhost:4317"
     assert options.frontend.http.access_log
     assert options.engines[0].ring.socket_dir == options.frontend.socket_dir == "/run/x"
     http = options.frontend.http
