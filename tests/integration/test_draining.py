@@ -182,8 +182,9 @@ async def test_a_load_balancer_has_time_to_notice(socket_dir: Path) -> None:
 async def test_shmring_drain_ends_a_server(socket_dir: Path) -> None:
     async with loaded(socket_dir) as (server, _):
         for code, said in await asyncio.gather(run("drain", socket_dir), run("drain", socket_dir)):  # two operators
-            assert code == 0 or "answers at" in said, said  # the other one was faster
-            assert code == 1 or said.splitlines()[-1] == "the server has ended"
+            # If the other one was much faster, there is no server any more, or it ends in this moment.
+            assert said.splitlines()[-1] == "the server has ended" or " answers" in said or "ended; try again" in said, said
+            assert code == ("the server has ended" not in said)
         assert not lives(server.process.pid)
         assert await asyncio.to_thread(server.process.wait, LIMIT_S) == 0
 
