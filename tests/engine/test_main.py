@@ -108,7 +108,7 @@ async def test_what_takes_longer_is_aborted(start: Start, socket_dir: Path, opti
             await asyncio.sleep(0.05)
         with pytest.raises((shmring.EngineDeadError, shmring.RemoteError)):
             [_ async for _ in outputs]
-        assert await asyncio.wait_for(engine.ended(), 20) == 0
+        assert await asyncio.wait_for(engine.ended(), 20) in (0, -signal.SIGTERM)  # one may come when it has all but ended
     assert list(socket_dir.iterdir()) == []
 
 

@@ -314,7 +314,7 @@ async def test_a_second_signal_ends_it_at_once(socket_dir: Path) -> None:
                     return not server.process.lives
 
                 await until(has_ended)
-                assert server.process.returncode == 1
+                assert server.process.returncode in (1, -signal.SIGINT)  # one may come when it has all but ended
                 with contextlib.suppress(httpx.TransportError):
                     await response.aread()
     assert segments_of(NAME) == []
