@@ -1,5 +1,5 @@
 # Each target installs what it needs into .venv, once, and does its job.
-#   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
+#   make demo     tensors from a process to another, beside a socket; then the sample media through a server, with tables of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in about five minutes; what misses a target is measured again before this fails
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more

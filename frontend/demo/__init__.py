@@ -1,11 +1,12 @@
-"""``shmring demo``: pictures, recordings and clips through HTTP, slab and engine.
+"""``shmring demo``: tensors between two processes; then pictures, recordings and clips through HTTP, slab and engine.
 
-First, embeddings: altered copies of each find their originals. A large picture is sent again, which costs neither decoding nor
-a copy: the engine has kept it, and any frontend finds it. Then, an answer about a picture, a recording and a clip,
-streamed by the synthetic executor. Everything is what a user would run: ``shmring serve`` with two frontends as a process of
-its own, and the official ``openai`` client. The tables show measured values: the similarity comes from the embeddings, bytes
-and copies from the frontends' counters before and after each request, and the milliseconds from the clock of this process.
-They include encoding and decoding of HTTP.
+First, the transport alone (:mod:`.transport`): beside a socket, and when a process is killed. Then, a large picture is sent
+again, which costs neither decoding nor a copy: the engine has kept it, and any frontend finds it. Altered copies of media find
+their originals by their embeddings. At last, an answer about a picture, a recording and a clip, streamed by the synthetic
+executor. Everything is what a user would run: ``shmring serve`` with two frontends as a process of its own, and the official
+``openai`` client. The tables show measured values: the similarity comes from the embeddings, bytes and copies from the
+frontends' counters before and after each request, and the milliseconds from the clock of this process. They include encoding
+and decoding of HTTP.
 
 The demonstration fails, with exit code 1, unless every altered copy finds its original first, no tensor was copied, what was
 sent again was not decoded again, the slab is empty at the end, and nothing is left: no process, nothing in ``/dev/shm``.
@@ -20,11 +21,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import openai
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from shmring.frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
 from shmring.frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
+from shmring.frontend.demo.transport import show_transport
 from shmring.frontend.serve_process import ServerProcess
 
 __all__ = ["run_demo"]
@@ -42,7 +45,7 @@ def run_demo() -> int:
     """
     console = Console(width=None if sys.stdout.isatty() else 132)
     try:
-        problems = _embed_all(console) + _chat(console)
+        problems = uvloop.run(show_transport(console)) + _embed_all(console) + _chat(console)
     except (RuntimeError, openai.OpenAIError) as error:
         problems = [str(error)]
     for problem in problems:
@@ -82,11 +85,11 @@ def _left_behind(server: ServerProcess) -> list[str]:
 def _embed_all(console: Console) -> list[str]:
     problems: list[str] = []
     with _serving(console, _arguments("--executor=fingerprints")) as (server, client):
+        problems += _ask_again(console, client)
         for families in (pictures(), recordings(), clips()):
             table, wrong = _find_originals(client, list(families))
             console.print(table)
             problems += wrong
-        problems += _ask_again(console, client)
         problems += _account(console, client)
     return problems + _left_behind(server)
 

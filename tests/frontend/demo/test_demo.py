@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -12,8 +14,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from shmring.frontend import demo
+from shmring.frontend.demo import transport
 from shmring.frontend.demo.client import Answer
 from shmring.frontend.demo.media import Sample
 from shmring.frontend.serve_command import without_options
@@ -43,7 +47,30 @@ def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_st
     assert "in 71 tensors that lay there when they were sent; 0 were copied for sending" in result.stdout
     assert "[synthetic] token2" in result.stdout
     assert "24 tokens after" in result.stdout
+    assert "ms later it had 0 bytes, and 0 requests" in result.stdout
     assert "nothing is left in /dev/shm" in result.stdout
+
+
+async def test_tensors_arrive_both_ways_and_a_killed_process_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_SIZES", {4 << 10: 20, 1 << 20: 10})
+    out = io.StringIO()
+    assert await transport.show_transport(Console(file=out, width=150)) == []
+    assert [line.split()[1:3] for line in out.getvalue().splitlines() if "iB │" in line] == [["4", "KiB"], ["1", "MiB"]]
+    assert "MiB of the slab, and 8 requests; " in out.getvalue()
+    assert "ms later it had 0 bytes, and 0 requests" in out.getvalue()
+
+
+async def test_a_process_that_dies_on_the_way_is_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_SIZES", {1 << 20: 1_000_000})
+    compare = transport._compare
+
+    async def killed_meanwhile(ring: Any, reader: Any, sender: Any) -> Any:
+        asyncio.get_running_loop().call_later(0.2, sender.process.send, signal.SIGKILL)
+        return await compare(ring, reader, sender)
+
+    monkeypatch.setattr(transport, "_compare", killed_meanwhile)
+    with pytest.raises(RuntimeError, match="has died"):
+        await transport.show_transport(Console(file=io.StringIO()))
 
 
 @pytest.mark.slow
