@@ -53,7 +53,7 @@ class Stop:
     def __init__(self) -> None:
         self.told = asyncio.Event()
         self.hurry = asyncio.Event()
-        self._told_at = 0.0
+        self._told_at: float | None = None
 
     def heed_signals(self) -> None:
         """Listens to signals from now on."""
@@ -63,17 +63,17 @@ class Stop:
         loop.add_signal_handler(DRAIN_SIGNAL, self.drain)
 
     def tell(self) -> None:
-        """A signal has come."""
-        if not self.told.is_set():
-            self.drain()
-        elif asyncio.get_running_loop().time() - self._told_at > _SAME_SIGNAL_S:
+        """A signal has come. That of ``shmring drain`` is none of those that are counted."""
+        now_s = asyncio.get_running_loop().time()
+        if self._told_at is None:
+            self._told_at = now_s
+            self.told.set()
+        elif now_s - self._told_at > _SAME_SIGNAL_S:
             self.hurry.set()
 
     def drain(self) -> None:
-        """The process is to end in good order. A second call does nothing."""
-        if not self.told.is_set():
-            self._told_at = asyncio.get_running_loop().time()
-            self.told.set()
+        """The process is to end in good order."""
+        self.told.set()
 
     def tell_at_once(self) -> None:
         """There is nobody for whom to end in good order."""

@@ -4,7 +4,8 @@ A frontend begins the trace of a request, or goes on with its caller's (the head
 engine takes its context along in ``trace_headers``, and the engine adds its part when the request ends there: queue, prefill
 and decode, from times that it takes anyway. Names of attributes are OpenTelemetry's and vLLM's.
 
-A span has names, numbers and types of errors. It has no text of a caller: no prompt, no URL, no message of an error.
+A span has names, numbers and types of errors. Of a caller's texts it has the name of
+the request and the trace's state, which are headers. It has no prompt, no URL, and no message of an error.
 
 Which requests are traced is the sampler's choice (``OTEL_TRACES_SAMPLER``), and other variables of OpenTelemetry have their
 usual meaning. Spans wait in a bounded queue until a thread sends them, and what does not fit is dropped. So no request waits
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import threading
@@ -61,7 +63,7 @@ _tracer: Tracer | None = None
 
 
 def parse_endpoint(url: str) -> str:
-    """Checks ``--otlp-traces-endpoint``, and that what sends there is installed; imports nothing of it.
+    """Checks ``--otlp-traces-endpoint``, and that what sends there is installed; imports nothing that sends.
 
     Raises:
         ValueError: it is no URL, or something is missing; says what to do.
@@ -99,6 +101,8 @@ def start_tracing(endpoint: str | None, process: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    # It would write a header to the log that makes no sense.
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     ours = Resource.create({"service.name": "shmring", "process.pid": os.getpid(), "shmring.process": process})
     resource = ours.merge(OTELResourceDetector().detect())  # the environment may say another name
     _provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -97,6 +97,10 @@ class Application:
     def begin_shutdown(self) -> None:
         """Makes ``/ready`` say that the process is shutting down. Requests in flight, and new ones, are still answered."""
         self._routes.health.shutting_down = True
+        self.end_watching()
+
+    def end_watching(self) -> None:
+        """Ends the streams of snapshots, which would go on for ever."""
         self._routes.feed.close()
 
 

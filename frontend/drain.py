@@ -15,7 +15,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import click
 import msgspec
@@ -59,12 +59,14 @@ def drain(name: str, socket_dir: str | None, timeout_s: float, *, engine: int | 
     """
 
     async def run(watch: _Watch) -> None:
-        if engine is not None:
-            await watch.replace_engine(engine)
-        elif frontend is not None:
-            await watch.replace_frontend(frontend)
-        else:
+        if engine is None and frontend is None:
             await watch.end()
+            return
+        with watch.alone():
+            if engine is not None:
+                await watch.replace_engine(engine)
+            elif frontend is not None:
+                await watch.replace_frontend(frontend)
 
     return _run("drain", name, socket_dir, timeout_s, run)
 
@@ -73,8 +75,9 @@ def restart(name: str, socket_dir: str | None, timeout_s: float) -> int:
     """Has all engines replaced, one after the other; returns the exit code. ``timeout_s`` is for each."""
 
     async def run(watch: _Watch) -> None:
-        for index in range(watch.server.engines):
-            await watch.replace_engine(index)
+        with watch.alone():
+            for index in range(watch.server.engines):
+                await watch.replace_engine(index)
 
     return _run("restart", name, socket_dir, timeout_s, run)
 
@@ -125,8 +128,31 @@ class _Watch:
             )
         return cls(server, socket_dir, timeout_s)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets no other command replace processes of this server: each would take the other's for the one that stays.
+
+        Raises:
+            _CannotError: one is at work. (The kernel knows this name, and forgets it when its process ends.)
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
+            try:
+                lock.bind(f"\0shmring-drain-{os.getuid()}-{self.server.pid}")
+            except OSError:
+                raise _CannotError("another `shmring drain` or `shmring restart` of this server is at work") from None
+            yield
+
+    async def _check_running(self) -> None:
+        """Raises _CannotError if an engine is paused: requests would not end."""
+        for name in self._names:
+            snapshot = await self._look(name)
+            if snapshot is not None and snapshot.program.get("paused"):
+                text = f"the engine {name} is paused, so its requests would not end: POST /resume first, or end process "
+                raise _CannotError(f"{text}{self.server.pid} with SIGTERM")
+
     async def end(self) -> None:
         """Ends the server."""
+        await self._check_running()
         snapshot, _ = await self._other(but=None)
         await self._end("the server", self.server.pid, snapshot, None)
 
@@ -155,6 +181,7 @@ class _Watch:
 
     async def replace_frontend(self, index: int) -> None:
         """Ends a frontend; returns when the next one is there."""
+        await self._check_running()
         name = frontend_name(index)
         snapshot, frontends = await self._other(but=None)
         pid = next((pid for pid, each in frontends.items() if each == name), None)

@@ -111,6 +111,9 @@ class Answer:
         self.count = count
         self.prompts = prompts
         self._first = first
+        self._tokens = {
+            first.index: (first.prompt_tokens, first.completion_tokens)
+        }  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
         self._first_at = time.monotonic()
@@ -122,24 +125,30 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
         """Iterates over all pieces, the first one included; once."""
         last, last_at = self._first, {self._first.index: self._first_at}
-        completion_tokens = {last.index: last.completion_tokens}
         yield last
         async for last in self._others:
             now = time.monotonic()
             if count := len(last.token_ids):
                 self._statistics.inter_token.add((now - last_at.get(last.index, self._first_at)) / count, count)
             last_at[last.index] = now
-            completion_tokens[last.index] = last.completion_tokens
+            self._tokens[last.index] = last.prompt_tokens, last.completion_tokens
             yield last
+        self._count_tokens()
         if last.finish_reason is not None:
             self._statistics.success[last.finish_reason,] += 1
             self._statistics.whole.add(last_at[last.index] - self._arrived_at)
             note("gen_ai.latency.e2e", last_at[last.index] - self._arrived_at)
-            count_tokens(last.prompt_tokens, sum(completion_tokens.values()))
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
         await self._others.aclose()
+        self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        """Counts them for the key, also if the caller hung up."""
+        tokens, self._tokens = self._tokens, {}
+        of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
+        count_tokens(sum(of_prompts.values()), sum(completion_tokens for _, completion_tokens in tokens.values()))
 
 
 class Inference:
@@ -223,8 +232,7 @@ class Inference:
         """Asks the engine, and yields all pieces: answers to the second prompt are numbered behind those to the first."""
 
         def ask(number: int) -> AsyncGenerator[GenerateOutput, None]:
-            name = f"{request_id}-{number}" if number else request_id
-            return self._engine.generate(requests[number], request_id=name, timeout=_seconds_left(admitted))
+            return self._engine.generate(requests[number], request_id=request_id, timeout=_seconds_left(admitted))
 
         return ask(0) if len(requests) == 1 else _merged(ask, len(requests), requests[0].sampling.n)
 

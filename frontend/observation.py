@@ -118,7 +118,9 @@ class Observation:
 
 def _end_span(span: Span, scope: Scope, status: int, *, complete: bool) -> None:
     state = scope["state"]
-    route = str(state.get("route", _UNMATCHED))
+    if "route" not in state or status == 401:
+        return  # whoever has no key sends no spans: one that does not end is not exported
+    route = str(state["route"])
     error = state.get("failure") or ("aborted" if not complete else str(status) if status >= 500 else "")
     key = {"shmring.key": usage.owner.name} if (usage := state.get("usage")) is not None else {}
     attributes: Attributes = {"http.route": route, "http.response.status_code": status, **key}

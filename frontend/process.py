@@ -22,7 +22,7 @@ import uvloop
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.settings import engine_names
-from shmring.engine.supervision import SupervisorLink
+from shmring.engine.supervision import DRAIN_SIGNAL, SupervisorLink
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.app import create_app
 from shmring.frontend.key_usage import UsageTable
@@ -44,6 +44,8 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
     Raises:
         SystemExit: it can't start, or has lost its engine; says why.
     """
+    # `shmring drain` finds this process as soon as it is connected: it waits for the server's handlers, and then for the end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {DRAIN_SIGNAL})
     make_malloc_return_memory()
     torch.set_num_threads(1)  # what the loop copies, it copies alone: waiting for threads on busy cores stopped it for 0.1 s
     try:

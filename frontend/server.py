@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,8 @@ class Server(uvicorn.Server):
         root_path: str = "",
         timeout_keep_alive_s: float = 5.0,
     ) -> None:
-        self._told_at = 0.0
+        self._told_at = 0.0  # by anybody
+        self._stopped_at = 0.0  # by a signal that ends the whole server
         super().__init__(
             uvicorn.Config(
                 app,
@@ -107,30 +109,32 @@ class Server(uvicorn.Server):
         handlers = dict.fromkeys(stop_signals(), self.stop) | {DRAIN_SIGNAL: self.drain}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {DRAIN_SIGNAL})
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number in handlers:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
         """Ends the server after the requests in flight. A second call no longer waits for them."""
-        if not self._told_at:
-            self.drain()
+        now_s = time.monotonic()
+        if not self._stopped_at:
+            self._stopped_at = now_s
+            self._told_at = self._told_at or now_s
+            self._app.begin_shutdown()
+            asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
         # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
-        elif time.monotonic() - self._told_at > _SAME_SIGNAL_S:
+        elif now_s - self._stopped_at > _SAME_SIGNAL_S:
             self.force_exit = True
             self._end()
 
     def drain(self) -> None:
-        """Ends the server after the requests in flight. A second call does nothing."""
-        if self._told_at:
-            return
-        self._told_at = time.monotonic()
-        self._app.begin_shutdown()
-        if self._shutdown_delay_s:
-            asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
-        else:
+        """Ends this frontend after the requests in flight; others go on with its port, and ``/ready`` is about them."""
+        if not self._told_at:
+            self._told_at = time.monotonic()
+            self._app.end_watching()
             self._end()
 
     def _end(self) -> None:

@@ -223,7 +223,8 @@ class Ring(EngineCalls, Generic[_Payload]):
 
         Args:
             timeout: seconds.
-            claiming: go on claiming what comes until there is nothing more: a client may be filling a slot of this engine.
+            claiming: go on claiming what comes until there is nothing more. Slots that clients are filling are not waited
+                for: a client of several engines sends those requests to another one (``retry``).
 
         Returns:
             Whether all of them have ended. If not, and with ``claiming``, claiming goes on.

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from shmring.config import RingConfig
+from shmring.engine import supervision
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import FrontendState, Orders, SupervisorLink
 
@@ -143,3 +144,15 @@ async def test_a_supervisor_that_stands_still_fills_no_memory(ends: Any, eventua
         for _ in range(1000):
             await asyncio.sleep(0)
         assert writer.transport.get_write_buffer_size() <= 2
+
+
+async def test_what_shmring_drain_says_is_no_signal_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
+    stop = supervision.Stop()
+    stop.drain()
+    stop.drain()
+    assert stop.told.is_set()
+    stop.tell()
+    assert not stop.hurry.is_set()
+    stop.tell()
+    assert stop.hurry.is_set()

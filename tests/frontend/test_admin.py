@@ -134,6 +134,7 @@ async def test_requests_are_ended_by_name_whoever_has_sent_them(
     running = [asyncio.create_task(ask(http, name, max_tokens=100_000)) for name in ("a", "b", "a-1")]
     stream = asyncio.create_task(ask(http, "s", max_tokens=100_000, stream=True))
     await eventually(lambda: engine.core._scheduler.running == 4)
+    await eventually(lambda: all(request.first_reply_at for request in engine.core._scheduler.all()))
     answer = await other.post("/abort_requests", json={"request_ids": ["a", "s", "nobody's"]}, headers=KEY)
     assert answer.json() == {"aborted": 2}
     ended = await running[0]

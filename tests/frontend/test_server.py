@@ -46,6 +46,9 @@ class Application:
     def begin_shutdown(self) -> None:
         self.told_of_shutdown = True
 
+    def end_watching(self) -> None:
+        pass
+
     def headers_for(self, request_headers: Any) -> list[tuple[bytes, bytes]]:
         return [(b"asked", value) for name, value in request_headers if name == b"origin"]
 
@@ -171,6 +174,8 @@ async def test_draining_twice_is_no_hurry(open_server: OpenServer, eventually: A
     await eventually(lambda: application.in_flight == 1)
     server.drain()
     server.drain()
+    assert not application.told_of_shutdown, "the server goes on"
+    server.stop()  # for the whole server; the first of its kind
     assert not server.force_exit
     application.may_answer.set()
     assert (await asyncio.wait_for(request, 30)).text == "done"
@@ -206,7 +211,7 @@ async def test_it_goes_on_listening_for_a_while(open_server: OpenServer, monkeyp
     server, application, client = await open_server(600)
     monkeypatch.setattr(server, "_shutdown_delay_s", 600.0)
     application.may_answer.set()
-    server.drain()
+    server.stop()
     assert application.told_of_shutdown
     for _ in range(2):
         answer = await client.get("/slow")
