@@ -51,8 +51,8 @@ ROUTES = {
     "POST /v1/chat/completions": "",
     "POST /v1/responses": "stateless: send the whole conversation; `n` and `max_tokens` are of chats",
     "POST /v1/completions": "",
-    "POST /tokenize": "with `--executor transformers`",
-    "POST /detokenize": "with `--executor transformers`",
+    "POST /tokenize": "with `--executor transformers` or `vllm`",
+    "POST /detokenize": "with `--executor transformers` or `vllm`",
     "GET /ping": "as `/health`",
     "POST /ping": "as `/health`",
     "GET /load": "requests in the engines, those of all frontends",
@@ -211,7 +211,7 @@ _GENERATION_REFUSED = {
 
 _GENERATION_NAMED = {"cache_salt": "x", "mm_payload": "none", "request_id": "x", "session_id": "x", "stream_interval": 2}
 
-_OURS = "with `--executor transformers`"
+_OURS = "with `--executor transformers` or `vllm`"
 
 _GENERATION_NOTES = {
     "frequency_penalty": _OURS,
@@ -293,8 +293,9 @@ FIELDS = {
             "chat_template_kwargs": "variables that the template does not have are refused",
             "reasoning_effort": "a variable of the template; refused if it has none",
             "logprobs": f"{_OURS}; those of the model itself, before penalties and temperature",
-            "tool_choice": "`required` and a named function where the model writes its calls as JSON between two marks",
-            "tools": "with `--executor transformers`, if the model's template takes them and transformers can read its calls; "
+            "tool_choice": "`required` and a named function where the model writes its calls as JSON between two marks; "
+            "refused with `--executor vllm`",
+            "tools": f"{_OURS}, if the model's template takes them and transformers can read its calls; "
             "`strict` only where a call is required",
             "top_logprobs": "up to 20",
         },

@@ -153,9 +153,9 @@ class EngineRequest:
 
     def _find_piece(self, reply: EncodeReply | GenerateReply) -> int | None:
         """Returns the place of the last piece of the same answer."""
-        for place, piece in reversed(list(enumerate(self._unsent))):
+        for back, piece in enumerate(reversed(self._unsent), 1):
             if isinstance(piece, GenerateReply) and isinstance(reply, GenerateReply) and piece.index == reply.index:
-                return place
+                return len(self._unsent) - back
         return None
 
     def _flush_nowait(self) -> bool:

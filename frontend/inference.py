@@ -448,7 +448,8 @@ class _Parts:
     def add(self, piece: GenerateOutput) -> Any:
         """Takes the next piece; returns how likely its tokens were, as the form says it, or None."""
         logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
-        self._characters += len(piece.text)
+        # A text may be held back, if it may become a stop text; its tokens are told at once.
+        self._characters += sum(len(token.token) for token in piece.logprobs) if piece.logprobs else len(piece.text)
         if not self._keep:
             self.pieces.clear()
         elif self.logprobs is None:

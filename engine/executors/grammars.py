@@ -8,14 +8,16 @@ Compiling takes from a millisecond to some hundred, and a caller chooses what is
 Steps go on meanwhile, and a request asks in each of its steps whether its form is ready. llguidance counts what it does, and
 gives up beyond limits that are set here, for a form and for each token. But it does not count everything: forty alternatives,
 combined, are sixteen million, and nothing ends a thread. So a new form is first tried in a process, which the system ends when
-it has used its seconds or its memory. Forms that were compiled are kept, those also that can't be.
+it has used its seconds or its memory. The process does all that is done here then, on a smaller stack. What came of it is kept.
 
-Invariant: an answer has a matcher of its own, a copy of the one that is kept; nothing changes that one.
+Invariant: an answer has a matcher of its own, compiled for it. Copies of a matcher share its lexer, whose states are counted
+over all of them: answers of the same form would use up each other's.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib
 import json
 import re
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ import torch
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.protocol import StructuredOutputsParams
 
-__all__ = ["Form", "Grammar", "Grammars", "can_require_calls", "form_of", "form_of_calls"]
+__all__ = ["Form", "Grammar", "Grammars", "can_require_calls", "form_of", "form_of_calls", "try_form"]
 
 #: What an answer must be: its kind, and what says more. It can be a key.
 Form = tuple[str, str]
@@ -46,24 +48,42 @@ _THREADS = 4  # a form that is tried for seconds keeps no other one waiting
 # Seconds of a processor and bytes that the process of a form may take: a form of use takes a hundredth. On a busy machine it
 # may be waited for longer.
 _MAX_SECONDS = 2
-_MAX_NBYTES = 2 << 30
+_MAX_NBYTES = 512 << 20
 _TIMEOUT_S = 30.0
 _TRIAL = """
-import json, os, resource, sys
+import json, os, resource, sys, threading
 seconds, nbytes, limits = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.nice(5)
-from llguidance import LLMatcher, LLParserLimits
-sys.stdout.buffer.write(LLMatcher.validate_grammar(sys.stdin.buffer.read().decode(), limits=LLParserLimits(**limits)).encode())
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+def work():
+    grammar = sys.stdin.buffer.read().decode()
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
+    matcher.compute_logit_bias()
+    if matcher.is_error():
+        sys.stdout.buffer.write(matcher.get_error().encode())
+        sys.stdout.flush()
+
+def fail(given):
+    sys.__excepthook__(*given[:3])
+    sys.stderr.flush()
+    os._exit(1)
+
+threading.excepthook = fail
+threading.stack_size(1 << 20)  # what fits here fits the stack of an engine's thread
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
 """
 
 # What llguidance may do for a form, and for a token of an answer, in its own units; and lexer states, of 1 to 2 KB each.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 100_000,
-    "step_lexer_fuel": 100_000,
+    "step_lexer_fuel": 20_000,
     "step_max_items": 20_000,
     "max_lexer_states": 10_000,
     "verbose_errors": False,
@@ -133,10 +153,6 @@ class Grammar:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
-    def copy(self) -> Grammar:
-        """Returns the same for another answer."""
-        return Grammar(self._matcher.deep_copy())
-
     @property
     def complete(self) -> bool:
         """Whether nothing can follow."""
@@ -173,7 +189,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles forms, and keeps them.
+    """Compiles forms, and keeps which of them can be compiled.
 
     All methods are called from one thread.
 
@@ -186,8 +202,8 @@ class Grammars:
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="shmring-grammars")
         self._tokens: Any = None  # the tokenizer as llguidance has it: a second's work, once
         self._making_tokens = threading.Lock()
-        self._kept: OrderedDict[Form, concurrent.futures.Future[Any]] = OrderedDict()
-        self._awaited: dict[int, tuple[Form, concurrent.futures.Future[Any]]] = {}  # by request
+        self._kept: OrderedDict[Form, concurrent.futures.Future[None]] = OrderedDict()  # of those that were tried
+        self._awaited: dict[int, tuple[Form, concurrent.futures.Future[list[Any] | None]]] = {}  # by request: first the trial
         self._trials: set[subprocess.Popen[bytes]] = set()
 
     def _missing(self) -> str | None:
@@ -200,12 +216,13 @@ class Grammars:
             return "response_format, structured_outputs and a required call need a tokenizer of the library tokenizers"
         return None
 
-    def ready(self, request_id: int, make_form: Callable[[], Form]) -> Grammar | None:
-        """Returns what an answer goes by; None if that is not ready yet: to be asked again, or to be forgotten.
+    def ready(self, request_id: int, make_form: Callable[[], Form], count: int = 1) -> list[Grammar] | None:
+        """Returns what answers go by; None if that is not ready yet: to be asked again, or to be forgotten.
 
         Args:
-            request_id: whose it is.
-            make_form: what the answer must be.
+            request_id: whose they are.
+            make_form: what the answers must be.
+            count: of the answers.
 
         Raises:
             ValueError: the form can't be compiled, or ``make_form`` raises it, or what is needed is missing.
@@ -216,12 +233,15 @@ class Grammars:
             form = make_form()
             self._awaited[request_id] = form, self._find(form)
         form, future = self._awaited[request_id]
+        if future.done() and future.exception() is None and future.result() is None:
+            future = self._threads.submit(self._compile, form, count)
+            self._awaited[request_id] = form, future
         if not future.done():
             return None
         del self._awaited[request_id]
         error = future.exception()
         if error is None:
-            return Grammar(future.result().deep_copy())
+            return [Grammar(matcher) for matcher in future.result() or ()]
         if not isinstance(error, ValueError) and self._kept.get(form) is future:
             del self._kept[form]  # another time it may succeed
         # Not raised itself: it may be kept, and the frames of this step would be with it.
@@ -230,7 +250,7 @@ class Grammars:
     def _find(self, form: Form) -> concurrent.futures.Future[Any]:
         future = self._kept.get(form)
         if future is None or future.cancelled():
-            future = self._kept[form] = self._threads.submit(self._compile, form)
+            future = self._kept[form] = self._threads.submit(try_form, form, self._trials)
         self._kept.move_to_end(form)
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
@@ -253,71 +273,91 @@ class Grammars:
         for trial in list(self._trials):
             trial.kill()
 
-    def _compile(self, form: Form) -> Any:
+    def _compile(self, form: Form, count: int) -> list[Any]:
+        """Returns a matcher for each answer."""
         llguidance = importlib.import_module("llguidance")
         with self._making_tokens:
             if self._tokens is None:
                 eos = sorted(self._checkpoint.eos_token_ids) or None
                 from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
                 self._tokens = from_tokenizer(self._checkpoint.tokenizer, eos_token=eos)
-        try:
-            self._try(self._write(form, tokens=False))
+        with _as_the_callers_fault():
+            grammar = _written(form, self._mark)
             limits = llguidance.LLParserLimits(**_LIMITS)
-            matcher = llguidance.LLMatcher(self._tokens, self._write(form, tokens=True), log_level=0, limits=limits)
-            matcher.compute_logit_bias()  # the first mask takes longest
-            if matcher.is_error():
-                raise ValueError(matcher.get_error())
-        except ValueError as error:
-            raise ValueError(f"the form of the answer can't be compiled: {_first_line(str(error))}") from None
-        return matcher
+            matchers = [llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits) for _ in range(count)]
+            for matcher in matchers:
+                matcher.compute_logit_bias()  # the first mask takes longest
+                if matcher.is_error():
+                    raise ValueError(matcher.get_error())
+        return matchers
 
-    def _try(self, grammar: str) -> None:
-        """Compiles a grammar in a process that is ended if that takes too much.
+    def _mark(self, text: str) -> str:
+        """Returns a mark as a grammar has it: a control token is no text."""
+        token = self._checkpoint.tokenizer.get_vocab().get(text)
+        return f"<[{token}]>" if token is not None and self._tokens.is_special_token(token) else _quoted(text)
 
-        Raises:
-            ValueError: it does, or the grammar is wrong.
-            TimeoutError: it has had no turn on a busy machine.
-            RuntimeError: there can be no such process.
-        """
+
+def try_form(form: Form, trials: set[subprocess.Popen[bytes]]) -> None:
+    """Compiles a form in a process that is ended if that takes too much.
+
+    Args:
+        form: which.
+        trials: has the process meanwhile, so that others can end it.
+
+    Raises:
+        ValueError: it does, or the form is wrong.
+        TimeoutError: it has had no turn on a busy machine.
+        RuntimeError: there can be no such process.
+    """
+    with _as_the_callers_fault():
+        grammar = _written(form, _quoted)
         command = [sys.executable, "-P", "-c", _TRIAL, json.dumps([_MAX_SECONDS, _MAX_NBYTES, _LIMITS])]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as trial:
-            self._trials.add(trial)
+            trials.add(trial)
             try:
                 output, errors = trial.communicate(grammar.encode(), _TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 raise TimeoutError("the form of the answer can't be compiled: it takes too long") from None
             finally:
                 trial.kill()
-                self._trials.discard(trial)
+                trials.discard(trial)
         if trial.returncode > 0:
             raise RuntimeError(f"forms can't be tried: {errors.decode(errors='replace')[-_MAX_ERROR_CHARACTERS:]}")
         if trial.returncode < 0:  # of a signal
-            raise ValueError(f"it takes more than {_MAX_SECONDS} s or {_MAX_NBYTES >> 30} GiB")
-        if output and not output.startswith(b"WARNING"):
+            raise ValueError(f"it takes more than {_MAX_SECONDS} s or {_MAX_NBYTES >> 20} MiB")
+        if output:
             raise ValueError(output.decode())
 
-    def _write(self, form: Form, *, tokens: bool) -> str:
-        """Returns a form as a grammar, for those who know this model's tokens or for others."""
-        kind, text = form
-        matcher = importlib.import_module("llguidance").LLMatcher
-        if kind == "json":
-            grammar: str = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
-        elif kind == "regex":
-            grammar = matcher.grammar_from_regex(text)
-        elif kind == "choice":
-            grammar = matcher.grammar_from_lark(text)
-        else:
-            opening, closing, lark = json.loads(text)
-            write = self._mark if tokens else _quoted
-            marks = [f"opening: {write(opening)}", f"closing: {write(closing)}"]
-            grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", lark, *marks]))
-        return grammar
 
-    def _mark(self, text: str) -> str:
-        """Returns a mark as a grammar has it: a control token is no text."""
-        token = self._checkpoint.tokenizer.get_vocab().get(text)
-        return f"<[{token}]>" if token is not None and self._tokens.is_special_token(token) else _quoted(text)
+@contextlib.contextmanager
+def _as_the_callers_fault() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the form of the answer can't be compiled: {_first_line(str(error))}") from None
+
+
+def _written(form: Form, write_mark: Callable[[str], str]) -> str:
+    """Returns a form as a grammar.
+
+    Args:
+        form: which.
+        write_mark: writes the marks of calls: those who know a model's tokens write these.
+    """
+    kind, text = form
+    matcher = importlib.import_module("llguidance").LLMatcher
+    if kind == "json":
+        grammar: str = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    elif kind == "regex":
+        grammar = matcher.grammar_from_regex(text)
+    elif kind == "choice":
+        grammar = matcher.grammar_from_lark(text)
+    else:
+        opening, closing, lark = json.loads(text)
+        marks = [f"opening: {write_mark(opening)}", f"closing: {write_mark(closing)}"]
+        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", lark, *marks]))
+    return grammar
 
 
 def _checked(form: Form) -> Form:

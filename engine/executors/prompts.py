@@ -145,23 +145,27 @@ class PromptBuilder:
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
         return self._apply_template(conversation, media, add_generation_prompt=True, **options)
 
-    def reader_of(self, request: GenerateRequest, prompt: torch.Tensor) -> ResponseReader | None:
-        """Returns what reads the answer to a request with tools; None: its text is given out as it is.
+    def readers_of(self, request: GenerateRequest, prompt: torch.Tensor) -> list[ResponseReader | None]:
+        """Returns what reads each answer to a request with tools; None: its text is given out as it is.
 
         Args:
             request: any.
             prompt: its tokens, shape (tokens,).
         """
+        count = request.sampling.n
         if not request.tools:
-            return None
+            return [None] * count
         before = self._tokenizer.decode(prompt.tolist())
-        reader = ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
-        if request.tool_choice == "required" and reader.begins_within:
+        readers = [
+            ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
+            for _ in range(count)
+        ]
+        if request.tool_choice == "required" and readers[0].begins_within:
             raise ValueError(
                 f"the model {self._name!r} begins its answer with reasoning, so a call can't be required; its chat template "
                 "may have a variable that turns reasoning off (chat_template_kwargs)"
             )
-        return reader
+        return [*readers]
 
     def form_of(self, request: GenerateRequest) -> Form:
         """Returns the form that an answer must have, of a request that needs one.

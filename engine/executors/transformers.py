@@ -325,10 +325,10 @@ class TransformersExecutor:
             if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:
                 outputs[part.request_id] = _COMES_AGAIN
                 continue
-            copied_nbytes += nbytes
             outputs[part.request_id] = _GOES_ON
             if part.payload is not None:
                 self._begin(part.request_id, part.payload, outputs)
+                copied_nbytes += nbytes if outputs[part.request_id] is _GOES_ON else 0
             elif part.request_id not in self._answers and part.request_id not in self._preparing:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
         self._enter(outputs, is_idle=not to_encode)
@@ -367,25 +367,26 @@ class TransformersExecutor:
     def _begin(self, request_id: int, request: GenerateRequest, outputs: dict[int, StepOutput | Exception]) -> None:
         """Prepares a prompt; or has that done, if it takes long. A request whose answer has a form waits for that first."""
         try:
-            grammar = None
+            grammars: Sequence[Grammar | None] = [None] * request.sampling.n
             if request.needs_form:
-                grammar = self._grammars.ready(request_id, lambda: self._prompts.form_of(request))
-                if grammar is None:
+                ready = self._grammars.ready(request_id, lambda: self._prompts.form_of(request), request.sampling.n)
+                if ready is None:
                     outputs[request_id] = _WAITS
                     return
+                grammars = ready
             if request.media and self._model.flat:
                 owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
-                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned, grammar))
+                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned, grammars))
             else:
-                self._open(request_id, *self._prepare(request, self._prompts, grammar))
+                self._open(request_id, *self._prepare(request, self._prompts, grammars))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
 
-    def _prepare_aside(self, owned: list[GenerateRequest], grammar: Grammar | None) -> tuple[list[_Answer], Prompt]:
-        return self._prepare(owned.pop(), self._prompts_aside, grammar)
+    def _prepare_aside(self, owned: list[GenerateRequest], grammars: Sequence[Grammar | None]) -> tuple[list[_Answer], Prompt]:
+        return self._prepare(owned.pop(), self._prompts_aside, grammars)
 
     def _prepare(
-        self, request: GenerateRequest, prompts: PromptBuilder, grammar: Grammar | None
+        self, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]
     ) -> tuple[list[_Answer], Prompt]:
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
@@ -394,11 +395,11 @@ class TransformersExecutor:
                 request.sampling,
                 tokens,
                 self._checkpoint,
-                prompts.reader_of(request, tokens),
-                None if grammar is None else grammar.copy(),
+                reader,
+                grammar,
                 index,
             )
-            for index in range(request.sampling.n)
+            for index, (reader, grammar) in enumerate(zip(prompts.readers_of(request, tokens), grammars, strict=True))
         ]
         return answers, self._model.prepare(inputs)
 

@@ -23,6 +23,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import subprocess
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ import msgspec
 import torch
 
 from shmring.engine.answers import without_frames
+from shmring.engine.executors.grammars import Form, form_of, try_form
 from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
@@ -60,6 +62,7 @@ _LOOKING_S = 0.01  # a step with nothing to do waits so long for a request that 
 _PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile
 _FEW_TEXTS = 8  # to be embedded, which are made into tokens in the step
 _MAX_ERROR_CHARACTERS = 500
+_KEPT_FORMS = 32  # that are known to compile
 
 # What is said elsewhere: with --model, --mm-processor-kwargs, --data-parallel-size and --log-level.
 _SAID_ELSEWHERE = frozenset({"model", "mm_processor_kwargs", "data_parallel_size", "disable_log_stats"})
@@ -178,6 +181,8 @@ class VllmExecutor:
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
         self._requests: dict[int, _Request] = {}
+        self._trials: set[subprocess.Popen[bytes]] = set()
+        self._tried_forms: dict[Form, None] = {}
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -221,6 +226,8 @@ class VllmExecutor:
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
         self._aside.shutdown(wait=False, cancel_futures=True)
+        for trial in list(self._trials):
+            trial.kill()
         self._engine.model_executor.shutdown()
 
     # -- what comes ----------------------------------------------------------------------------------------------------
@@ -252,6 +259,13 @@ class VllmExecutor:
     def _prepare(self, payload: EncodeRequest | GenerateRequest) -> list[dict[str, Any]]:
         if isinstance(payload, EncodeRequest):
             return self._builder.build_inputs(payload)
+        if (structure := payload.sampling.structured_outputs) is not None:
+            form = form_of(structure)
+            if form not in self._tried_forms:
+                try_form(form, self._trials)
+                self._tried_forms[form] = None
+                while len(self._tried_forms) > _KEPT_FORMS:
+                    del self._tried_forms[next(iter(self._tried_forms))]
         return [self._builder.build(payload)]
 
     def _add(
@@ -264,8 +278,8 @@ class VllmExecutor:
         else:
             tokens = prompts[0]["prompt_token_ids"]
             params = self._builder.sampling_of(payload, counts[0])
-            for _ in range(params.n):
-                request.answers.append(_Answer(self._builder.reader_of(payload, tokens), params.logprobs or 0))
+            readers = self._builder.readers_of(payload, tokens)
+            request.answers += [_Answer(reader, params.logprobs or 0) for reader in readers]
         for number, prompt in enumerate(prompts):
             name = f"{request_id}-{number}"
             request.names.append(name)
@@ -367,7 +381,7 @@ def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
 def _is_long(payload: EncodeRequest | GenerateRequest) -> bool:
     """Whether preparing it takes long."""
     if isinstance(payload, GenerateRequest):
-        return bool(payload.media)
+        return bool(payload.media) or payload.needs_form  # a form is tried in a process
     return len(payload.inputs) > _FEW_TEXTS or not all(isinstance(item, Text) for item in payload.inputs)
 
 
@@ -386,7 +400,9 @@ def _start(options: ExecutorOptions) -> Any:
         raise ValueError(f"vLLM's engine takes no argument {unknown[0]!r}{elsewhere}")
     assert options.model is not None
     path = Path(options.model).expanduser()
-    given = dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
+    # Of vLLM's libraries for forms, the one that counts what it does; each form is tried first.
+    defaults = {"structured_outputs_config": {"backend": "guidance"}}
+    given = defaults | dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
     try:
         config = arguments(model=str(path) if path.is_dir() else options.model, **given).create_engine_config()
         executor = importlib.import_module("vllm.v1.executor").Executor.get_class(config)

@@ -40,6 +40,7 @@ from shmring.engine.protocol import (
 
 __all__ = ["RequestBuilder", "model_name"]
 
+_MAX_STOP_TOKENS = 64  # beside min_tokens: on a GPU, vLLM's step fails beyond 128, with those that end any answer
 _SEED_MODULUS = 1 << 63  # torch takes seeds of 64 bits with a sign; callers' seeds are any integers
 
 
@@ -124,12 +125,13 @@ class RequestBuilder:
         tokens: list[int] = self.build(request)["prompt_token_ids"]
         return list(tokens), ""
 
-    def reader_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> ResponseReader | None:
-        """Returns what reads an answer to a request with tools; None: its text is given out as it is."""
+    def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
+        """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
+        count = request.sampling.n
         if not request.tools:
-            return None
-        before = self._tokenizer.decode(prompt_token_ids)
-        return ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
+            return [None] * count
+        before, parallel = self._tokenizer.decode(prompt_token_ids), request.parallel_tool_calls
+        return [ResponseReader(self._response_template, before, request.tools, parallel=parallel) for _ in range(count)]
 
     def _build_input(self, item: Text | Medium) -> dict[str, Any]:
         if isinstance(item, Text):
@@ -235,6 +237,8 @@ class RequestBuilder:
         params = request.sampling
         check_sampling(params)
         StopTexts(params.stop)
+        if params.min_tokens and len(params.stop_token_ids) > _MAX_STOP_TOKENS:
+            raise ValueError(f"with min_tokens, at most {_MAX_STOP_TOKENS} stop_token_ids are taken")
         if params.max_tokens is not None and params.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
         if not 1 <= params.n <= self._max_num_seqs:

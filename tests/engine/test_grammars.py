@@ -123,6 +123,22 @@ def test_several_answers_have_the_form_each(executor: TransformersExecutor) -> N
     assert len(set(texts)) > 1
 
 
+def test_answers_of_a_form_do_not_use_up_each_others_states(executor: TransformersExecutor) -> None:
+    """Each has a matcher of its own, although copies of one would be had for less."""
+    properties = {name: {"type": "string", "maxLength": 4000} for name in "abcd"}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    form = form_of(StructuredOutputsParams(json=json.dumps(schema)))
+    forms = Grammars(executor._checkpoint)
+    tokenizer = executor._checkpoint.tokenizer
+    for turn, long in enumerate("abcd" * 2):
+        while (ready := forms.ready(turn, lambda: form, 2)) is None:
+            forms.wait(1)
+        text = json.dumps({name: "x" * (3600 if name == long else 1) for name in "abcd"})
+        for grammar in ready:
+            for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+                grammar.take(token)
+
+
 # -- forms that cost too much, or are none --------------------------------------------------------------------------------
 
 COMBINED = {
@@ -131,6 +147,12 @@ COMBINED = {
     ]
 }
 WIDE = {"type": "object", "properties": {str(number): {} for number in range(10_000)}}
+# Fits a stack of 8 MiB hardly or not: which of the two must be found out in a process.
+LINKED = {
+    "$ref": "#/$defs/a0",
+    "$defs": {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1088)},
+}
+LINKED["$defs"]["a1088"] = {"type": "string"}  # type: ignore[index]
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(150):
     NESTED = {"anyOf": [NESTED]}
@@ -154,6 +176,10 @@ for _ in range(150):
         StructuredOutputsParams(regex=r"[^\s\S]"),
         StructuredOutputsParams(regex="(" * 3000 + ")" * 3000),
         StructuredOutputsParams(regex="a" * 200_000),
+        StructuredOutputsParams(regex="a?" * 20_000),
+        StructuredOutputsParams(regex="(a*b)*" * 20_000),
+        StructuredOutputsParams(json='{"type": "integer", "multipleOf": 199999993}'),
+        StructuredOutputsParams(json=json.dumps(LINKED)),
         StructuredOutputsParams(choice=[str(number) for number in range(2000)]),
         StructuredOutputsParams(),
     ],
@@ -187,11 +213,11 @@ def test_a_form_that_nobody_waits_for_is_not_compiled(executor: TransformersExec
     go_on = threading.Event()
     tried: list[str] = []
 
-    def wait(_: Grammars, grammar: str) -> None:
-        tried.append(grammar)
+    def wait(form: grammars.Form, _: object) -> None:
+        tried.append(form[1])
         go_on.wait(60)
 
-    monkeypatch.setattr(Grammars, "_try", wait)
+    monkeypatch.setattr(grammars, "try_form", wait)
     forms = Grammars(executor._checkpoint)
     for number in range(20):
         assert forms.ready(number, lambda number=number: ("regex", f"a{number}")) is None
@@ -222,7 +248,7 @@ def test_closing_ends_what_is_being_tried(executor: TransformersExecutor) -> Non
 
 
 def test_so_many_forms_are_kept(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grammars, "_try", lambda *_: None)
+    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
     monkeypatch.setattr(grammars, "_KEPT", 3)
     forms = Grammars(executor._checkpoint)
     for number in (1, 2, 3, 1, 4, 5):
@@ -233,7 +259,7 @@ def test_so_many_forms_are_kept(executor: TransformersExecutor, monkeypatch: pyt
 
 
 def test_more_forms_may_be_waited_for_than_are_kept(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grammars, "_try", lambda *_: None)
+    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
     monkeypatch.setattr(grammars, "_KEPT", 2)
     forms = Grammars(executor._checkpoint)
     waiting = set(range(9))
@@ -258,10 +284,10 @@ def test_what_may_succeed_another_time_is_tried_again(
         return grammar
 
     with monkeypatch.context() as patch:
-        patch.setattr(Grammars, "_try", fail)
+        patch.setattr(grammars, "try_form", fail)
         with pytest.raises(raised, match=str(error)):
             ready()
-    monkeypatch.setattr(Grammars, "_try", lambda *_: None)
+    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
     assert ready() is not None
 
 
@@ -294,8 +320,9 @@ def test_min_tokens_can_not_be_asked_for_beside(executor: TransformersExecutor) 
 def test_scores_beyond_the_tokenizers_tokens_are_left_out(executor: TransformersExecutor) -> None:
     forms = Grammars(executor._checkpoint)
     form = form_of(StructuredOutputsParams(choice=["a"]))
-    while (grammar := forms.ready(1, lambda: form)) is None:
+    while (ready := forms.ready(1, lambda: form)) is None:
         forms.wait(1)
+    [grammar] = ready
     size = len(executor._checkpoint.tokenizer)
     scores = grammar.restrict(torch.zeros(size + 100))
     token = executor._checkpoint.tokenizer.convert_tokens_to_ids("a")

@@ -27,6 +27,7 @@ from shmring.engine.protocol import (
     Picture,
     SamplingParams,
     Spectrogram,
+    StructuredOutputsParams,
     Text,
     TextPart,
     Video,
@@ -506,6 +507,20 @@ def test_many_pictures_are_copied_in_several_steps(executor: TransformersExecuto
                 batch.append(StepInput(part.request_id, part.payload if output.keep_inputs else None))
     assert [numbers for numbers in come_again if numbers] == [[2, 3]], "two are copied in a step"
     assert found == expected
+
+
+def test_a_request_that_waits_for_its_form_keeps_no_other_pictures_out(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "_COPIED_NBYTES", 1)
+    monkeypatch.setattr(executor._grammars, "ready", lambda *_: None)
+    formed = ask(noise(60, 60, 1), "Hi", structured_outputs=StructuredOutputsParams(json_object=True))
+    waits, begun = executor.execute([StepInput(1, formed), StepInput(2, ask(noise(60, 60, 2), "Hi"))])
+    assert isinstance(waits, StepOutput)
+    assert isinstance(begun, StepOutput)
+    assert (waits.keep_inputs, begun.keep_inputs) == (True, False)
+    for number in (1, 2):
+        executor.forget(number)
 
 
 def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ TOKENS = [TokenLogprobs("Hé", -0.5, [("Hé", -0.5), ("\ufffd", -1.5)]), TokenLo
 
 
 async def likely(claim: shmring.Claim) -> None:
-    await claim.reply(GenerateReply("Hé", [1], 5, 1, logprobs=TOKENS[:1]))
-    await claim.reply(GenerateReply("x", [2], 5, 2, "stop", logprobs=TOKENS[1:]))
+    await claim.reply(GenerateReply("H", [1], 5, 1, logprobs=TOKENS[:1]))  # the rest may become a stop text
+    await claim.reply(GenerateReply("éx", [2], 5, 2, "stop", logprobs=TOKENS[1:]))
 
 
 def events_of(response: httpx.Response) -> list[Any]:

@@ -12,6 +12,7 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
 from shmring.frontend.openai.messages import MAX_PARTS
+from shmring.frontend.openai.tools import FunctionDefinition, Tool, engine_tools
 from tests.tables import for_each
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -314,3 +315,12 @@ def test_values_in_one_another_are_bounded() -> None:
         engine_request(parse(chat_template_kwargs=deep))
     with pytest.raises(ApiError, match="in one another"):
         engine_request(parse(tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}]))
+
+
+def test_a_tool_whose_schema_is_nested_without_end_is_refused() -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(5000):
+        parameters = {"not": parameters}
+    with pytest.raises(ApiError, match="values in one another") as caught:
+        engine_tools([Tool("function", FunctionDefinition("f", parameters=parameters))])
+    assert caught.value.param == "tools[0].function.parameters"
