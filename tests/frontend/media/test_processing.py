@@ -176,6 +176,7 @@ async def test_pictures_for_several_processors_in_turn(preparation: Preparation)
         if isinstance(medium, Features):
             assert processor is not None
             assert [feature.name for feature in medium.layout] == [feature.name for feature in processor.features]
+            assert preparation.decoders._idle[-1].processor == processor, "it had it when it was forked"
     assert len(preparation.decoders._idle) == 1
 
 
