@@ -62,14 +62,19 @@ class Stop:
             loop.add_signal_handler(number, self.tell)
         loop.add_signal_handler(DRAIN_SIGNAL, self.drain)
 
-    def tell(self) -> None:
-        """A signal has come. That of ``shmring drain`` is none of those that are counted."""
+    def tell(self) -> bool:
+        """A signal has come. That of ``shmring drain`` is none of those that are counted.
+
+        Returns:
+            Whether it was the first one.
+        """
         now_s = asyncio.get_running_loop().time()
-        if self._told_at is None:
+        if is_first := self._told_at is None:
             self._told_at = now_s
             self.told.set()
         elif now_s - self._told_at > _SAME_SIGNAL_S:
             self.hurry.set()
+        return is_first
 
     def drain(self) -> None:
         """The process is to end in good order."""

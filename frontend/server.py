@@ -13,13 +13,12 @@ import functools
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
-from shmring.engine.supervision import DRAIN_SIGNAL, stop_signals
+from shmring.engine.supervision import DRAIN_SIGNAL, Stop, stop_signals
 from shmring.frontend.app import Application
 from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.settings import TlsSettings
@@ -28,7 +27,6 @@ __all__ = ["Server"]
 
 logger = logging.getLogger("shmring.frontend")
 
-_SAME_SIGNAL_S = 0.5
 _CANCELLED_GRACE_S = 0.5  # for answers to cancelled requests; the supervisor kills the process seconds later
 _POLL_S = 0.01
 
@@ -76,15 +74,14 @@ class Server(uvicorn.Server):
         root_path: str = "",
         timeout_keep_alive_s: float = 5.0,
     ) -> None:
-        self._told_at = 0.0  # by anybody
-        self._stopped_at = 0.0  # by a signal that ends the whole server
+        self._signals = Stop()
         super().__init__(
             uvicorn.Config(
                 app,
                 host=host,
                 port=port,
                 http=functools.partial(  # type: ignore[arg-type]  # it is called
-                    BoundedHttpProtocol, headers_for=app.headers_for, is_ending=lambda: self._told_at > 0
+                    BoundedHttpProtocol, headers_for=app.headers_for, is_ending=self._signals.told.is_set
                 ),
                 ws="none",
                 lifespan="on",
@@ -119,23 +116,18 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Ends the server after the requests in flight. A second call no longer waits for them."""
-        now_s = time.monotonic()
-        if not self._stopped_at:
-            self._stopped_at = now_s
-            self._told_at = self._told_at or now_s
+        if self._signals.tell():
             self._app.begin_shutdown()
             asyncio.get_running_loop().call_later(self._shutdown_delay_s, self._end)
-        # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
-        elif now_s - self._stopped_at > _SAME_SIGNAL_S:
+        elif self._signals.hurry.is_set():
             self.force_exit = True
             self._end()
 
     def drain(self) -> None:
         """Ends this frontend after the requests in flight; others go on with its port, and ``/ready`` is about them."""
-        if not self._told_at:
-            self._told_at = time.monotonic()
-            self._app.end_watching()
-            self._end()
+        self._signals.drain()
+        self._app.end_watching()
+        self._end()
 
     def _end(self) -> None:
         self.should_exit = True

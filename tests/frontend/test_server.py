@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shmring.frontend import server as server_module
+from shmring.engine import supervision
 from shmring.frontend.listening import listen, url_of
 from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, TlsSettings
@@ -168,7 +168,7 @@ async def test_two_signals_at_once_count_as_a_single_one(open_server: OpenServer
 
 
 async def test_draining_twice_is_no_hurry(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     server, application, client = await open_server(600)
     request = asyncio.create_task(client.get("/slow"))
     await eventually(lambda: application.in_flight == 1)
@@ -217,7 +217,7 @@ async def test_it_goes_on_listening_for_a_while(open_server: OpenServer, monkeyp
         answer = await client.get("/slow")
         assert (answer.text, answer.headers["connection"]) == ("done", "close")
     assert not server.should_exit
-    monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     server.stop()
     assert server.should_exit
 
@@ -225,7 +225,7 @@ async def test_it_goes_on_listening_for_a_while(open_server: OpenServer, monkeyp
 async def test_after_a_second_signal_it_waits_no_longer(
     open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
+    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     server, application, client = await open_server(600)
     request = asyncio.create_task(client.get("/slow"))
     await eventually(lambda: application.in_flight == 1)
