@@ -7,15 +7,15 @@ refused before they are made into tokens: for megabytes that takes seconds, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from shmring.engine.executors.interface import ContextLengthError
-from shmring.engine.protocol import ChatMessage, GenerateRequest, TextPart
+from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
 
-__all__ = ["OF_TEMPLATES", "CallersTexts", "tool_fields"]
+__all__ = ["OF_TEMPLATES", "CallersTexts", "media_in_order", "tool_fields"]
 
 #: Variables of templates that callers don't set: transformers does, or other fields of a request, or they are jinja's.
 OF_TEMPLATES = frozenset(
@@ -37,10 +37,28 @@ class CallersTexts:
         vocabulary_size: how many tokens the model knows.
         max_model_len: tokens that it reads.
         sanitizes: whether control tokens in texts are made harmless.
+        has_template: whether conversations can be laid out.
+        has_tools: whether they can have tools.
+        variables: of the template that callers may set.
     """
 
-    def __init__(self, name: str, tokenizer: Any, vocabulary_size: int, max_model_len: int, *, sanitizes: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        vocabulary_size: int,
+        max_model_len: int,
+        *,
+        sanitizes: bool,
+        has_template: bool,
+        has_tools: bool,
+        variables: Collection[str],
+    ) -> None:
         self._name = name
+        self._tokenizer = tokenizer
+        self._has_template = has_template
+        self._has_tools = has_tools
+        self._variables = variables
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._sanitizes = sanitizes
@@ -48,12 +66,16 @@ class CallersTexts:
         self._control_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
     def check_conversation(self, request: GenerateRequest) -> None:
-        """Checks the texts of a conversation, its tools and its template options.
+        """Checks a conversation: its texts, its tools and its template options.
 
         Raises:
-            ValueError: one has a control token that nothing makes harmless.
+            ValueError: the model takes no such thing; or a text has a control token that nothing makes harmless.
             ContextLengthError: they are too long, whatever tokens they are made of.
         """
+        if not request.messages:
+            raise ValueError("a conversation has at least one message")
+        if not self._has_template:
+            raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
         further = [str(value) for value in (request.tools, request.template_options) if value]
         for message in request.messages:
@@ -67,6 +89,11 @@ class CallersTexts:
         calls = [tool_fields(message) for message in request.messages]
         for value in (request.tools, request.template_options, calls):
             self._refuse_control_tokens_in(value)
+        if request.needs_tools and not self._has_tools:
+            raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
+        for variable in request.template_options:
+            if variable not in self._variables:
+                raise ValueError(f"the chat template of the model {self._name!r} has no variable {variable!r}")
 
     def check_characters(self, characters: int, max_tokens: int | None) -> None:
         """Checks a text by its length.
@@ -98,6 +125,16 @@ class CallersTexts:
         if wrong is not None:
             raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
 
+    def text_of(self, tokens: list[int]) -> str:
+        """Returns the text of tokens.
+
+        Raises:
+            ValueError: the model does not know one of them.
+        """
+        self.check_tokens(tokens)
+        text: str = self._tokenizer.decode(tokens)
+        return text
+
     def _refuse_control_tokens_in(self, value: Any) -> None:
         """Refuses them in names, which nothing makes harmless, and in texts if nothing does."""
         if isinstance(value, str) and not self._sanitizes:
@@ -109,6 +146,22 @@ class CallersTexts:
         elif isinstance(value, list):
             for item in value:
                 self._refuse_control_tokens_in(item)
+
+
+def media_in_order(request: GenerateRequest) -> list[Medium]:
+    """Returns the media of a conversation in the order of their places.
+
+    Raises:
+        ValueError: one of them has no place, or several.
+    """
+    media = request.media
+    places = [part.index for message in request.messages for part in message.parts if isinstance(part, MediumPart)]
+    wrong = next((place for place in places if not 0 <= place < len(media)), None)
+    if wrong is not None:
+        raise ValueError(f"a message names medium {wrong}, and there are {len(media)}")
+    if sorted(places) != list(range(len(media))):
+        raise ValueError(f"each of the {len(media)} media has one place in the messages, got places {places}")
+    return [media[place] for place in places]
 
 
 def tool_fields(message: ChatMessage) -> dict[str, Any]:

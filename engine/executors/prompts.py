@@ -29,11 +29,11 @@ from typing import Any
 import msgspec
 import torch
 
-from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
+from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, media_in_order, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
-from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import (
     Features,
     GenerateRequest,
@@ -98,16 +98,18 @@ class PromptBuilder:
         self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
+        has_tools = "tools" in str(self._template)
+        self._response_template = find_response_template(self._tokenizer, checkpoint.model) if has_tools else None
         self._texts = CallersTexts(
             checkpoint.name,
             self._tokenizer,
             int(checkpoint.model.get_input_embeddings().num_embeddings),
             checkpoint.max_model_len,
             sanitizes=self._sanitizes,
+            has_template=self.has_template,
+            has_tools=self.has_tools,
+            variables=self._find_variables(),
         )
-        has_tools = "tools" in str(self._template)
-        self._response_template = find_response_template(self._tokenizer, checkpoint.model) if has_tools else None
-        self._variables = self._find_variables()
         self.input = self._describe_input()
 
     def offer_processor(self) -> None:
@@ -132,16 +134,10 @@ class PromptBuilder:
         """
         if request.prompt is not None:
             return self._continue(request.prompt, request)
-        if not request.messages:
-            raise ValueError("a conversation has at least one message")
-        if not self.has_template:
-            raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
         self._texts.check_conversation(request)
-        if request.needs_tools and not self.has_tools:
-            raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
-        self._check_options(request.template_options)
         self._check_features(request.media)
-        conversation, media = self._lay_out(request)
+        media = media_in_order(request)
+        conversation = self._lay_out(request)
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
         return self._apply_template(conversation, media, add_generation_prompt=True, **options)
 
@@ -152,20 +148,13 @@ class PromptBuilder:
             request: any.
             prompt: its tokens, shape (tokens,).
         """
-        count = request.sampling.n
-        if not request.tools:
-            return [None] * count
-        before = self._tokenizer.decode(prompt.tolist())
-        readers = [
-            ResponseReader(self._response_template, before, request.tools, parallel=request.parallel_tool_calls)
-            for _ in range(count)
-        ]
-        if request.tool_choice == "required" and readers[0].begins_within:
+        readers = readers_of(request, self._response_template, self._tokenizer, prompt.tolist())
+        if request.tool_choice == "required" and readers[0] is not None and readers[0].begins_within:
             raise ValueError(
                 f"the model {self._name!r} begins its answer with reasoning, so a call can't be required; its chat template "
                 "may have a variable that turns reasoning off (chat_template_kwargs)"
             )
-        return [*readers]
+        return readers
 
     def form_of(self, request: GenerateRequest) -> Form:
         """Returns the form that an answer must have, of a request that needs one.
@@ -192,8 +181,7 @@ class PromptBuilder:
             ValueError, ContextLengthError: as :meth:`build`.
         """
         if isinstance(request.prompt, list):
-            self._texts.check_tokens(request.prompt)
-            return [], self._tokenizer.decode(request.prompt)
+            return [], self._texts.text_of(request.prompt)
         tokens: list[int] = self.build(request)["input_ids"][0].tolist()
         return tokens, ""
 
@@ -306,12 +294,6 @@ class PromptBuilder:
             taken.update(inspect.signature(type(self._processor).__call__).parameters)
         return found - taken - OF_TEMPLATES
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuses variables that the template does not have, and those that are not its own."""
-        for name in options:
-            if name not in self._variables:
-                raise ValueError(f"the chat template of the model {self._name!r} has no variable {name!r}")
-
     @property
     def _template(self) -> Any:
         return (self._tokenizer if self._processor is None else self._processor).chat_template
@@ -334,27 +316,18 @@ class PromptBuilder:
 
     # -- a conversation ------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, request: GenerateRequest) -> tuple[list[dict[str, Any]], list[Medium]]:
-        """Returns the conversation as templates take it, and its media in the order of their places."""
+    def _lay_out(self, request: GenerateRequest) -> list[dict[str, Any]]:
+        """Returns the conversation as templates take it."""
         conversation: list[dict[str, Any]] = []
-        places: list[int] = []
         for message in request.messages:
-            parts: list[dict[str, Any]] = []
-            for part in message.parts:
-                if isinstance(part, TextPart):
-                    parts.append({"type": "text", "text": part.text})
-                    continue
-                if not 0 <= part.index < len(request.media):
-                    raise ValueError(f"a message names medium {part.index}, and there are {len(request.media)}")
-                places.append(part.index)
-                medium = request.media[part.index]
-                parts.append(self._place(medium))
+            parts = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else self._place(request.media[part.index])
+                for part in message.parts
+            ]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             content = "\n".join(texts) if self._processor is None else parts
             conversation.append({"role": message.role, "content": content} | tool_fields(message))
-        if sorted(places) != list(range(len(request.media))):
-            raise ValueError(f"each of the {len(request.media)} media has one place in the messages, got places {places}")
-        return conversation, [request.media[place] for place in places]
+        return conversation
 
     def _place(self, medium: object) -> dict[str, Any]:
         if isinstance(medium, Picture) and self.input.picture is not None:

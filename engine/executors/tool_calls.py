@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.protocol import ToolCall
+from shmring.engine.protocol import GenerateRequest, ToolCall
 
-__all__ = ["Parts", "ResponseReader", "find_response_template"]
+__all__ = ["Parts", "ResponseReader", "find_response_template", "readers_of"]
 
 _FIELD = "tool_calls"
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -141,3 +141,21 @@ def _call_of(value: Any, index: int) -> ToolCall:
     msgspec.json.decode(text, type=dict[str, Any])  # its error is a ValueError
     name.encode()
     return ToolCall(name, text, index=index)
+
+
+def readers_of(
+    request: GenerateRequest, template: Mapping[str, Any] | None, tokenizer: Any, prompt: Sequence[int]
+) -> list[ResponseReader | None]:
+    """Returns what reads each answer to a request with tools; None: its text is given out as it is.
+
+    Args:
+        request: any.
+        template: how the model writes its answers.
+        tokenizer: of transformers.
+        prompt: the tokens of the request.
+    """
+    count = request.sampling.n
+    if not request.tools:
+        return [None] * count
+    before, parallel = tokenizer.decode(prompt), request.parallel_tool_calls
+    return [ResponseReader(template, before, request.tools, parallel=parallel) for _ in range(count)]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import importlib
 import logging
 import os
@@ -34,7 +35,7 @@ import msgspec
 import torch
 
 from shmring.engine.answers import without_frames
-from shmring.engine.executors.grammars import Form, form_of, try_form
+from shmring.engine.executors.grammars import form_of, try_form
 from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
@@ -182,7 +183,7 @@ class VllmExecutor:
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
         self._requests: dict[int, _Request] = {}
         self._trials: set[subprocess.Popen[bytes]] = set()
-        self._tried_forms: dict[Form, None] = {}
+        self._try_form = functools.lru_cache(_KEPT_FORMS)(functools.partial(try_form, trials=self._trials))
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -260,12 +261,7 @@ class VllmExecutor:
         if isinstance(payload, EncodeRequest):
             return self._builder.build_inputs(payload)
         if (structure := payload.sampling.structured_outputs) is not None:
-            form = form_of(structure)
-            if form not in self._tried_forms:
-                try_form(form, self._trials)
-                self._tried_forms[form] = None
-                while len(self._tried_forms) > _KEPT_FORMS:
-                    del self._tried_forms[next(iter(self._tried_forms))]
+            self._try_form(form_of(structure))
         return [self._builder.build(payload)]
 
     def _add(

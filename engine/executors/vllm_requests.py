@@ -18,12 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, tool_fields
+from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, media_in_order, tool_fields
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.prompts import check_pixels, find_max_pixels
 from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling
 from shmring.engine.executors.stopping import StopTexts
-from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
@@ -73,17 +73,25 @@ class RequestBuilder:
             raise ValueError(f"the model {name!r} is none that goes on from a prompt, with a tokenizer of transformers")
         self._vocabulary_size = int(self._config.get_vocab_size())
         self._max_num_seqs = int(engine.vllm_config.scheduler_config.max_num_seqs)
-        self._texts = CallersTexts(name, self._tokenizer, self._vocabulary_size, self._config.max_model_len, sanitizes=False)
         self._vllm = importlib.import_module("vllm")
         self._chat_params = importlib.import_module("vllm.renderers").ChatParams
         renderers = importlib.import_module("vllm.renderers.hf")
         template = renderers.resolve_chat_template(self._tokenizer, None, None, model_config=self._config)
         self.has_template = template is not None
         variables = importlib.import_module("transformers.utils.chat_template_utils")._get_template_variables
-        self._variables = variables(template) - OF_TEMPLATES if isinstance(template, str) else frozenset()
         model = SimpleNamespace(config=self._config.hf_config)
         self._response_template = find_response_template(self._tokenizer, model) if "tools" in str(template) else None
         self.has_tools = self._response_template is not None
+        self._texts = CallersTexts(
+            name,
+            self._tokenizer,
+            self._vocabulary_size,
+            self._config.max_model_len,
+            sanitizes=False,
+            has_template=self.has_template,
+            has_tools=self.has_tools,
+            variables=variables(template) - OF_TEMPLATES if isinstance(template, str) else (),
+        )
         self.input = self._describe_input(mm_processor_kwargs)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -95,13 +103,15 @@ class RequestBuilder:
             ValueError: the conversation or its media are not what this model takes.
             ContextLengthError: it is too long.
         """
+        media: list[Medium] = []
         if request.prompt is not None:
             prompt = self._continue(request.prompt, request)
         else:
-            self._check_conversation(request)
+            self._texts.check_conversation(request)
+            media = media_in_order(request)
             options = request.template_options | ({"tools": request.tools} if request.tools else {})
             prompt = self._lay_out(request.messages, request.media, add_generation_prompt=True, **options)
-        inputs = self._process(prompt, request.media, add_special_tokens=request.add_special_tokens)
+        inputs = self._process(prompt, media, add_special_tokens=request.add_special_tokens)
         ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
         return inputs
 
@@ -120,18 +130,13 @@ class RequestBuilder:
             ValueError, ContextLengthError: as :meth:`build`.
         """
         if isinstance(request.prompt, list):
-            self._texts.check_tokens(request.prompt)
-            return [], self._tokenizer.decode(request.prompt)
+            return [], self._texts.text_of(request.prompt)
         tokens: list[int] = self.build(request)["prompt_token_ids"]
         return list(tokens), ""
 
     def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
         """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
-        count = request.sampling.n
-        if not request.tools:
-            return [None] * count
-        before, parallel = self._tokenizer.decode(prompt_token_ids), request.parallel_tool_calls
-        return [ResponseReader(self._response_template, before, request.tools, parallel=parallel) for _ in range(count)]
+        return readers_of(request, self._response_template, self._tokenizer, prompt_token_ids)
 
     def _build_input(self, item: Text | Medium) -> dict[str, Any]:
         if isinstance(item, Text):
@@ -162,23 +167,8 @@ class RequestBuilder:
             raise ValueError("a prompt can't be empty")
         return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
-    def _check_conversation(self, request: GenerateRequest) -> None:
-        if not request.messages:
-            raise ValueError("a conversation has at least one message")
-        if not self.has_template:
-            raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
-        self._texts.check_conversation(request)
-        if request.needs_tools and not self.has_tools:
-            raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
-        for option in request.template_options:
-            if option not in self._variables:
-                raise ValueError(f"the chat template of the model {self._name!r} has no variable {option!r}")
-
     def _lay_out(self, messages: Sequence[ChatMessage], media: Sequence[Medium], **options: Any) -> dict[str, Any]:
-        """Returns the tokens of a conversation, with places for its media, and the order of these."""
-        places = [part.index for message in messages for part in message.parts if isinstance(part, MediumPart)]
-        if sorted(places) != list(range(len(media))):
-            raise ValueError(f"each of the {len(media)} media has one place in the messages, got places {places}")
+        """Returns the tokens of a conversation, with places for its media."""
         conversation = []
         for message in messages:
             parts = [
@@ -187,7 +177,7 @@ class RequestBuilder:
             ]
             conversation.append({"role": message.role, "content": parts} | tool_fields(message))
         _, prompt = self._renderer.render_messages(conversation, self._chat_params(chat_template_kwargs=options))
-        return dict(prompt) | {"places": places}
+        return dict(prompt)
 
     def _place(self, medium: Medium) -> dict[str, Any]:
         if not isinstance(medium, Picture) or self.input.picture is None:
@@ -196,20 +186,19 @@ class RequestBuilder:
         return {"type": "image_url", "image_url": None, "uuid": "its place"}
 
     def _process(self, prompt: dict[str, Any], media: Sequence[Medium], *, add_special_tokens: bool = False) -> dict[str, Any]:
-        """Returns a prompt with its tokens, and with its media processed; at first without looking at them."""
+        """Returns a prompt with its tokens, and with its media, in their order, processed; at first without looking at them."""
         parameters = dataclasses.replace(self._renderer.default_cmpl_tok_params, max_total_tokens=None)
         if not add_special_tokens:
             parameters = dataclasses.replace(parameters, add_special_tokens=False)
-        in_order = [media[index] for index in prompt.pop("places", [])]
-        if in_order:
-            keys = [medium.key for medium in in_order]
+        if media:
+            keys = [medium.key for medium in media]
             prompt["multi_modal_uuids"] = {"image": keys}
             if None not in keys:
                 try:
                     return self._rendered(prompt, parameters)
                 except Exception:  # noqa: BLE001 - of something it has not seen before, vLLM's processors raise what they like
                     pass
-            prompt["multi_modal_data"] = {"image": [_form_of(medium) for medium in in_order]}
+            prompt["multi_modal_data"] = {"image": [_form_of(medium) for medium in media]}
         return self._rendered(prompt, parameters)
 
     def _rendered(self, prompt: dict[str, Any], parameters: Any) -> dict[str, Any]:
