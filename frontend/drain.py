@@ -142,17 +142,14 @@ class _Watch:
                 raise _CannotError("another `shmring drain` or `shmring restart` of this server is at work") from None
             yield
 
-    async def _check_running(self) -> None:
-        """Raises _CannotError if an engine is paused: requests would not end."""
+    async def _check_engines_running(self) -> None:
         for name in self._names:
-            snapshot = await self._look(name)
-            if snapshot is not None and snapshot.program.get("paused"):
-                text = f"the engine {name} is paused, so its requests would not end: POST /resume first, or end process "
-                raise _CannotError(f"{text}{self.server.pid} with SIGTERM")
+            if (snapshot := await self._look(name)) is not None:
+                _check_running(snapshot, self.server.pid)
 
     async def end(self) -> None:
         """Ends the server."""
-        await self._check_running()
+        await self._check_engines_running()
         snapshot, _ = await self._other(but=None)
         await self._end("the server", self.server.pid, snapshot, None)
 
@@ -163,8 +160,7 @@ class _Watch:
         name = self._names[index]
         if (before := await self._look(name)) is None:
             raise _CannotError(f"the engine {name} does not answer")
-        if before.program.get("paused"):
-            raise _CannotError(f"the engine {name} is paused, so its requests would not end; resume it first")
+        _check_running(before, before.pid)
         await self._other(but=name)
 
         async def next_serves() -> bool:
@@ -181,7 +177,7 @@ class _Watch:
 
     async def replace_frontend(self, index: int) -> None:
         """Ends a frontend; returns when the next one is there."""
-        await self._check_running()
+        await self._check_engines_running()
         name = frontend_name(index)
         snapshot, frontends = await self._other(but=None)
         pid = next((pid for pid, each in frontends.items() if each == name), None)
@@ -278,6 +274,13 @@ async def _look(name: str, socket_dir: str | None) -> RingSnapshot | None:
         return await inspect(name, socket_dir=socket_dir)
     except (EngineDeadError, TimeoutError):
         return None
+
+
+def _check_running(engine: RingSnapshot, pid: int) -> None:
+    """Raises _CannotError if an engine is paused: requests would not end. ``pid`` is what can be ended all the same."""
+    if engine.program.get("paused"):
+        text = f"the engine {engine.name} is paused, so its requests would not end"
+        raise _CannotError(f"{text}: POST /resume first, or end process {pid} with SIGTERM")
 
 
 def _frontends_of(snapshot: RingSnapshot) -> dict[int, str]:

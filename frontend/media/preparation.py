@@ -169,9 +169,7 @@ class Preparation:
         """
         probed = await all_of((self.probe(file, spec) for file in files), files)
         if not self._settings.disable_mm_shm:
-            _check_capacity(probed, memory, other_nbytes)
-            # Before they are decoded, or wait for slots.
-            hold_slab(sum(shmring.nbytes_for(((medium.nbytes,), torch.uint8)) for medium in probed), stack)
+            hold_slab(_fitting_nbytes(probed, memory, other_nbytes), stack)  # before they are decoded, or wait for slots
         nbytes = sum(medium.nbytes for medium in probed)
         is_quick = nbytes <= _QUICK_DECODED_NBYTES and all(file.kind != "video" for file in files)
         targets: list[torch.Tensor] = []
@@ -312,17 +310,19 @@ class Preparation:
         raise RuntimeError(f"decoding failed unexpectedly ({reply.text.splitlines()[-1][:64]}); the log says more")
 
 
-def _check_capacity(probed: Sequence[ProbedMedium], memory: MediaMemory, other_nbytes: Sequence[int]) -> None:
-    """Checks that media fit the slab together; if pictures do so only as pixels, they are not processed here.
+def _fitting_nbytes(probed: Sequence[ProbedMedium], memory: MediaMemory, other_nbytes: Sequence[int]) -> int:
+    """Returns how much of the slab media take; if they fit it together only as pixels, pictures are not processed here.
 
     Raises:
         shmring.CapacityError: they can never fit.
     """
+    sizes = [shmring.nbytes_for(((medium.nbytes,), torch.uint8)) for medium in probed]
     try:
-        memory.check_capacity(*other_nbytes, *(shmring.nbytes_for(((medium.nbytes,), torch.uint8)) for medium in probed))
+        memory.check_capacity(*other_nbytes, *sizes)
     except shmring.CapacityError:
         if not any(medium.processor for medium in probed):
             raise
         for medium in probed:
             medium.processor, medium.features_nbytes = None, 0
-        _check_capacity(probed, memory, other_nbytes)
+        return _fitting_nbytes(probed, memory, other_nbytes)
+    return sum(sizes)

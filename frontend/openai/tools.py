@@ -121,11 +121,11 @@ def engine_tools(tools: Sequence[Tool], *, strict: bool = False) -> list[dict[st
         if tool.function.strict and not strict:
             text = "strict is not supported where no call is required: set tool_choice to required, or leave strict out"
             raise ApiError(400, text, code="unsupported_value", param=f"tools[{index}].function.strict")
+        check_values(tool.function.description, "tools")
         check_values(tool.function.parameters, f"tools[{index}].function.parameters")
     values: list[dict[str, Any]] = msgspec.to_builtins(tools)
     for value in values:
         value["function"] = {name: field for name, field in value["function"].items() if field is not None and name != "strict"}
-    check_values(values, "tools")
     return values
 
 
