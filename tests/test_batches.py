@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -206,9 +206,18 @@ async def test_who_is_cancelled_while_it_lingers_fails_what_it_has(serve: Any, c
 # -- stopping in good order ------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
+class Waiting(NamedTuple):
+    """A ring with a request whose handler waits."""
+
+    ring: Any
+    client: Any
+    go_on: asyncio.Event
+    running: asyncio.Task[None]
+    first: asyncio.Task[Any]
+
+
+@pytest.fixture
+async def waiting(serve: Any, connect: Any, eventually: Any) -> Waiting:
     go_on = asyncio.Event()
 
     async def wait(claim: shmring.Claim) -> None:
@@ -220,6 +229,11 @@ async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(
     client = await connect()
     first = asyncio.create_task(client.request(1, timeout=10))
     await eventually(lambda: ring.statistics().running == 1)
+    return Waiting(ring, client, go_on, running, first)
+
+
+async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(waiting: Waiting, eventually: Any) -> None:
+    ring, client, go_on, running, first = waiting
     draining = asyncio.create_task(ring.drain())
     await asyncio.sleep(0)
     late = await client.submit(2)
@@ -249,18 +263,8 @@ async def test_draining_ends_in_time(serve: Any, connect: Any) -> None:
         await ring.drain()
 
 
-async def test_an_engine_may_go_on_claiming_until_nothing_comes(serve: Any, connect: Any, eventually: Any) -> None:
-    go_on = asyncio.Event()
-
-    async def wait(claim: shmring.Claim) -> None:
-        await go_on.wait()
-        await claim.reply(claim.payload)
-
-    ring = await serve()
-    running = asyncio.create_task(ring.run(wait))
-    client = await connect()
-    first = asyncio.create_task(client.request(1, timeout=10))
-    await eventually(lambda: ring.statistics().running == 1)
+async def test_an_engine_may_go_on_claiming_until_nothing_comes(waiting: Waiting, eventually: Any) -> None:
+    ring, client, go_on, running, first = waiting
     draining = asyncio.create_task(ring.drain(claiming=True))
     await asyncio.sleep(0)
     late = asyncio.create_task(client.request(2, timeout=10))

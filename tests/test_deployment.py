@@ -26,7 +26,6 @@ import kubernetes_validate
 import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
-from click.testing import CliRunner
 from dockerfile_parse import DockerfileParser
 from jsonschema import validate
 
@@ -34,7 +33,8 @@ from shmring.config import parse_nbytes
 from shmring.engine.option_table import Option
 from shmring.frontend import serve_command, supervisor
 from shmring.frontend.keys import KEYS_VARIABLE
-from shmring.frontend.supervisor import ServeError, ServeOptions
+from shmring.frontend.supervisor import ServeOptions
+from tests.frontend.test_option_places import accepted
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,22 +81,6 @@ def seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+)s?", text)
     assert found, text
     return float(found[1])
-
-
-def accepted(*arguments: str, **environment: str) -> ServeOptions:
-    """What ``shmring serve`` would start."""
-    received: list[ServeOptions] = []
-
-    def receive(options: ServeOptions) -> None:
-        received.append(options)
-        raise ServeError("that was all")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_command, "run_server", receive)
-        patch.delenv("SHMRING_API_KEY", raising=False)
-        result = CliRunner(env=environment).invoke(serve_command.serve, list(arguments))
-    assert received, result.output
-    return received[0]
 
 
 # -- the Dockerfile --------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from shmring.engine.protocol import (
     PictureSpec,
 )
 from shmring.frontend.app import create_app
+from shmring.frontend.intake import MediaIntake
 from shmring.frontend.settings import FrontendSettings
 
 JSON = {"content-type": "application/json"}
@@ -259,3 +260,17 @@ async def open_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
 async def _stopped(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
     server.should_exit = True
     await task
+
+
+@pytest.fixture
+async def open_intake() -> AsyncIterator[Any]:
+    """``open_intake(engine, **settings)``: an intake, closed at the end."""
+    intakes: list[MediaIntake] = []
+
+    def make(engine: Any, **settings: Any) -> MediaIntake:
+        intakes.append(MediaIntake(engine.client, FrontendSettings(**settings)))
+        return intakes[-1]
+
+    yield make
+    for intake in intakes:
+        await intake.close()

@@ -9,7 +9,6 @@ import gc
 import io
 import wave
 import weakref
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -72,20 +71,6 @@ def mp4(darkest: int = 0) -> bytes:
 def source_of(file: bytes, kind: Any = "image", param: str = "p") -> MediaSource:
     mime = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}[kind]
     return MediaSource(kind, param, url=f"data:{mime};base64,{base64.b64encode(file).decode('ascii')}")
-
-
-@pytest.fixture
-async def open_intake() -> AsyncIterator[Any]:
-    """``open_intake(engine, **settings)``: an intake, closed at the end."""
-    intakes: list[MediaIntake] = []
-
-    def make(engine: Any, **settings: Any) -> MediaIntake:
-        intakes.append(MediaIntake(engine.client, FrontendSettings(**settings)))
-        return intakes[-1]
-
-    yield make
-    for intake in intakes:
-        await intake.close()
 
 
 @pytest.fixture

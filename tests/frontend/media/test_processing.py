@@ -7,7 +7,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -191,19 +191,6 @@ def _base64(data: bytes) -> str:
     import base64
 
     return base64.b64encode(data).decode("ascii")
-
-
-@pytest.fixture
-async def open_intake() -> AsyncIterator[Callable[..., MediaIntake]]:
-    intakes: list[MediaIntake] = []
-
-    def make(engine: Any, **settings: Any) -> MediaIntake:
-        intakes.append(MediaIntake(engine.client, FrontendSettings(**settings)))
-        return intakes[-1]
-
-    yield make
-    for intake in intakes:
-        await intake.close()
 
 
 async def take(intake: MediaIntake, spec: InputSpec) -> Medium:
