@@ -92,8 +92,9 @@ def test_an_answer_that_is_cut_says_so(executor: TransformersExecutor) -> None:
 
 @for_each("ignore_eos", [False, True])
 def test_a_pattern_and_a_choice_end_where_nothing_can_follow(executor: TransformersExecutor, ignore_eos: bool) -> None:
-    text, reason = told(executor, ask(structure=StructuredOutputsParams(regex=r"[a-f]{3}-\d+x"), ignore_eos=ignore_eos))
-    assert (re.fullmatch(r"[a-f]{3}-\d+x", text) is not None, reason) == (True, "stop")
+    pattern = r"[a-f]{3}-[0-9]+x"  # not \d: llguidance may know newer digits of Unicode than Python
+    text, reason = told(executor, ask(structure=StructuredOutputsParams(regex=pattern), ignore_eos=ignore_eos))
+    assert (re.fullmatch(pattern, text) is not None, reason) == (True, "stop")
     choice = ['say "no"\n', "日本\u001f", "\U0001f642", "|"]
     found = {
         told(executor, ask(structure=StructuredOutputsParams(choice=choice), ignore_eos=ignore_eos, seed=seed, temperature=2.0))
