@@ -38,7 +38,7 @@ WAYS: Mapping[str, Way] = {
 }
 
 _OURS = "shmring"
-_SHORT, _PICTURES, _DECODES, _TOKENS, _IDLE_S, _PAUSE_S = 6, 6, 3, 200, 10.0, 0.6
+_SHORT, _PICTURES, _DECODES, _TOKENS, _IDLE_S, _PAUSE_S = 6, 6, 7, 200, 10.0, 0.6
 _QUIET_S = 1.5  # after which vLLM's queues spin no longer: those of the server that was measured before, too
 _PROCESSES = ("APIServer", "EngineCore", "Worker")
 
