@@ -60,6 +60,7 @@ def test_code_of_a_reply_may_end_its_request() -> None:
     require_sound("code of handlers")
 
 
+@pytest.mark.slow  # seconds of computing
 def test_code_of_a_payload_may_leave_its_slot_before_a_copy_that_is_cancelled() -> None:
     require_sound("code before copies")
 

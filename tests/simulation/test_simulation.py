@@ -55,25 +55,27 @@ PLAIN = {"requests_end_twice", "a_cancelled_turn_is_nobodys", "a_reply_that_is_n
 # -- walking and exploring -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [8_000, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
     walked = walk(steps, seed=23)
     assert walked.failure is None
     assert walked.steps == steps
-    assert walked.episodes > 2
     assert walked.states > 0.75 * steps
-    assert [kind for kind in Kind if not walked.actions[kind]] == []
+    if steps >= 50_000:  # a short one may leave out what is rare
+        assert walked.episodes > 2
+        assert [kind for kind in Kind if not walked.actions[kind]] == []
 
 
-def test_a_walk_with_the_models_beside_finds_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [800, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_walk_with_the_models_beside_finds_no_difference(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(books, "chosen", books.PAIRS)
-    walked = walk(3_000, seed=11)
+    walked = walk(steps, seed=11)
     assert walked.failure is None
-    assert walked.steps == 3_000
+    assert walked.steps == steps
 
 
 def test_a_walk_is_what_its_seed_says() -> None:
-    walks = [walk(600, seed) for seed in (3, 3, 4)]
+    walks = [walk(200, seed) for seed in (3, 3, 4)]
     assert walks[0].actions == walks[1].actions
     assert walks[0].states == walks[1].states
     assert walks[0].actions != walks[2].actions
