@@ -56,8 +56,12 @@ class Nursery:
             finally:
                 forked.process.kill()
             return subprocess.CompletedProcess(
-                ["-c", *arguments], self._ask({"ended": forked.pid}), output.read_text(), errors.read_text()
+                ["-c", *arguments], self.exit_code_of(forked), output.read_text(), errors.read_text()
             )
+
+    def exit_code_of(self, forked: Forked) -> int:
+        """Of a process that has ended; minus the number of the signal that killed it. It can be asked for once."""
+        return self._ask({"ended": forked.pid})
 
     def _ask(self, order: dict[str, object]) -> int:
         self._process.write(json.dumps(order) + "\n")

@@ -22,6 +22,7 @@ from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateRequest,
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import DRAIN_SIGNAL, Orders
 from shmring.processes.process import Process
+from tests.nursery import Forked, Nursery
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,24 @@ def start(socket_dir: Path, run_python: Callable[..., Process]) -> Start:
         return run_python("-m", "shmring.engine", *own, *options, env=environment, stderr=subprocess.STDOUT)
 
     return run
+
+
+_MODULE = "import runpy; runpy.run_module('shmring.engine', run_name='__main__', alter_sys=True)"
+
+
+@pytest.fixture
+def fork(nursery: Nursery, socket_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+    """``fork("--option=value")``: an engine that need not import torch, for what is not about its start."""
+    engines: list[Forked] = []
+
+    def run(*options: str) -> Forked:
+        own = ("--name=main", "--slab-nbytes=16MiB", f"--socket-dir={socket_dir}")
+        engines.append(nursery.start_text(tmp_path / "output", _MODULE, *own, *options))
+        return engines[-1]
+
+    yield run
+    for engine in engines:
+        engine.process.kill()
 
 
 @pytest.fixture
@@ -82,33 +101,39 @@ def asking(client: EngineClient, max_tokens: int) -> AsyncGenerator[GenerateOutp
 
 
 @for_each("number", [signal.SIGTERM, DRAIN_SIGNAL])
-async def test_what_it_has_is_carried_out_before_it_ends(start: Start, socket_dir: Path, number: signal.Signals) -> None:
-    engine = start("--executor=synthetic", '--executor-options={"step_s": 0.01}')
+async def test_what_it_has_is_carried_out_before_it_ends(
+    fork: Callable[..., Forked], nursery: Nursery, socket_dir: Path, number: signal.Signals
+) -> None:
+    engine = fork("--executor=synthetic", '--executor-options={"step_s": 0.01}')
     async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=90) as client:
         outputs = asking(client, 50)
         first = await anext(outputs)
-        engine.send(number)
+        engine.signal(number)
         *_, last = [output async for output in outputs]
         assert not first.finished
         assert (last.finished, last.completion_tokens) == (True, 50)
-        assert await asyncio.wait_for(engine.ended(), 20) == 0
+        await engine.died()
+        assert nursery.exit_code_of(engine) == 0
     assert list(socket_dir.iterdir()) == []
 
 
 @for_each("options", [["--shutdown-timeout=600"], ["--shutdown-timeout=0.1"]], ids=["a second signal", "its time is over"])
-async def test_what_takes_longer_is_aborted(start: Start, socket_dir: Path, options: list[str]) -> None:
-    engine = start("--executor=synthetic", '--executor-options={"step_s": 0.01}', *options)
+async def test_what_takes_longer_is_aborted(
+    fork: Callable[..., Forked], nursery: Nursery, socket_dir: Path, options: list[str]
+) -> None:
+    engine = fork("--executor=synthetic", '--executor-options={"step_s": 0.01}', *options)
     async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=90) as client:
         outputs = asking(client, 100_000)
         await anext(outputs)
-        engine.send(DRAIN_SIGNAL)
-        engine.send(DRAIN_SIGNAL)
-        while options == ["--shutdown-timeout=600"] and engine.lives:
-            engine.send(signal.SIGTERM)  # soon after the first, it would be one signal, said twice
+        engine.signal(DRAIN_SIGNAL)
+        engine.signal(DRAIN_SIGNAL)
+        while options == ["--shutdown-timeout=600"] and not engine.is_dead:
+            engine.signal(signal.SIGTERM)  # soon after the first, it would be one signal, said twice
             await asyncio.sleep(0.05)
         with pytest.raises((shmring.EngineDeadError, shmring.RemoteError)):
             [_ async for _ in outputs]
-        assert await asyncio.wait_for(engine.ended(), 20) in (0, -signal.SIGTERM)  # one may come when it has all but ended
+        await engine.died()
+        assert nursery.exit_code_of(engine) in (0, -signal.SIGTERM)  # one may come when it has all but ended
     assert list(socket_dir.iterdir()) == []
 
 
@@ -160,7 +185,9 @@ async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(start: Start,
         assert (await client.describe()).executor == "synthetic"
 
 
-async def test_an_executor_that_dies_ends_the_process_with_its_reason(start: Start, socket_dir: Path, tmp_path: Path) -> None:
+async def test_an_executor_that_dies_ends_the_process_with_its_reason(
+    fork: Callable[..., Forked], nursery: Nursery, socket_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mortal.py").write_text(
         "from shmring.engine.executors.synthetic import SyntheticExecutor\n"
         "from shmring.engine.executors import ExecutorDeadError\n\n"
@@ -168,15 +195,15 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(start: Sta
         "    def execute(self, batch):\n"
         "        raise ExecutorDeadError('the device fell off the bus')\n"
     )
-    engine = start("--executor", "mortal:Mortal", path=tmp_path)
+    engine = fork("--executor", "mortal:Mortal", "--executor-path", str(tmp_path))
     async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
         with pytest.raises(shmring.ShmringError, match="fell off the bus"):
             [_] = [output async for output in client.encode(EncodeRequest([Text("hello")]), timeout=20)]
-        errors = await asyncio.to_thread(engine.rest, 20)
-        assert engine.returncode == 1
+        await engine.died()
+        assert nursery.exit_code_of(engine) == 1
         with pytest.raises(shmring.EngineDeadError, match="the engine has died: the device fell off the bus"):
             await client.check_health()
-    assert "shmring engine: the device fell off the bus" in errors
+    assert "shmring engine: the device fell off the bus" in engine.output.read_text()
 
 
 @for_each(
