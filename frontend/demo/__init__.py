@@ -20,7 +20,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
-import openai
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +42,8 @@ def run_demo() -> int:
     Returns:
         The exit code: 0 if there was no problem.
     """
+    import openai  # which takes a second
+
     console = Console(width=None if sys.stdout.isatty() else 132)
     try:
         problems = uvloop.run(show_transport(console)) + _embed_all(console) + _chat(console)

@@ -6,15 +6,16 @@ import base64
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import openai
 from numpy.typing import NDArray
-from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmring.frontend.demo.media import Sample
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
 
 __all__ = ["COPIES", "DECODED", "IN_PLACE", "IN_USE", "SLAB_BYTES", "Answer", "Chat", "Client"]
 
@@ -56,6 +57,8 @@ class Client:
     """A client of a server, one request at a time, so that the counters' differences are that request's."""
 
     def __init__(self, url: str) -> None:
+        import openai  # which takes a second
+
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none is needed")
         self._metrics_url = f"{url}/metrics"
         self._model = self._client.models.list().data[0].id
@@ -88,7 +91,7 @@ class Client:
         started = time.perf_counter()
         first_s = 0.0
         text, usage = "", (0, 0)
-        messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": content}])
+        messages = cast("list[ChatCompletionMessageParam]", [{"role": "user", "content": content}])
         for chunk in self._client.chat.completions.create(
             model=self._model,
             messages=messages,
