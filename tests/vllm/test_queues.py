@@ -175,7 +175,8 @@ def large(value: float = 1.0) -> torch.Tensor:
     return torch.full((2 * LARGE_NBYTES,), value, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+# Workers that are spawned import torch each.
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_all_workers_answer_each_step(start: Callable[..., Engine], method: str) -> None:
     engine = start(2, method)
     assert engine.call("execute_model", torch.ones(3), large()) == [[3.0, 2.0 * LARGE_NBYTES]] * 2
