@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 
 from bench.servers import OtherServer, free_port, started, wait_until_it_answers
 from bench.sglang.ends import QUIET_ENVIRONMENT
@@ -38,6 +39,7 @@ class Server(OtherServer):
             timeout=_ASK_S,
             default_headers={"connection": "close"},  # one that is kept would belong to one of several tokenizers
         )
+        self._pids = {process.pid}  # of all its processes that were seen
 
     def ask(self, *pictures: str, max_tokens: int = 6, **named: Any) -> str:
         """Asks about pictures, given as data URLs; returns the answer and how likely each word of it was, as a text.
@@ -62,6 +64,20 @@ class Server(OtherServer):
         match = re.search(rf"scheduler {place} has a slab of .* \((\S+)\)", self.log)
         assert match is not None, "it has no slab"
         return self.report_of(match[1])
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """Its processes of a kind, as they name themselves."""
+        found = super().processes(kind)
+        self._pids |= {process.pid for process in found}
+        return found
+
+    def left_behind(self) -> list[str]:
+        """What lies in ``/dev/shm`` of its tensors: SGLang's segments, and ours. Other servers may have theirs there."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            self.processes("")
+        ours = f"shmring-{os.getuid()}-sglang-{self.process.pid}-"
+        segments = (ours, *(f"sgl_shm_mm_{pid}_" for pid in self._pids))
+        return [name for name in os.listdir("/dev/shm") if name.startswith(segments)]
 
 
 @contextlib.contextmanager
@@ -97,9 +113,5 @@ def serve(
     with started(command, directory, settled, unwanted=("SHMRING_SGLANG", "_SHMRING_SGLANG")) as process:
         server = Server(process, port, directory)
         wait_until_it_answers(server)
+        server.processes("")  # which left_behind() asks about later
         yield server
-
-
-def left_behind() -> list[str]:
-    """What lies in ``/dev/shm`` of tensors: SGLang's segments, and ours."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith(("sgl_shm_mm", "shmring-"))]

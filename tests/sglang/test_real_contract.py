@@ -73,6 +73,14 @@ def test_one_place_makes_pointers_and_one_receives_them() -> None:
     assert receiving == {"managers/mm_utils.py", "managers/scheduler_components/request_receiver.py"}
 
 
+def test_segments_have_the_name_that_tests_look_for() -> None:
+    """See ``left_behind`` of :class:`bench.sglang.server.Server`."""
+    done = run("import os; from sglang.srt.utils import stale_shm_cleanup as s; print(os.getpid(), s.make_shm_name('mm'))")
+    pid, name = done.stdout.split()[-2:]
+    assert name.startswith(f"sgl_shm_mm_{pid}_")
+    assert any('make_shm_name("mm")' in line for _, line in lines_of("managers/mm_utils.py"))
+
+
 FEATURES = r"(\.feature|precomputed_embeddings|pixel_values\w*|input_features|image_features|audio_features)(\[[^]]*\])*"
 WRITING = re.compile(rf"{FEATURES}\s*(\+|-|\*|/|@)=|{FEATURES}\.[a-z]\w*_\(|{FEATURES.replace(')*', ')+')}\s*=[^=]")
 

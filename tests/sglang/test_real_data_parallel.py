@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import left_behind, serve
+from bench.sglang.server import serve
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -29,4 +29,4 @@ def test_tensors_go_to_the_scheduler_that_gets_the_request(runtime_directory: Pa
         assert [server.report(place)["taken"] for place in (0, 1)] == [3, 9]
         assert [server.report(place)["lost"] for place in (0, 1)] == [0, 0]
         assert server.tensors() == {"copied": 12}
-    assert left_behind() == []
+    assert server.left_behind() == []

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import Server, left_behind, serve
+from bench.sglang.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -44,7 +44,7 @@ def connect_both(server: Server, until: Callable[..., Any]) -> None:
         report = server.report()
         return report["tokenizers"] == 3 and report["ranks"] == 1  # who asks is one more
 
-    until(are_connected, 600)
+    until(are_connected)
 
 
 @contextlib.contextmanager
@@ -108,13 +108,13 @@ def test_kill_9_of_a_tokenizer_gives_its_memory_back(directory: Path, until: Cal
     with serve(directory, environment=PLUGGED, options=OPTIONS, ranks=2) as server:
         connect_both(server, until)
         with Load(server) as load:
-            until(lambda: load.answers >= 4, 600)
+            until(lambda: load.answers >= 4)
             server.processes("tokenizer_worker")[0].kill()
             answered = load.answers
-            until(lambda: load.answers >= answered + 4, 600)
+            until(lambda: load.answers >= answered + 4)
         server.ask()
-        until(lambda: (report := server.report())["slots_in_use"] <= 1 and report["quarantined_bytes"] == 0, 600)
-        assert left_behind() == []
+        until(lambda: (report := server.report())["slots_in_use"] <= 1 and report["quarantined_bytes"] == 0)
+        assert server.left_behind() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -126,7 +126,7 @@ def test_kill_9_of_a_rank_leaves_nothing(directory: Path, until: Callable[..., A
         schedulers = sorted(server.processes("scheduler"), key=lambda process: process.cmdline()[0])
         assert len(schedulers) == 2
         with Load(server) as load:
-            until(lambda: load.answers >= 4, 600)
+            until(lambda: load.answers >= 4)
             schedulers[rank].kill()
-            until(lambda: not server.process.lives, 600)  # SGLang ends itself
-        assert left_behind() == []
+            until(lambda: not server.process.lives)  # SGLang ends itself
+        assert server.left_behind() == []

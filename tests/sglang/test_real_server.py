@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import Server, left_behind, serve
+from bench.sglang.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -64,4 +64,4 @@ def test_slots_come_back(server: Server, until: Callable[..., Any]) -> None:
 
 def test_no_segment_is_made(server: Server) -> None:
     server.ask(PICTURES[0])
-    assert left_behind() == []
+    assert server.left_behind() == []

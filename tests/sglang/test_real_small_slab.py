@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import Server, left_behind, serve
+from bench.sglang.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -34,7 +34,7 @@ def test_what_has_no_space_goes_inline(server: Server, until: Callable[..., Any]
     with ThreadPoolExecutor(4) as threads:
         while "inline space" not in server.tensors():
             assert len({*threads.map(server.ask, PICTURES)}) == len(PICTURES)
-    assert left_behind() == []
+    assert server.left_behind() == []
 
 
 def test_what_is_larger_than_the_slab_goes_inline(server: Server) -> None:

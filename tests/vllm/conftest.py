@@ -15,8 +15,8 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_real_*.py"]
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """Polls until it is true; fails with what it was last when the time is up."""
+def until(condition: Callable[[], Any], timeout_s: float = 600.0) -> Any:
+    """Polls until it is true; fails with what it was last when the time is up, which only a hang reaches."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
         assert time.monotonic() < deadline, f"still {result!r} after {timeout_s} s"

@@ -11,7 +11,7 @@ import pytest
 from bench.servers import picture
 from bench.vllm.server import Server, serve
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 SIDE = 1344
 

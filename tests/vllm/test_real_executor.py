@@ -262,7 +262,7 @@ def test_the_death_of_its_process_is_the_servers_end(model: Path, runtime_direct
     assert segments_of(name) == []
 
 
-def until(condition: Any, timeout_s: float = 120.0) -> None:
+def until(condition: Any, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -55,13 +55,13 @@ def test_a_request_ends_with_its_worker(
         processes = family(server)
         worker = server.processes("Worker")[-1]
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.ask, picture(SIDE, 0), max_tokens=400, timeout=300)
+            asked = pool.submit(server.ask, picture(SIDE, 0), max_tokens=400, timeout=600)
             until(lambda: RUNNING in server.get("/metrics"))
             end(worker)
             with pytest.raises((urllib.error.HTTPError, OSError)):
                 asked.result()
         until(lambda: words in server.log or "died unexpectedly" in server.log)
-        _, left = psutil.wait_procs(processes, timeout=120)
+        _, left = psutil.wait_procs(processes, timeout=600)
         assert left == [], "vLLM has not ended its server"
         assert "No available shared memory broadcast block" not in server.log
     assert ours_in_shm() == set()
@@ -79,8 +79,8 @@ def test_kill_9_leaves_nothing(kind: str, runtime_directory: Path) -> None:
             for process in others:
                 if process.is_running() and process not in workers:
                     process.kill()
-        _, left = psutil.wait_procs(workers, timeout=120)
+        _, left = psutil.wait_procs(workers, timeout=600)
         assert left == [], "workers have noticed that their engine core has gone"
-        _, left = psutil.wait_procs(others, timeout=120)
+        _, left = psutil.wait_procs(others, timeout=600)
         assert left == []
     assert ours_in_shm() == set()

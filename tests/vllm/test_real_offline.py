@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(directory: Path, **settings: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")} | settings
     command = [sys.executable, "-m", "tests.vllm.offline", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
 

@@ -113,7 +113,7 @@ def test_callers_that_hang_up_leave_nothing(server: Server, until: Callable[...,
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hang_up, range(32)))
     # What is kept is what the processor cache has; all other slots are free again.
-    until(lambda: (report := server.engine())["slots_in_use"] == report["kept_tensors"] and is_idle(server), timeout_s=60)
+    until(lambda: (report := server.engine())["slots_in_use"] == report["kept_tensors"] and is_idle(server))
     assert server.engine()["lost"] == before["lost"] == 0
     assert server.ask(PICTURES[0])
 
