@@ -6,12 +6,14 @@ server goes on without the plug-in, and says so in one line of its log.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["broken", "names_in", "parameters_differ", "stay_off", "uses_are_missing"]
+__all__ = ["broken", "names_in", "not_compiled", "parameters_differ", "stay_off", "uses_are_missing"]
 
 _Hooks = TypeVar("_Hooks")
 
@@ -63,6 +65,17 @@ def _names_in(code: Any) -> set[str]:
         if inspect.iscode(constant):
             names |= _names_in(constant)
     return names
+
+
+def not_compiled() -> str:
+    """Says that the package that was imported can't work, and what to do; empty: it can.
+
+    A server that is started by ``python -m`` imports from the working directory first. In a clone of the repository, it finds
+    the package's sources there, and not the package that was installed.
+    """
+    if importlib.util.find_spec("shmring.core.compiled") is not None:
+        return ""
+    return f"it was imported from {Path(__file__).parents[2]}, where it is not compiled. Start the server in another directory"
 
 
 def stay_off(logger: logging.Logger, server: str, reason: str) -> None:

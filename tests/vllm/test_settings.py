@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,14 @@ def test_where_vllm_is_another_it_stays_off_and_says_so_once(tmp_path: Path) -> 
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SHMRING_VLLM": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.count("shmring stays off, and vLLM runs as without it: this vLLM is not as it needs it") == 1
+
+
+def test_in_a_clone_that_is_not_compiled_it_stays_off_and_says_what_to_do(tmp_path: Path) -> None:
+    """Python finds it there, and not the installed package, if the server is started by ``python -m``."""
+    shutil.copytree(ROOT / "shmring", tmp_path / "shmring", ignore=shutil.ignore_patterns("*.so", "engine", "frontend"))
+    program = "import logging; logging.basicConfig()\nfrom shmring.integrations.vllm import register\nregister(); register()"
+    environment = {**os.environ, "SHMRING_VLLM": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    said = f"shmring stays off, and vLLM runs as without it: it was imported from {tmp_path}, where it is not compiled. Start"
+    assert done.stderr.count(said) == 1

@@ -15,7 +15,7 @@ import logging
 from typing import Any
 
 from shmring.integrations.environment import SettingError, name_the_run
-from shmring.integrations.promises import broken, stay_off
+from shmring.integrations.promises import broken, not_compiled, stay_off
 from shmring.integrations.sglang.contract import CHECKS, MODULES, find_hooks
 from shmring.integrations.sglang.ends import Ends
 from shmring.integrations.sglang.pointer import replacement
@@ -37,9 +37,12 @@ def switch_on() -> None:
         settings = Settings.from_environment()
     except SettingError as error:
         raise SystemExit(str(error)) from error
-    if findings := broken(find_hooks, CHECKS):
+    reason = not_compiled()
+    if not reason and (findings := broken(find_hooks, CHECKS)):
+        reason = f"this SGLang is not as it needs it ({'; '.join(findings)})"
+    if reason:
         if is_first:  # of all processes of a server
-            stay_off(logger, "SGLang", f"this SGLang is not as it needs it ({'; '.join(findings)})")
+            stay_off(logger, "SGLang", reason)
         return
     hooks = find_hooks()
     if hasattr(hooks.features.ShmPointerMMData, "_named"):

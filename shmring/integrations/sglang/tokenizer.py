@@ -35,7 +35,7 @@ __all__ = ["Sender"]
 
 logger = logging.getLogger("sglang.shmring")
 
-_CONNECT_S = 2.0  # a scheduler has its ring before SGLang says that it is ready
+_CONNECT_S = 10.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late on a busy machine
 _ANSWER_S = 5.0  # of a scheduler that is busy
 _REPORT_S = 5.0  # between two looks at the schedulers' ends, for metrics
 

@@ -22,7 +22,7 @@ __all__ = ["LONGEST_IN_LOOP_NBYTES", "AsyncLink", "ThreadLink", "client_config"]
 
 logger = logging.getLogger("vllm.shmring")
 
-_CONNECT_S = 2.0  # an engine core has its ring before vLLM says that it is ready
+_CONNECT_S = 10.0  # an engine core has its ring before vLLM says that it is ready, but may answer late on a busy machine
 _ANSWER_S = 5.0  # of an engine core whose other threads are busy
 LONGEST_IN_LOOP_NBYTES = 4 << 20  # a millisecond's copy; a longer one is made on a thread while the loop does other things
 _SLOWEST_COPY = 5e8  # bytes a second, on a busy machine: what a copy is given beside the time to wait for space

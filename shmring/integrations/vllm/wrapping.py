@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmring.integrations.environment import name_the_run
-from shmring.integrations.promises import broken, stay_off
+from shmring.integrations.promises import broken, not_compiled, stay_off
 from shmring.integrations.vllm.contract import CHECKS, GPU_CHECKS, Hooks, find_gpu_hooks, find_hooks
 from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.settings import PREFIX, Settings
@@ -63,6 +63,8 @@ def switch_on() -> None:
 def _reason_to_stay_off() -> str | None:
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         return "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins"
+    if reason := not_compiled():
+        return reason
     findings = broken(find_hooks, CHECKS)
     return f"this vLLM is not as it needs it ({'; '.join(findings)})" if findings else None
 
