@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ from bench.sglang.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1200)
 
+ROOT = Path(__file__).resolve().parents[2]
 SIDE = 672
 PICTURES = [picture(SIDE, seed) for seed in range(6)]
 
@@ -54,6 +57,14 @@ def test_answers_are_the_same(server: Server, without: list[str], until: Callabl
     assert sent["copied"] - before > 6 + 6 + 1
     assert set(sent) <= {"copied", "inline connecting"}
     assert server.report()["lost"] == 0
+
+
+def test_the_program_of_the_page_shows_how_a_tensor_went(server: Server) -> None:
+    copied = server.tensors()["copied"]
+    command = [sys.executable, ROOT / "tests/programs/ask_about_a_picture.py", server.url, str(SIDE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("answer: ")
+    assert f'way="copied"}} {copied + 1}.0\n' in done.stdout
 
 
 def test_slots_come_back(server: Server, until: Callable[..., Any]) -> None:

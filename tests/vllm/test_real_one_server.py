@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from bench.vllm.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
+ROOT = Path(__file__).resolve().parents[2]
 SIDE = 1344
 
 
@@ -51,6 +54,14 @@ def test_what_vllm_does_not_send_does_not_go_through_the_slab(server: Server) ->
     before = server.tensors()
     server.ask(picture(SIDE, 0))
     assert server.tensors() == before
+
+
+def test_the_program_of_the_page_shows_how_a_tensor_went(server: Server) -> None:
+    copied = server.tensors()["copied"]
+    command = [sys.executable, ROOT / "tests/programs/ask_about_a_picture.py", server.url, str(SIDE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("answer: ")
+    assert f'way="copied"}} {copied + 1}.0\n' in done.stdout
 
 
 def test_a_lost_tensor_fails_its_request_and_no_other(server: Server, loses: Path) -> None:
