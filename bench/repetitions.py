@@ -160,9 +160,14 @@ def median_column(title: str, number: Number, decimals: int = 0) -> Column:
     return Column(title, text)
 
 
-def spread_column(title: str, number: Callable[[Any], float]) -> Column:
-    """The least and the greatest of a number against its median."""
-    return Column(title, lambda row: deviation(Spread.of(map(number, row.runs))))
+def spread_column(title: str, number: Number) -> Column:
+    """The least and the greatest of a number against its median; nothing where it was not measured."""
+
+    def text(row: Row) -> str:
+        values = [value for run in row.runs if (value := number(run)) is not None]
+        return deviation(Spread.of(values)) if values else ""
+
+    return Column(title, text)
 
 
 def ratio_column(title: str, ours: str, number: Number, theirs: str = "") -> Column:

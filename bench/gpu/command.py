@@ -10,81 +10,82 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import msgspec
 import numpy as np
 
-from bench import command_line, plots
+from bench import command_line, plots, targets
 from bench.children import BenchError
 from bench.gpu import copies, device, handovers
-from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, STALLS, TO, WAYS
+from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, TO, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
-from bench.machine import Machine
 from bench.modes import MODES, Timing
-from bench.repetitions import Repetitions, median_ratio
-from bench.results import Coverage, Findings, Spread, Table, Verdict, deviation, format_nbytes
-from bench.targets import judge
+from bench.repetitions import (
+    Column,
+    Measured,
+    Number,
+    Repetitions,
+    compare,
+    median,
+    median_column,
+    medians,
+    ratio,
+    ratios,
+    spread_column,
+)
+from bench.results import Coverage, Findings, Verdict, format_nbytes
+from bench.targets import Target
 
 _MODE = MODES["gpu"]
 _KB, _MB = 1 << 10, 1 << 20
-#: The targets, and where they hold.
-_OF_CEILING, _CEILING_FROM_NBYTES = 0.97, 8 * _MB
-_OF_CEILING_SMALL, _CEILING_SMALL_NBYTES = 0.8, _MB
-_OF_TO, _TO_NBYTES = 1.0, 64 * _KB
-_HELD_US = 30.0
-_OF_CLONED, _CLONED_NBYTES = 3.0, 64 * _MB
-_HAND_OVER_US = 100.0
-_OF_SMALLEST = 1.3  # "independent of size", as for what is written in place in host memory
-
+_HAND_OVER_US = 100.0  # that one may take
 
 #: Of ways and routes.
 TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.items())}
 
-
-class Measured(msgspec.Struct, frozen=True):
-    """What a way or a route did at a size.
-
-    Attributes:
-        what: was measured, as commands are called.
-        runs: what the command returned in each repetition: numbers, by what they are.
-    """
-
-    what: str
-    name: str
-    nbytes: int
-    runs: list[Numbers]
-
-    def medians(self, number: str) -> list[float]:
-        """Returns the median of each repetition."""
-        return [statistics.median(run[number]) for run in self.runs]
-
-    def every(self, number: str) -> list[float]:
-        """Returns what all repetitions have."""
-        return [value for run in self.runs for value in run[number]]
+#: What is measured, and at which size.
+Case = tuple[str, int]
 
 
-class Results(msgspec.Struct, frozen=True):
-    """A run."""
+class Results(NamedTuple):
+    """A run: the GPU, the time of each repetition, and what the commands returned, by case and by way or route."""
 
-    machine: Machine
     gpu: Accelerator
     repetitions: int
     timed_s: float
-    measured: list[Measured]
+    measured: Mapping[Case, Mapping[str, Sequence[Numbers]]]
     coverage: Coverage | None = None
 
-    def of(self, what: str) -> dict[tuple[int, str], Measured]:
-        """Returns what was measured of something, by size and name."""
-        return {(measured.nbytes, measured.name): measured for measured in self.measured if measured.what == what}
+    def by_size(self) -> Measured:
+        """Returns the runs of ways and routes at each size, each run with the numbers of all that was measured of it."""
+        found: dict[int, dict[str, list[Numbers]]] = {}
+        nothing: Numbers = {}
+        for (_, nbytes), of_case in sorted(self.measured.items(), key=lambda item: item[0][1]):
+            for name, runs in of_case.items():
+                of_name = found.setdefault(nbytes, {}).get(name, [])
+                found[nbytes][name] = [one | other for one, other in itertools.zip_longest(of_name, runs, fillvalue=nothing)]
+        return found
 
+
+def _every(runs: Sequence[Numbers], name: str) -> list[float]:
+    """What all repetitions have of a number."""
+    return [value for run in runs for value in run.get(name, ())]
+
+
+def _of(name: str) -> Number:
+    """The median of a number in a repetition."""
+    return lambda run: statistics.median(run[name]) if name in run else None
+
+
+_RATE, _USABLE, _HAND_OVER = _of("gb_per_s"), _of("usable_us"), _of("us")
 
 #: A line's name, the size of a tensor in bytes, and the median.
 _Point = tuple[str, int, float]
@@ -104,89 +105,70 @@ class Plotted(msgspec.Struct, frozen=True):
     hand_over_us: list[_Point]
 
     @classmethod
-    def of(cls, results: Results) -> Plotted:
+    def of(cls, gpu: Accelerator, measured: Measured) -> Plotted:
         """Takes the medians of a run."""
-        rates, hand_overs = results.of(BANDWIDTH).values(), results.of(HAND_OVERS).values()
-        return cls(
-            results.gpu.name,
-            [(one.name, one.nbytes, statistics.median(one.medians("gb_per_s"))) for one in rates],
-            [(one.name, one.nbytes, _p50_us(one)) for one in hand_overs],
-        )
 
+        def points(number: Number) -> list[_Point]:
+            found = ((name, nbytes, median(runs, number)) for nbytes, of in measured.items() for name, runs in of.items())
+            return [(name, nbytes, value) for name, nbytes, value in found if value is not None]
 
-def report(results: Results) -> Findings:
-    """Lays a run out as people and ``bench report`` read it."""
-    return Findings(
-        mode="gpu",
-        machine=results.machine,
-        tables=[_copies_table(results), _hand_overs_table(results)],
-        notes=_notes(results),
-        targets=_targets(results),
-        results=Plotted.of(results),
-        coverage=results.coverage,
-    )
+        return cls(gpu.name, points(_RATE), points(_HAND_OVER))
 
 
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
-_LATENCY = ("usable us", "held us", "p99")
+def _percentile_column(title: str, name: str, percent: float) -> Column:
+    """A percentile of what all repetitions have; nothing where it was not measured."""
+
+    def text(runs: Sequence[Numbers]) -> str:
+        values = _every(runs, name)
+        return f"{np.percentile(values, percent):,.0f}" if values else ""
+
+    return Column(title, lambda row: text(row.runs))
 
 
-def _copies_table(results: Results) -> Table:
-    stalls, latencies = results.of(STALLS), results.of(LATENCIES)
-    rows = []
-    for (nbytes, name), measured in results.of(BANDWIDTH).items():
-        rate = Spread.of(measured.medians("gb_per_s"))
-        of_ceiling = _ratio(results, nbytes, name, CEILING)
-        row = [format_nbytes(nbytes), TITLES[name], f"{rate.median:.2f}", deviation(rate)]
-        row.append("" if of_ceiling is None else f"{of_ceiling:.2f} x")
-        latency = latencies.get((nbytes, name))
-        row += ["", "", ""] if latency is None else _latency_cells(latency)
-        if (stall := stalls.get((nbytes, name))) is None:
-            rows.append([*row, "", "", ""])
-        else:
-            brought_us, idle_us = stall.every("brought_us"), stall.every("idle_us")
-            times_us = (statistics.median(brought_us), max(brought_us), statistics.median(idle_us))
-            rows.append([*row, *(f"{time_us:,.0f}" for time_us in times_us)])
-    return Table(
-        f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked",
-        ["size", "from", "GB/s", "spread", f"of {TITLES[CEILING]}", *_LATENCY, "stall us", "longest", "idle loop"],
-        rows,
-        texts=("from",),
-        grouped=True,
+def _of_ceiling(measured: Measured, nbytes: int, way: str) -> str:
+    value = ratio(measured, nbytes, way, CEILING, _RATE)
+    return "" if value is None else f"{value:.2f} x"
+
+
+_COPIES = (
+    median_column("GB/s", _RATE, 2),
+    spread_column("spread", _RATE),
+    Column(f"of {TITLES[CEILING]}", lambda row: _of_ceiling(row.measured, row.case, row.subject)),
+    median_column("usable us", _USABLE),
+    _percentile_column("held us", "held_us", 50),
+    _percentile_column("p99", "held_us", 99),
+)
+_BETWEEN = (
+    median_column("p50 us", _HAND_OVER),
+    spread_column("spread", _HAND_OVER),
+    _percentile_column("p99 us", "us", 99),
+    Column("messages", lambda row: f"{len(_every(row.runs, 'us')):,}"),
+)
+
+
+def report(results: Results) -> Findings:
+    """Lays a run out as people and ``bench report`` read it."""
+    measured = results.by_size()
+    ways, routes = (
+        {nbytes: {name: runs for name, runs in of.items() if name in kind} for nbytes, of in measured.items()}
+        for kind in (WAYS, ROUTES)
     )
-
-
-def _latency_cells(latency: Measured) -> list[str]:
-    held_us = latency.every("held_us")
-    times_us = (statistics.median(latency.medians("usable_us")), statistics.median(held_us), np.percentile(held_us, 99))
-    return [f"{time_us:,.0f}" for time_us in times_us]
-
-
-def _hand_overs_table(results: Results) -> Table:
-    rows = []
-    for (nbytes, name), measured in results.of(HAND_OVERS).items():
-        p50_us, every_us = Spread.of(measured.medians("us")), measured.every("us")
-        times = [f"{p50_us.median:,.0f}", deviation(p50_us), f"{np.percentile(every_us, 99):,.0f}"]
-        rows.append([format_nbytes(nbytes), TITLES[name], *times, f"{len(every_us):,}"])
-    return Table(
-        "from submit in one process until usable on the GPU in the other, every message checked",
-        ["size", "by", "p50 us", "spread", "p99 us", "messages"],
-        rows,
-        texts=("by",),
-        grouped=True,
+    copies_title = f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked"
+    between_title = "from submit in one process until usable on the GPU in the other, every message checked"
+    return Findings(
+        mode="gpu",
+        tables=[
+            compare(copies_title, ("size", "from"), ways, _COPIES, format_nbytes, TITLES),
+            compare(between_title, ("size", "by"), routes, _BETWEEN, format_nbytes, TITLES),
+        ],
+        notes=_notes(results),
+        targets=[target.judge(measured) for target in TARGETS],
+        results=Plotted.of(results.gpu, measured),
+        coverage=results.coverage,
     )
-
-
-def _ratio(results: Results, nbytes: int, name: str, other: str) -> float | None:
-    """A way's bandwidth as a multiple of another's: the median of the ratios within each repetition.
-
-    Of those that both were measured in: the last of a run that was broken off may have one of them only.
-    """
-    rates = results.of(BANDWIDTH)
-    ours, theirs = (rates[of].medians("gb_per_s") if of in rates else () for of in ((nbytes, name), (nbytes, other)))
-    return median_ratio(ours, theirs)
 
 
 def _notes(results: Results) -> list[str]:
@@ -201,8 +183,6 @@ def _notes(results: Results) -> list[str]:
         "threads.",
         "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
         "how long this keeps the loop busy, the median and the 99th percentile.",
-        "Stall: the longest time between two turns of the engine's loop during one request; the median and the longest of all "
-        "requests. idle loop: the same, of a loop that does nothing.",
         "Hand-over: one message at a time. The time begins before it is submitted. It ends when the engine has noticed the end "
         "of a small kernel that reads it on the engine's stream. The content was written before, on the GPU or in host memory.",
         "torch CUDA IPC per tensor: the tensor goes through torch.multiprocessing.Queue to a thread of the engine, which uses "
@@ -212,52 +192,55 @@ def _notes(results: Results) -> list[str]:
 
 # -- targets -------------------------------------------------------------------------------------------------------------
 
+_AS_COPIED = "pinned slot: GB/s of pin_memory() memory"
+
+
+def _sizes(measured: Measured, name: str, least_nbytes: int = 0) -> dict[str, int]:
+    """The sizes that something was measured at."""
+    return {format_nbytes(nbytes): nbytes for nbytes in measured if nbytes >= least_nbytes and name in measured[nbytes]}
+
+
+def _as_copied(measured: Measured) -> targets.Numbers:
+    return ratios(PINNED_SLOT, CEILING, _RATE, _sizes(measured, PINNED_SLOT, 8 * _MB))(measured)
+
+
+def _held(measured: Measured) -> targets.Numbers:
+    for size, nbytes in _sizes(measured, PINNED_SLOT).items():
+        if held_us := _every(measured[nbytes][PINNED_SLOT], "held_us"):
+            yield size, statistics.median(held_us)
+
+
+def _handed_over(measured: Measured) -> targets.Numbers:
+    return medians(DEVICE_SLAB, _HAND_OVER, _sizes(measured, DEVICE_SLAB))(measured)
+
+
+def _of_smallest(measured: Measured) -> targets.Numbers:
+    times = [(size, us) for size, us in _handed_over(measured) if us is not None]
+    for size, us in times[1:]:
+        yield size, us / times[0][1]
+
+
+TARGETS = (
+    Target(
+        "pinned slot: latency over that of torch's tensor.to from pin_memory() memory", "64 KB", 1.0, "x",
+        ratios(PINNED_SLOT, TO, _USABLE, {"64 KB": 64 * _KB}), at_least=False,
+    ),
+    Target(_AS_COPIED, "1 MB", 0.8, "x", ratios(PINNED_SLOT, CEILING, _RATE, {"1 MB": _MB})),
+    Target(_AS_COPIED, "8 MB and above", 0.97, "x", _as_copied),
+    Target("pinned slot: how long claim.to holds the loop, p50", "any size", 30.0, "us", _held, at_least=False),
+    Target(
+        "pinned slot: GB/s of cloning, then copying", "64 MB", 3.0, "x",
+        ratios(PINNED_SLOT, CLONED, _RATE, {"64 MB": 64 * _MB}),
+    ),
+    Target("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _handed_over, at_least=False),
+    # "Independent of size", as for what is written in place in host memory.
+    Target("device slab: p50 over that of the smallest size", "any size", 1.3, "x", _of_smallest, at_least=False),
+)  # fmt: skip
+
 
 def announced() -> list[Verdict]:
     """Returns the targets, of which nothing was measured."""
-    nothing: Any = SimpleNamespace(of=lambda what: {})
-    return _targets(nothing)
-
-
-def _targets(results: Results) -> list[Verdict]:
-    sizes = sorted({nbytes for nbytes, _ in results.of(BANDWIDTH)})
-    of_ceiling = [(nbytes, _ratio(results, nbytes, PINNED_SLOT, CEILING)) for nbytes in sizes if nbytes >= _CEILING_FROM_NBYTES]
-    of_ceiling_small = [(_CEILING_SMALL_NBYTES, _ratio(results, _CEILING_SMALL_NBYTES, PINNED_SLOT, CEILING))]
-    latencies = results.of(LATENCIES)
-    ours, to = (latencies.get((_TO_NBYTES, name)) for name in (PINNED_SLOT, TO))
-    both = () if ours is None or to is None else (ours.medians("usable_us"), to.medians("usable_us"))
-    of_to = [(_TO_NBYTES, median_ratio(*both))] if both else []
-    held_us = [
-        (nbytes, statistics.median(one.every("held_us"))) for (nbytes, name), one in latencies.items() if name == PINNED_SLOT
-    ]
-    of_cloned = [(_CLONED_NBYTES, _ratio(results, _CLONED_NBYTES, PINNED_SLOT, CLONED))]
-    p50s_us = [(nbytes, _p50_us(one)) for (nbytes, name), one in results.of(HAND_OVERS).items() if name == DEVICE_SLAB]
-    of_smallest = [(nbytes, p50_us / p50s_us[0][1]) for nbytes, p50_us in p50s_us[1:]]
-    return [
-        judge(
-            "pinned slot: latency over that of torch's tensor.to from pin_memory() memory", "64 KB", _OF_TO, "x", _named(of_to),
-            at_least=False,
-        ),
-        judge("pinned slot: GB/s of pin_memory() memory", "1 MB", _OF_CEILING_SMALL, "x", _named(of_ceiling_small)),
-        judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", _named(of_ceiling)),
-        judge(
-            "pinned slot: how long claim.to holds the loop, p50", "any size", _HELD_US, "us", _named(held_us), at_least=False
-        ),
-        judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(of_cloned)),
-        judge("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _named(p50s_us), at_least=False),
-        judge(
-            "device slab: p50 over that of the smallest size", "any size", _OF_SMALLEST, "x", _named(of_smallest),
-            at_least=False,
-        ),
-    ]  # fmt: skip
-
-
-def _p50_us(measured: Measured) -> float:
-    return statistics.median(measured.medians("us"))
-
-
-def _named(places: Sequence[tuple[int, float | None]]) -> Iterator[tuple[str, float]]:
-    return ((format_nbytes(nbytes), number) for nbytes, number in places if number is not None)
+    return [target.judge({}) for target in TARGETS]
 
 
 # -- plot ----------------------------------------------------------------------------------------------------------------
@@ -294,8 +277,7 @@ def _draw_lines(axes: Any, points: Sequence[_Point]) -> None:
 draw = functools.partial(plots.draw_stored, Plotted, _figure)
 
 
-#: What is measured, and at which size.
-_Case = tuple[str, int]
+# -- the run -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,8 +287,7 @@ class Plan:
     Attributes:
         sizes: of a request's tensor, in bytes.
         ways, routes: from host memory to the GPU, and between processes.
-        timed_s, latencies, stalls, messages: in each repetition: of copying, requests brought one by one, requests brought
-            while the loop is looked at, hand-overs.
+        timed_s, latencies, messages: in each repetition: of copying, requests brought one by one, hand-overs.
     """
 
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -315,7 +296,6 @@ class Plan:
     repetitions: int = _MODE.timing().repetitions
     timed_s: float = _MODE.timing().timed_s
     latencies: int = 50
-    stalls: int = 10
     messages: int = 50
 
     @classmethod
@@ -323,16 +303,16 @@ class Plan:
         """The sizes that targets are about, in a minute."""
         sizes = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
         timing = _MODE.timing(quick=True)
-        return cls(sizes=sizes, repetitions=timing.repetitions, timed_s=timing.timed_s, latencies=20, stalls=5, messages=20)
+        return cls(sizes=sizes, repetitions=timing.repetitions, timed_s=timing.timed_s, latencies=20, messages=20)
 
-    def subjects(self, *kinds: str) -> dict[_Case, Sequence[str]]:
+    def subjects(self, *kinds: str) -> dict[Case, Sequence[str]]:
         """Returns who is compared, by what is measured and at which size."""
         return {(kind, nbytes): self.routes if kind == HAND_OVERS else self.ways for kind in kinds for nbytes in self.sizes}
 
 
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
-    return 2 + plan.repetitions * len(plan.sizes) * (3 * len(plan.ways) + len(plan.routes))
+    return 2 + plan.repetitions * len(plan.sizes) * (2 * len(plan.ways) + len(plan.routes))
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Results:
@@ -341,8 +321,8 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
-    runs = Repetitions[_Case, Numbers](
-        plan.subjects(BANDWIDTH, LATENCIES, STALLS, HAND_OVERS),
+    runs = Repetitions[Case, Numbers](
+        plan.subjects(BANDWIDTH, LATENCIES, HAND_OVERS),
         plan.repetitions,
         lambda case: f"{case[0]}, {format_nbytes(case[1])}",
     )
@@ -370,8 +350,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
             gpu, absent = process.open()
             measure(BANDWIDTH, process, plan.timed_s, absent)
             measure(LATENCIES, process, plan.latencies, absent)
-            measure(STALLS, process, plan.stalls, absent)
-            with going(STALLS):
+            with going(LATENCIES):
                 process.finish()
         progress("starting: engine and frontend")
         shared = {name: ROUTES[name].create_shared() for name in plan.routes}
@@ -384,8 +363,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
                 measure(HAND_OVERS, frontend, plan.messages, frontend.open()[1] | absent)
                 frontend.finish()
             engine.finish()
-    measured = [Measured(kind, name, nbytes, of[name]) for (kind, nbytes), of in runs.measured.items() for name in of]
-    return Results(Machine.here(), gpu, plan.repetitions, plan.timed_s, measured, runs.coverage())
+    return Results(gpu, plan.repetitions, plan.timed_s, runs.measured, runs.coverage())
 
 
 _WAYS, _ROUTES = click.Choice(list(WAYS)), click.Choice(list(ROUTES))

@@ -15,9 +15,6 @@ last one's data is usable on the engine's stream. Then each is checked, and the 
 
 **Latency**: one request at a time, on a GPU that has nothing else to do: how long bringing it holds the loop, and from its
 begin until its data is usable.
-
-**Stall**: one request is brought while the loop does nothing but turn; the longest time between two turns is what any other
-work of the loop would have waited at most. An idle loop's longest is taken beside it, as that of the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import functools
 import itertools
 import mmap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
@@ -39,7 +36,7 @@ import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Command, Numbers, Openers
 
-BANDWIDTH, LATENCIES, STALLS = "bandwidth", "latencies", "stalls"  # what is measured
+BANDWIDTH, LATENCIES = "bandwidth", "latencies"  # what is measured
 
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
 _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
@@ -47,7 +44,6 @@ _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
 _SPARE_NBYTES = 8 << 10
 _HOME_LIMIT_S, _LOOK_S = 20.0, 0.001  # for slots to come back after their last copy, and between two looks at them
 _MOST_PASSES = 50  # of a repetition: preparing small requests takes longer than bringing them
-_IDLE_TURNS = 200  # a millisecond or less
 
 _numbers = itertools.count(1)  # of all requests of this process, so that none can be taken for an earlier one
 
@@ -253,48 +249,4 @@ async def _latencies(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
     return {"usable_us": usable_us, "held_us": held_us}
 
 
-async def _stalls(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
-    """The longest time between two turns of the loop: while each of so many requests is brought, and before it."""
-    brought_us, idle_us = [], []
-    await _timed_pass(gpu, way, nbytes, 1)
-    for _ in range(requests):
-        async with _prepared(gpu, way, nbytes, 1) as (request,):
-            with _turns() as turns:
-                for _ in range(_IDLE_TURNS):
-                    await asyncio.sleep(0)
-            idle_us.append(_longest_us(turns))
-            with _turns() as turns:
-                await asyncio.sleep(0)
-                arrived = await request.bring()
-                over = gpu.watch()
-                while not over():  # noqa: ASYNC110 # a loop that turns is what is looked at
-                    await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            brought_us.append(_longest_us(turns))
-            check(sample(arrived).tolist(), request.number)
-            del arrived
-    return {"brought_us": brought_us, "idle_us": idle_us}
-
-
-@contextlib.contextmanager
-def _turns() -> Iterator[list[float]]:
-    """Yields when turns of the running loop began, from now on until the end of a ``with``; it does nothing but turn."""
-    loop, times_s = asyncio.get_running_loop(), [time.perf_counter()]
-
-    def turn() -> None:
-        times_s.append(time.perf_counter())
-        handles[0] = loop.call_soon(turn)
-
-    handles = [loop.call_soon(turn)]
-    try:
-        yield times_s
-    finally:
-        handles[0].cancel()
-
-
-def _longest_us(times_s: list[float]) -> float:
-    """The longest time from one turn to the next."""
-    return float(np.diff(times_s).max()) * 1e6
-
-
-COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, LATENCIES: _latencies, STALLS: _stalls}
+COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, LATENCIES: _latencies}

@@ -6,7 +6,7 @@ Invariant: nothing here makes a CUDA context before a :class:`Gpu` is made; :fun
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -90,17 +90,9 @@ class Gpu:
 
     def finish(self) -> None:
         """Waits until what is queued is over. Spins, so that being woken is no part of what is measured."""
-        self._recorded().synchronize()
-
-    def watch(self) -> Callable[[], bool]:
-        """Returns what says, without waiting, whether all that is queued by now is over."""
-        event = self._recorded()
-        return lambda: bool(event.query())
-
-    def _recorded(self) -> Any:
         event = _cuda.Event()
         event.record(_cuda.current_stream(self.device))
-        return event
+        event.synchronize()
 
 
 def missing() -> str | None:

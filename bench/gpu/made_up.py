@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import statistics
 import sys
 import tempfile
@@ -22,13 +21,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 import shmring
 from bench.children import on_uvloop, settle
-from bench.repetitions import Repetitions
-from bench.results import Findings, Spread, Table, deviation
+from bench.repetitions import Column, Repetitions, compare, median_column, medians, spread_column
+from bench.results import Findings
 from bench.targets import judge
 from shmring.client.client import Client
 from shmring.client.connecting import open_client
@@ -43,15 +41,8 @@ _WARM_UP = 50  # requests
 _COUNTED = 10  # requests whose calls are counted
 _NAME, _SUBJECT = "bench-made-up", "made-up GPU"
 
-#: Measures so many requests.
-_Measure = Callable[["_Ends", int], Awaitable[list[float]]]
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """What was measured of a case: CPU microseconds, or calls."""
-
-    case: str
-    value: Spread
+#: Measures so many requests; returns microseconds of CPU, or calls.
+_Measure = Callable[["_Ends", int], Awaitable[float]]
 
 
 class _Ends(NamedTuple):
@@ -99,16 +90,16 @@ async def _home(count: Callable[[], int]) -> None:
         await asyncio.sleep(0)
 
 
-async def _to_cpu(ends: _Ends, requests: int) -> list[float]:
+async def _to_cpu(ends: _Ends, requests: int) -> float:
     taken_us = []
     async for claim in _to(ends, requests):
         started_ns = time.thread_time_ns()
         await claim.to("cuda")
         taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
-    return [statistics.median(taken_us[_WARM_UP:])]
+    return statistics.median(taken_us[_WARM_UP:])
 
 
-async def _to_calls(ends: _Ends, requests: int) -> list[float]:
+async def _to_calls(ends: _Ends, requests: int) -> float:
     counts: list[float] = []
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -119,7 +110,7 @@ async def _to_calls(ends: _Ends, requests: int) -> list[float]:
         sys.setprofile(count)
         await claim.to("cuda")
         sys.setprofile(None)
-    return [statistics.median(counts[_WARM_UP:])]
+    return statistics.median(counts[_WARM_UP:])
 
 
 async def _hand_over(ends: _Ends, is_at_work: bool) -> None:
@@ -137,14 +128,14 @@ async def _hand_over(ends: _Ends, is_at_work: bool) -> None:
 
 
 def _hand_overs(is_at_work: bool) -> _Measure:
-    async def measured(ends: _Ends, requests: int) -> list[float]:
+    async def measured(ends: _Ends, requests: int) -> float:
         for _ in range(_WARM_UP):
             await _hand_over(ends, is_at_work)
         started_ns = time.process_time_ns()
         for _ in range(requests):
             await _hand_over(ends, is_at_work)
         await _home(lambda: ends.client.statistics().device_slots_in_use)
-        return [(time.process_time_ns() - started_ns) / requests / 1e3]
+        return (time.process_time_ns() - started_ns) / requests / 1e3
 
     return measured
 
@@ -176,25 +167,26 @@ def measure(repetitions: int, requests: int, progress: Callable[[str], None]) ->
     """
     settle()
 
-    async def once(case: Case) -> list[float]:
+    async def once(case: Case) -> float:
         async with _opened() as ends:
             return await case.measure(ends, requests)
 
-    runs = Repetitions[Case, list[float]](dict.fromkeys(CASES, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs = Repetitions[Case, float](dict.fromkeys(CASES, (_SUBJECT,)), repetitions, lambda case: case.title)
     runs.measure(CASES, lambda case, _: on_uvloop(once(case)), progress)
-    figures = {
-        case: Figure(case.title, Spread.of(itertools.chain(*measured[_SUBJECT]))) for case, measured in runs.measured.items()
-    }
-    rows = [[case.title, f"{figure.value.median:.1f}", case.unit, deviation(figure.value)] for case, figure in figures.items()]
+    columns = (
+        median_column("median", float, 1),
+        Column("unit", lambda row: str(row.case.unit)),
+        spread_column("least, most", float),
+    )
+    title = "cost of a GPU to the host, its driver made up"
     verdicts = []
     for case in CASES:
-        numbers = [("64 KB", figures[case].value.median)] if case in figures else []
+        numbers = medians(_SUBJECT, float, {"64 KB": case})(runs.measured)
         verdicts.append(judge(case.title, "made-up driver", case.limit, case.unit, numbers, at_least=False))
     return Findings(
         mode="cost",
-        tables=[Table("cost of a GPU to the host, its driver made up", ["what", "median", "of", "least, most"], rows)],
+        tables=[compare(title, ("what", "of"), runs.measured, columns, lambda case: str(case.title))],
         notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
         targets=verdicts,
-        results=list(figures.values()),
         coverage=runs.coverage(),
     )

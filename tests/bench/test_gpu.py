@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,7 +27,7 @@ from bench.gpu.command import Plan, Results, run, steps
 from bench.gpu.copies import COMMANDS, WAYS, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
-from bench.gpu.processes import Process, opened
+from bench.gpu.processes import Numbers, Process, opened
 from bench.stamps import CheckError
 from shmring.client.client import Client
 from shmring.client.connecting import Connecting, open_client
@@ -50,7 +50,6 @@ class HostMemory(Gpu):
         self.device = torch.device("cpu")
         self.cuda = FakeCuda()
         self.memory = FakeMemory()
-        self.lag = 0  # how often what watches says no before it says yes
         self.pin: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
     def describe(self) -> Accelerator:
@@ -71,10 +70,6 @@ class HostMemory(Gpu):
 
     def finish(self) -> None:
         pass
-
-    def watch(self) -> Callable[[], bool]:
-        left = iter(range(self.lag))
-        return lambda: next(left, None) is None
 
 
 @pytest.fixture
@@ -121,10 +116,6 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
             latencies = await COMMANDS["latencies"](gpu, ways[way], nbytes, 3)
             assert len(latencies["usable_us"]) == len(latencies["held_us"]) == 3
             assert all(held_us <= usable_us for held_us, usable_us in zip(*reversed(latencies.values()), strict=True))
-            gpu.lag = 3
-            stalls = await COMMANDS["stalls"](gpu, ways[way], nbytes, 2)
-            assert len(stalls["brought_us"]) == len(stalls["idle_us"]) == 2
-            assert min(stalls["brought_us"] + stalls["idle_us"]) > 0
     if way.startswith("slot"):
         assert gpu.cuda.copied
         assert (gpu.cuda.calls["host_register"] > 0) is (way == "slot-pinned")
@@ -143,18 +134,6 @@ async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket
         with pytest.raises(CudaError):
             await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0)
         assert (await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0))["gb_per_s"][0] > 0
-
-
-async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, socket_dir: Path) -> None:
-    def slow(tensor: torch.Tensor) -> torch.Tensor:
-        threading.Event().wait(0.03)
-        return tensor.clone()
-
-    gpu.pin = slow
-    async with opened(copies.openers(str(socket_dir), SIZES, ["pin"], gpu)) as (ways, _):
-        stalls = await COMMANDS["stalls"](gpu, ways["pin"], 4 * KB, 3)
-    assert min(stalls["brought_us"]) >= 30_000
-    assert min(stalls["idle_us"]) < 30_000
 
 
 def test_small_requests_are_many_and_large_ones_two() -> None:
@@ -196,7 +175,7 @@ def threads(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TINY = Plan(
-    sizes=(4 * KB, 64 * KB), repetitions=2, timed_s=0.001, stalls=1, messages=3, ways=("slot-pinned", "pin-memory", "clone")
+    sizes=(4 * KB, 64 * KB), repetitions=2, timed_s=0.001, latencies=3, messages=3, ways=("slot-pinned", "pin-memory", "clone")
 )  # fmt: skip
 
 
@@ -204,6 +183,16 @@ def gaps(results: Results) -> dict[tuple[str, str], str]:
     """The reasons of what was planned and not measured, by case and name."""
     assert results.coverage is not None
     return {(gap.case, gap.subject): gap.reason for gap in results.coverage.gaps}
+
+
+def of(kind: str, results: Results) -> dict[tuple[int, str], Sequence[Numbers]]:
+    """What was measured of a kind, by size and name."""
+    return {
+        (nbytes, name): runs
+        for (measured, nbytes), of_case in results.measured.items()
+        if measured == kind
+        for name, runs in of_case.items()
+    }
 
 
 @pytest.mark.usefixtures("threads")
@@ -214,12 +203,12 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
     assert results.gpu.name == NAME
     assert gaps(results) == {}
     cells = [(nbytes, way) for nbytes in TINY.sizes for way in TINY.ways]
-    assert list(results.of("bandwidth")) == cells
-    assert list(results.of("latencies")) == cells
-    assert list(results.of("stalls")) == cells
-    assert list(results.of("hand-overs")) == [(nbytes, route) for nbytes in TINY.sizes for route in TINY.routes]
-    assert all(len(one.runs) == 2 for one in results.measured)
-    assert all(len(one.every("us")) == 6 and min(one.every("us")) > 0 for one in results.of("hand-overs").values())
+    assert list(of("bandwidth", results)) == cells
+    assert list(of("latencies", results)) == cells
+    assert list(of("hand-overs", results)) == [(nbytes, route) for nbytes in TINY.sizes for route in TINY.routes]
+    assert all(len(runs) == 2 for of_case in results.measured.values() for runs in of_case.values())
+    for runs in of("hand-overs", results).values():
+        assert all(len(run["us"]) == 3 and min(run["us"]) > 0 for run in runs)
     assert gpu.cuda.registered == {}
     assert gpu.memory.memory == {}, "the device slab was freed"
 
@@ -227,7 +216,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
 @pytest.mark.usefixtures("threads")
 def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> None:
     results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
-    assert {name for _, name in results.of("hand-overs")} == {"device-slab"}
+    assert {name for _, name in of("hand-overs", results)} == {"device-slab"}
     assert gpu.cuda.copied == []
     assert gpu.cuda.calls["cuStreamQuery"] > 12, "each message asks whether it needs a fence"
     assert gpu.cuda.calls["cuEventRecord"] == 0, "what has been written needs none"
@@ -240,11 +229,11 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     results = run(TINY, lambda line: None)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
-    assert len(gaps(results)) == 2 * (3 + 1 + 1), "at each size: a way in three parts, and two routes"
+    assert len(gaps(results)) == 2 * (2 + 1 + 1), "at each size: a way in two parts, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
-    assert {name for _, name in results.of("bandwidth")} == {"pin-memory", "clone"}
-    assert {name for _, name in results.of("hand-overs")} == {"cuda-ipc"}
+    assert {name for _, name in of("bandwidth", results)} == {"pin-memory", "clone"}
+    assert {name for _, name in of("hand-overs", results)} == {"cuda-ipc"}
 
 
 @pytest.mark.usefixtures("threads")
@@ -256,9 +245,9 @@ def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
 
     gpu.pin = pin
     results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
-    assert set(gaps(results)) == {(f"{kind}, 64 KB", "pin") for kind in ("bandwidth", "latencies", "stalls")}
+    assert set(gaps(results)) == {(f"{kind}, 64 KB", "pin") for kind in ("bandwidth", "latencies")}
     assert all(reason.startswith("RuntimeError: out of memory (pin, line ") for reason in gaps(results).values())
-    assert list(results.of("bandwidth")) == [(4 * KB, "pin")]
+    assert list(of("bandwidth", results)) == [(4 * KB, "pin")]
 
 
 @pytest.mark.usefixtures("threads")
@@ -276,7 +265,7 @@ def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monk
 
 @pytest.mark.usefixtures("threads")
 def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    died_in = {"stalls": 1, "hand-overs": 4}  # of the second size, what is handed over first
+    died_in = {"latencies": 1, "hand-overs": 4}  # of the second size, what is handed over first
 
     def carry_out(process: Process, command: str, *arguments: Any) -> Any:
         if command in died_in:
@@ -288,12 +277,12 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
     carried_out = Process.carry_out
     monkeypatch.setattr(Process, "carry_out", carry_out)
     results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
-    missing = {(f"stalls, {size}", way) for size in ("4 KB", "64 KB") for way in TINY.ways}
+    missing = {(f"latencies, {size}", way) for size in ("4 KB", "64 KB") for way in TINY.ways}
     missing |= {("hand-overs, 64 KB", route) for route in ROUTES}
     assert gaps(results) == dict.fromkeys(missing, "GPU: its processes were ended after a failure")
-    assert len(results.of("bandwidth")) == 6
-    assert not results.of("stalls")
-    assert {nbytes for nbytes, _ in results.of("hand-overs")} == {4 * KB}
+    assert len(of("bandwidth", results)) == 6
+    assert not of("latencies", results)
+    assert {nbytes for nbytes, _ in of("hand-overs", results)} == {4 * KB}
 
 
 @pytest.mark.usefixtures("threads")
@@ -302,18 +291,18 @@ def test_after_a_command_that_fails_another_may_work() -> None:
         process.open()
         with pytest.raises(BenchError, match="KeyError: 'no command'"):
             process.carry_out("no command", "pin", 4 * KB, 1)
-        assert len(process.carry_out("stalls", "pin", 4 * KB, 1)["brought_us"]) == 1
+        assert len(process.carry_out("latencies", "pin", 4 * KB, 1)["held_us"]) == 1
         process.finish()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
-    plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, stalls=1, messages=3)
+    plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, latencies=3, messages=3)
     results = run(plan, lambda line: None)
     assert gaps(results) == {}
-    assert len(results.of("bandwidth")) == len(results.of("latencies")) == len(results.of("stalls")) == 2 * len(WAYS)
-    assert len(results.of("hand-overs")) == 2 * len(ROUTES)
+    assert len(of("bandwidth", results)) == len(of("latencies", results)) == 2 * len(WAYS)
+    assert len(of("hand-overs", results)) == 2 * len(ROUTES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
