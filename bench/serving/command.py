@@ -23,7 +23,6 @@ from shmring.engine.option_types import COUNT, SECONDS, FiniteRange
 from shmring.engine.settings import MAX_ENGINES
 
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
-_DIRECTORY = click.Path(exists=True, file_okay=False)
 _ABOVE_0 = FiniteRange(min=0, min_open=True)
 _KINDS = click.Choice([*get_args(MediaKind), "none"])
 _SCALED = ("requests", "max_concurrency")
@@ -96,7 +95,6 @@ def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> 
 @_field(_MEDIA, "video_frames", "--video-frames", COUNT, "Of a clip.")
 @click.option("--video-size", default="{}x{}".format(*_MEDIA.video_size), type=_even_size, metavar="SIZE", help="In pixels.")
 @_field(_MEDIA, "distinct", "--distinct-media", COUNT, "Made of each kind; requests take them in turn.")
-@_field(_MEDIA, "directory", "--media-dir", _DIRECTORY, "Send its files instead, of all kinds unless --media says which.")
 @_field(_LOAD, "seed", "--seed", click.IntRange(min=0), "Of arrival times and media.")
 @_field(_LOAD, "warm_up_requests", "--warm-up", click.IntRange(min=0), "Requests before, not counted.")
 @_field(_LOAD, "request_timeout_s", "--request-timeout", SECONDS, "Seconds until a request has failed.")
@@ -138,9 +136,7 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
     if "none" in values["kinds"] and len(values["kinds"]) > 1:
         raise click.UsageError("--media none goes with no other --media")
-    if values["directory"] is not None and _is_default("kinds"):
-        values["kinds"] = get_args(MediaKind)
-    elif "none" in values["kinds"]:
+    if "none" in values["kinds"]:
         values["kinds"] = ()
     values["repetitions"] = values["repetitions"] or (3 if comparisons else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)

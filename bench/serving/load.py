@@ -131,14 +131,11 @@ class Generator(msgspec.Struct, frozen=True):
 
     Attributes:
         cpu_s: of its process. Its loop is one thread: as many seconds as the load lasted would be all it can do.
-        loop_lag_p99_ms, loop_lag_max_ms: how late its loop woke up whoever slept.
-        late_p99_ms: from when a request was due, and its turn had come, to its sending.
+        loop_lag_p99_ms: how late its loop woke up whoever slept.
     """
 
     cpu_s: float
     loop_lag_p99_ms: float
-    loop_lag_max_ms: float
-    late_p99_ms: float
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +172,6 @@ def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator
     whole = [exchange for exchange in exchanges if exchange.failure is None]
     chats = [exchange for exchange in whole if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start
-    late = Latency.of([exchange.sent - exchange.began for exchange in exchanges])
-    assert late is not None, "there is at least one exchange"
     return Measurement(
         variant=variant,
         duration_s=duration_s,
@@ -190,7 +185,7 @@ def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator
         itl=Latency.of(np.concatenate([np.diff(exchange.token_times) for exchange in chats]).tolist() if chats else []),
         e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         peak_concurrency=_peak(exchanges),
-        generator=Generator(generator_cpu_s, lag.p99_ms, lag.max_ms, late.p99_ms),
+        generator=Generator(generator_cpu_s, lag.p99_ms),
         exchanges=exchanges,
     )
 

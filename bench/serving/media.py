@@ -1,6 +1,6 @@
-"""What requests carry: pictures, recordings and clips, made from a seed or read from a directory.
+"""What requests carry: pictures, recordings and clips, made from a seed.
 
-Made media look like something: soft shapes with a little noise, so that they compress and decode as photographs do, where
+They look like something: soft shapes with a little noise, so that they compress and decode as photographs do, where
 noise alone would be ten times as large and a flat colour nearly nothing. They are made before the clock runs, and kept as the
 JSON of a message's part, so that sending one costs no encoding.
 """
@@ -12,7 +12,6 @@ import io
 import wave
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import TypeAlias
 
 import av
@@ -21,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bench.children import BenchError
 from bench.serving.plan import Load, Media, MediaKind
 
 _Generator: TypeAlias = np.random.Generator
@@ -34,34 +32,10 @@ _SHAPES = 8  # soft shapes along the shorter side
 
 _PART_TYPES: Mapping[MediaKind, str] = {"picture": "image_url", "audio": "audio_url", "video": "video_url"}
 
-#: Files that are sent from a directory: what they hold, and what their ``data:`` URL says.
-FILE_TYPES: Mapping[str, tuple[MediaKind, str]] = {
-    ".jpg": ("picture", "image/jpeg"),
-    ".jpeg": ("picture", "image/jpeg"),
-    ".png": ("picture", "image/png"),
-    ".webp": ("picture", "image/webp"),
-    ".gif": ("picture", "image/gif"),
-    ".wav": ("audio", "audio/wav"),
-    ".mp3": ("audio", "audio/mpeg"),
-    ".flac": ("audio", "audio/flac"),
-    ".ogg": ("audio", "audio/ogg"),
-    ".mp4": ("video", "video/mp4"),
-    ".mkv": ("video", "video/x-matroska"),
-    ".webm": ("video", "video/webm"),
-    ".mov": ("video", "video/quicktime"),
-}
-
 
 def media_parts(load: Load) -> list[msgspec.Raw]:
-    """Returns the JSON of the message parts that the load's requests take in turn; none if they have no media.
-
-    Raises:
-        BenchError: there are no files of these kinds in the directory.
-        OSError: they can't be read.
-    """
+    """Returns the JSON of the message parts that the load's requests take in turn; none if they have no media."""
     media = load.media
-    if media.directory is not None:
-        return _read_directory(Path(media.directory), media.kinds)
     make: Mapping[MediaKind, Callable[[Media, _Generator], tuple[str, bytes]]] = {
         "picture": lambda media, generator: ("image/jpeg", picture(media.picture_size, generator)),
         "audio": lambda media, generator: ("audio/wav", recording(media.audio_seconds, generator)),
@@ -73,18 +47,6 @@ def media_parts(load: Load) -> list[msgspec.Raw]:
         for number in range(count)
         for kind in media.kinds
     ]
-
-
-def _read_directory(directory: Path, kinds: tuple[MediaKind, ...]) -> list[msgspec.Raw]:
-    parts = []
-    for path in sorted(directory.iterdir()):
-        kind, media_type = FILE_TYPES.get(path.suffix.lower(), (None, ""))
-        if kind in kinds and path.is_file():
-            parts.append(_part(kind, media_type, path.read_bytes()))
-    if not parts:
-        suffixes = ", ".join(suffix for suffix, (kind, _) in FILE_TYPES.items() if kind in kinds)
-        raise BenchError(f"{directory} has no files of the kinds that were asked for ({suffixes})")
-    return parts
 
 
 def _part(kind: MediaKind, media_type: str, file: bytes) -> msgspec.Raw:

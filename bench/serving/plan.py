@@ -84,7 +84,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
 
     Recordings have one channel of 16 kHz and 16 bits (WAV), clips 10 frames a second (H.264, MP4). Of each kind ``distinct``
     ones are made, which requests take in turn: unless it keeps them, a server has nothing of a medium beyond its request, so
-    one seen before costs it no less, and 64 clips of 360p are made in two seconds. A ``directory`` has files to send instead.
+    one seen before costs it no less, and 64 clips of 360p are made in two seconds.
     """
 
     kinds: tuple[MediaKind, ...] = ("picture",)
@@ -93,7 +93,6 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
     video_frames: int = 10
     video_size: tuple[int, int] = (640, 360)
     distinct: int = 64
-    directory: str | None = None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

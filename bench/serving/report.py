@@ -152,8 +152,6 @@ def _title(plan: Plan) -> str:
 def _carried(media: Media) -> str:
     if not media.kinds:
         return "text only"
-    if media.directory is not None:
-        return f"files of kind {', '.join(media.kinds)}"
     sizes = {
         "picture": "a picture of {}x{}".format(*media.picture_size),
         "audio": f"a recording of {media.audio_seconds:g} s",

@@ -48,27 +48,20 @@ class ServerError(BenchError):
     """The server did not start, or did not last."""
 
 
-class Server:
-    """A server that runs: its URL without ``/v1``, and what its processes have used."""
+def cpu_s(server: ServerProcess) -> dict[str, float]:
+    """Returns the CPU seconds, user and system, that a server's processes have used, by part.
 
-    def __init__(self, process: ServerProcess) -> None:
-        self.url = process.url
-        self._process = process
-
-    def cpu_s(self) -> dict[str, float]:
-        """Returns the CPU seconds, user and system, that its processes have used, by part.
-
-        Raises:
-            ServerError: one of them has ended.
-        """
-        if not self._process.is_whole:
-            raise ServerError("a process of the server ended during the run")
-        parts = {"engine": self._process.engines, "frontends": self._process.frontends}
-        return {part: sum(map(process_cpu_s, pids)) for part, pids in parts.items()}
+    Raises:
+        ServerError: one of them has ended.
+    """
+    if not server.is_whole:
+        raise ServerError("a process of the server ended during the run")
+    parts = {"engine": server.engines, "frontends": server.frontends}
+    return {part: sum(map(process_cpu_s, pids)) for part, pids in parts.items()}
 
 
 @contextlib.asynccontextmanager
-async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
+async def serving(options: ServerOptions, load: Load) -> AsyncIterator[ServerProcess]:
     """Runs a server on a free port of the loopback interface, for a load; when the block is left, nothing of it is.
 
     Raises:
@@ -90,7 +83,7 @@ async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
             except serve_process.ServerError as error:
                 raise ServerError(str(error)) from None
             try:
-                yield Server(process)
+                yield process
                 if process.process.returncode is not None:
                     raise ServerError("the server ended during the run; it was not told to")
             finally:
@@ -170,10 +163,10 @@ class Results(msgspec.Struct, frozen=True):
 class _Target(NamedTuple):
     client: Client
     body: Body
-    server: Server | None
+    server: ServerProcess | None
 
     def cpu_s(self) -> dict[str, float]:
-        return {} if self.server is None else self.server.cpu_s()
+        return {} if self.server is None else cpu_s(self.server)
 
 
 def steps(plan: Plan) -> int:
@@ -185,7 +178,7 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     """Carries a plan out, with a line before each step. When this returns or raises, no process and no file of it is left.
 
     Raises:
-        BenchError, OSError: a server did not start, did not last, or can't be asked; or there are no media to send.
+        BenchError, OSError: a server did not start, did not last, or can't be asked.
     """
     progress("making media")
     parts = await asyncio.to_thread(media_parts, plan.load)
@@ -200,9 +193,9 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         for repetition in range(plan.repetitions):
             for variant, target in targets.items():
                 progress(f"{variant}: {plan.load.requests:,} requests, {repetition + 1} of {plan.repetitions}")
-                cpu_s = target.cpu_s()
+                before_s = target.cpu_s()
                 measurement = await play(variant, plan.load, target.client, target.body)
-                used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
+                used_s = {part: after - before_s[part] for part, after in target.cpu_s().items()}
                 measurements.append(msgspec.structs.replace(measurement, cpu_s=used_s))
         progress("reading the servers' counters")
         requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
