@@ -153,4 +153,4 @@ async def answer(part: Part, parent: Parent, cell: Cell) -> Measurement:
 
 def _watching(part: Part, meter: Meter) -> AbstractContextManager[None]:
     """Has the meter look after the running loop, where the loop is meant to be free for other work."""
-    return meter.watched() if part.peer.loop_is_free else contextlib.nullcontext()
+    return meter.watched() if part.peer.event_driven else contextlib.nullcontext()

@@ -297,8 +297,3 @@ TARGETS: tuple[Target, ...] = (
         _sides(_OURS, lambda side, results: _median(side.connect_ms), lambda case: case.producers == 1), at_least=False,
     ),
 )  # fmt: skip
-
-
-def evaluate(results: Results) -> list[Verdict]:
-    """Returns a verdict on every target."""
-    return [target.judge(results) for target in TARGETS]

@@ -114,14 +114,9 @@ def again(plan: Plan, results: Results, missed: Sequence[Target]) -> Plan:
 
 _MODE = MODES["transport"]
 _PLOTS = "Also draw FILE-*.png and FILE-*.svg."
-#: Where one thing of a quick run was chosen, the others are the first of each.
-_QUICK_CHOICE: dict[str, Any] = {
-    "sizes": QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
-}  # fmt: skip
 
 
 @click.command("transport", context_settings=command_line.SETTINGS)
-@click.option("--quick", is_flag=True, help="Few cases and short repetitions, in about 5 minutes.")
 @command_line.size_option(
     "--size", "sizes", item_nbytes=ITEM_NBYTES, item="a stamp", text="Of a tensor; repeatable.  [default: 4KiB to 256MiB]"
 )
@@ -152,7 +147,6 @@ def transport_command(json_path: Path | None, plot_stem: Path | None, **choices:
 
 
 def transport_plan(
-    quick: bool,
     copies_out: bool | None,
     peers: tuple[str, ...],
     repetitions: int | None,
@@ -162,16 +156,13 @@ def transport_plan(
     """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`sweeps`."""
     names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
     dimensions["copies_out"] = () if copies_out is None else (copies_out,)
-    chosen = command_line.chosen({}, **dimensions)
-    if quick and not chosen:
-        return quick_plan(repetitions, seconds, names)
-    rounds = sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
-    return Plan(rounds=rounds, **_MODE.timing(quick, repetitions, seconds)._asdict())
+    rounds = sweeps(names, **command_line.chosen({}, **dimensions))
+    return Plan(rounds=rounds, **_MODE.timing(False, repetitions, seconds)._asdict())
 
 
-def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
+def quick_plan(repetitions: int | None, seconds: float | None) -> Plan:
     """Returns what the options of ``bench quick`` mean."""
-    timing = _MODE.timing(True, repetitions, seconds)
+    names, timing = tuple(PEERS), _MODE.timing(True, repetitions, seconds)
     return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing._asdict())
 
 

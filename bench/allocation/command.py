@@ -221,16 +221,13 @@ def _size(nbytes: int) -> str:
 
 @click.command("allocator", context_settings=SETTINGS)
 @click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
-@click.option("--seeds", default=None, type=click.IntRange(min=1), help="Traces of each kind.  [default: 300; quick: 15]")
 @json_option
-def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) -> None:
+def allocator_command(quick: bool, json_path: Path | None) -> None:
     """How full the slab gets, and what placing a slot costs.
 
     Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json.
     """
     plan = Plan.quick() if quick else Plan()
-    if seeds is not None:
-        plan = dataclasses.replace(plan, seeds=seeds)
     evicted = sum(policy.evicts for policy in POLICIES.values())
     with shown_progress(len(list(plan.fills())) + evicted + len(plan.live)) as progress:
         findings, compared = measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_Stored).results)

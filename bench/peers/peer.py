@@ -83,13 +83,11 @@ class Peer(Adapter, abc.ABC):
 
     Attributes:
         in_place: whether the producer writes into the transport's memory, and copies nothing.
-        event_driven: whether its ends sleep while nothing comes; else they spin.
-        loop_is_free: whether the ends' event loops are meant to go on with other work, so that their lag means something.
+        event_driven: whether its ends sleep while nothing comes, and their event loops are free for other work; else they spin.
     """
 
     in_place: ClassVar[bool] = False
     event_driven: ClassVar[bool] = True
-    loop_is_free: ClassVar[bool] = True
 
     @abc.abstractmethod
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:

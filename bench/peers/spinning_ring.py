@@ -232,7 +232,6 @@ class SpinningRing(Peer):
     name = "spinning-ring"
     title = "spinning ring (vLLM MessageQueue)"
     event_driven = False
-    loop_is_free = False
     lane: ClassVar[type[_Lane]] = _Lane
 
     def limits(self, cell: Cell) -> str | None:

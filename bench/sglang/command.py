@@ -7,7 +7,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
@@ -144,11 +144,9 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
             yield ends
 
 
-def _measure(
-    runs: Repetitions[Case, Measurement], cases: Sequence[Case], environment: Path, progress: Callable[[str], None]
-) -> None:
-    for ranks in dict.fromkeys(case.ranks for case in cases):
-        of_ranks = [case for case in cases if case.ranks == ranks]
+def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: Callable[[str], None]) -> None:
+    for ranks in dict.fromkeys(case.ranks for case in CASES):
+        of_ranks = [case for case in CASES if case.ranks == ranks]
         with contextlib.ExitStack() as stack:
             ends = {way: stack.enter_context(_ends(way, ranks, environment)) for way in WAYS}
 
@@ -183,17 +181,14 @@ def _segments() -> dict[str, int]:
 
 
 @command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
-@click.option("--ranks", multiple=True, type=click.Choice(["1", "2"]), help="Repeatable.  [default: all]")
 @click.option("--kills/--no-kills", default=True, help="Whether ends are killed, to see what they leave.")
 @command_line.environment_option("sglang", "SGLang")
-def sglang_command(timing: Timing, ranks: tuple[str, ...], kills: bool, environment: Path) -> Findings:
+def sglang_command(timing: Timing, kills: bool, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
-    cases = [case for case in CASES if not ranks or str(case.ranks) in ranks]
-    subjects = {case: list(WAYS) for case in cases}
-    runs = Repetitions[Case, Measurement](subjects, timing.repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions, lambda case: case.title)
     left: dict[tuple[str, str], int] = {}
     with command_line.measuring(runs.steps + kills * len(KILLS) * len(WAYS)) as progress:
-        _measure(runs, cases, environment, progress)
+        _measure(runs, environment, progress)
         for end in KILLS if kills else ():
             for way in WAYS:
                 progress(f"kill -9 of the {end}, {way}")

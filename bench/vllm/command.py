@@ -36,7 +36,6 @@ from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target
 from bench.vllm import workers
 from bench.vllm.load import (
-    API_SERVERS,
     KINDS,
     LARGE,
     PARALLEL,
@@ -211,7 +210,6 @@ draw = functools.partial(plots.draw_stored, list[Stored], _figure)
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 _SIDES = [str(side) for side in SIDES]
-_API_SERVERS = [str(number) for number in API_SERVERS]
 
 
 @command_line.benchmark(
@@ -223,7 +221,6 @@ _API_SERVERS = [str(number) for number in API_SERVERS]
 )
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
-@click.option("--api-servers", multiple=True, type=click.Choice(_API_SERVERS), help="Repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
@@ -232,23 +229,20 @@ def vllm_command(
     quick: bool,
     ways: tuple[str, ...],
     sides: tuple[str, ...],
-    api_servers: tuple[str, ...],
     kinds: tuple[str, ...],
     with_workers: bool,
     environment: Path,
 ) -> Findings:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
     if with_workers:
-        if quick or ways or sides or api_servers or kinds:
+        if quick or ways or sides or kinds:
             raise click.UsageError("--workers measures all that there is of them")
         asked = click.get_current_context().params["repetitions"]
         return _measure_workers(MODES["vllm-workers"].timing(repetitions=asked), environment)
     cases = [
         case
         for case in (QUICK if quick else full_cases())
-        if (not sides or str(case.fleet.side) in sides)
-        and (not api_servers or str(case.fleet.api_servers) in api_servers)
-        and (not kinds or case.kind in kinds)
+        if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
     ]
     chosen = [way for way in WAYS if not ways or way in ways]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)

@@ -35,7 +35,7 @@ KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 #: Of pictures, in pixels: 1, 10.8 and 43.4 MB of bfloat16 when prepared.
 SIDES = (416, 1344, 2688)
 
-API_SERVERS = (1, 2)
+_API_SERVERS = (1, 2)
 
 _REQUESTS: Mapping[Kind, int] = {"jpeg": 24, "uuid": 48, "new": 16}  # a second or two at 43 MB, eight at a time, inline
 _SHORTEST_S = 1.25  # of a repetition: who answers sooner is asked for more. In less, a tenth is chance
@@ -114,7 +114,7 @@ QUICK = [
 
 def full_cases() -> list[Case]:
     """All of them, by fleet."""
-    plain = [Fleet(side, api_servers) for side, api_servers in itertools.product(SIDES, API_SERVERS)]
+    plain = [Fleet(side, api_servers) for side, api_servers in itertools.product(SIDES, _API_SERVERS)]
     cases = [Case(*parts) for parts in itertools.product(plain, KINDS, (1, 8))]
     return [*cases, Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 

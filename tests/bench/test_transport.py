@@ -208,7 +208,8 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
 def test_the_command_prints_tables_and_writes_json_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process keeps its own handlers
     path, stem = tmp_path / "results.json", tmp_path / "plot"
-    arguments = ["--quick", "--size", "4KiB", "--repetitions", "2", "--seconds", "0.1", "--peer", "torch-queue-by-name"]
+    arguments = ["--size", "4KiB", "--dtype", "float32", "--producers", "1", "--window", "16", "--no-copies-out"]
+    arguments += ["--repetitions", "2", "--seconds", "0.1", "--peer", "torch-queue-by-name"]
     outcome = CliRunner().invoke(main, ["transport", *arguments, "--json", str(path), "--plot", str(stem)])
     assert outcome.exit_code == 0, outcome.output
     assert "4 KB of float32, 1 producer, window 16, repetition 2 of 2: torch.multiprocessing.Queue" in outcome.stderr
