@@ -179,8 +179,7 @@ def _notes(results: Results) -> list[str]:
         f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
         f"{results.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared with "
         "the median. All copies are non_blocking.",
-        "Cloned, or pinned each: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its "
-        "threads.",
+        "Cloned: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its threads.",
         "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
         "how long this keeps the loop busy, the median and the 99th percentile.",
         "Hand-over: one message at a time. The time begins before it is submitted. It ends when the engine has noticed the end "

@@ -2,13 +2,12 @@
 
 What is compared, each as its users do it:
 
-- **From a slot**, pinned or not: a frontend writes it into a slot, the engine claims it and calls ``claim.to``.
+- **From a slot** of a pinned slab: a frontend writes it into a slot, the engine claims it and calls ``claim.to``.
 - **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy, to a place that
   is there, too; or to a new tensor, by ``tensor.to``, which is how torch is mostly used.
-- **From pageable memory** that is there before: what a tensor that was just made or received lies in.
-- **Cloned, then copied**, and **pinned, then copied**: what vLLM does with tensors that come in memory shared with another
-  process. It may not keep that memory, so it copies each tensor into memory of its own, pageable or page-locked, and that to
-  the GPU. torch has as many threads as it takes by itself, which is more than vLLM leaves it: cloning is the faster for it.
+- **Cloned, then copied**: what vLLM does with tensors that come in memory shared with another process. It may not keep that
+  memory, so it copies each tensor into memory of its own, and that to the GPU. torch has as many threads as it takes by itself,
+  which is more than vLLM leaves it: cloning is the faster for it.
 
 **Bandwidth**: as many requests as may be in flight are in host memory; timed is bringing one after another to the GPU until the
 last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
@@ -38,6 +37,7 @@ from bench.gpu.processes import Command, Numbers, Openers
 
 BANDWIDTH, LATENCIES = "bandwidth", "latencies"  # what is measured
 
+_RING = "bench-copies"
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
 _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
 #: What a request takes of a lease or of staging memory beyond its tensor: a header and a rounding, in any case less than this.
@@ -71,13 +71,11 @@ Way = Callable[[int, int], AbstractAsyncContextManager[list[Request]]]
 
 
 @contextlib.asynccontextmanager
-async def _open_slots(pin: str, gpu: Gpu, directory: str, footprint_nbytes: int) -> AsyncIterator[Way]:
+async def _open_slots(gpu: Gpu, directory: str, footprint_nbytes: int) -> AsyncIterator[Way]:
     leased = footprint_nbytes + _IN_FLIGHT * _SPARE_NBYTES
-    options = pinned_slab(leased) | {"pin": pin}
-    name = f"bench-pin-{pin}"
     async with (
-        gpu.serve(name, socket_dir=directory, **options) as ring,
-        gpu.connect(name, socket_dir=directory, lease_nbytes=leased) as client,
+        gpu.serve(_RING, socket_dir=directory, **pinned_slab(leased)) as ring,
+        gpu.connect(_RING, socket_dir=directory, lease_nbytes=leased) as client,
     ):
         yield functools.partial(_in_slots, ring, client)
 
@@ -149,10 +147,6 @@ def _cloned(gpu: Gpu, nbytes: int) -> _Bring:
     return lambda source, start: source.clone().to(gpu.device, non_blocking=True)
 
 
-def _pinned(gpu: Gpu, nbytes: int) -> _Bring:
-    return lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
-
-
 class Contender(NamedTuple):
     """A way that is compared, opened with the GPU, a directory for sockets, and the bytes of all requests in flight."""
 
@@ -175,13 +169,10 @@ class Contender(NamedTuple):
 PINNED_SLOT, CEILING, TO, CLONED = "slot-pinned", "pin-memory", "pin-memory-to", "clone"
 
 WAYS: dict[str, Contender] = {
-    PINNED_SLOT: Contender("slot, pinned slab", functools.partial(_open_slots, "on")),
-    "slot-unpinned": Contender("slot, slab not pinned", functools.partial(_open_slots, "off")),
+    PINNED_SLOT: Contender("slot, pinned slab", _open_slots),
     CEILING: Contender.of_memory("pin_memory() memory", lambda gpu, nbytes: gpu.page_locked(nbytes), _to_reused),
     TO: Contender.of_memory("pin_memory() memory, tensor.to", lambda gpu, nbytes: gpu.page_locked(nbytes), _to_new),
-    "pageable": Contender.of_memory("pageable memory", lambda gpu, nbytes: torch.empty(nbytes, dtype=torch.uint8), _to_reused),
     CLONED: Contender.of_memory("cloned, then copied", _shared, _cloned),
-    "pin": Contender.of_memory("pinned each, then copied", _shared, _pinned),
 }
 """By name, in the order of tables."""
 

@@ -84,10 +84,6 @@ class Gpu:
         """Returns host memory that CUDA has allocated for copies: ``uint8 (nbytes,)``."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor in such memory."""
-        return tensor.pin_memory()
-
     def finish(self) -> None:
         """Waits until what is queued is over. Spins, so that being woken is no part of what is measured."""
         event = _cuda.Event()

@@ -24,7 +24,7 @@ import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
 from bench.gpu.command import Plan, Results, run, steps
-from bench.gpu.copies import COMMANDS, WAYS, in_flight
+from bench.gpu.copies import COMMANDS, WAYS, Contender, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.processes import Numbers, Process, opened
@@ -50,7 +50,6 @@ class HostMemory(Gpu):
         self.device = torch.device("cpu")
         self.cuda = FakeCuda()
         self.memory = FakeMemory()
-        self.pin: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
     def describe(self) -> Accelerator:
         return Accelerator(name=NAME, memory_nbytes=8 << 30, driver="550.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
@@ -118,7 +117,7 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
             assert all(held_us <= usable_us for held_us, usable_us in zip(*reversed(latencies.values()), strict=True))
     if way.startswith("slot"):
         assert gpu.cuda.copied
-        assert (gpu.cuda.calls["host_register"] > 0) is (way == "slot-pinned")
+        assert gpu.cuda.calls["host_register"] > 0
 
 
 async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path) -> None:
@@ -237,17 +236,18 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
 
 
 @pytest.mark.usefixtures("threads")
-def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
+def test_what_fails_at_a_size_is_absent_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bring(tensor: torch.Tensor, start: int) -> torch.Tensor:
         if tensor.nbytes > 4 * KB:
             raise RuntimeError("out of memory\nadvice for debugging kernels")
         return tensor.clone()
 
-    gpu.pin = pin
-    results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
-    assert set(gaps(results)) == {(f"{kind}, 64 KB", "pin") for kind in ("bandwidth", "latencies")}
-    assert all(reason.startswith("RuntimeError: out of memory (pin, line ") for reason in gaps(results).values())
-    assert list(of("bandwidth", results)) == [(4 * KB, "pin")]
+    small = Contender.of_memory("small ones only", lambda gpu, nbytes: gpu.page_locked(nbytes), lambda gpu, nbytes: bring)
+    monkeypatch.setitem(WAYS, "clone", small)
+    results = run(dataclasses.replace(TINY, ways=("clone",), routes=()), lambda line: None)
+    assert set(gaps(results)) == {(f"{kind}, 64 KB", "clone") for kind in ("bandwidth", "latencies")}
+    assert all(reason.startswith("RuntimeError: out of memory (bring, line ") for reason in gaps(results).values())
+    assert list(of("bandwidth", results)) == [(4 * KB, "clone")]
 
 
 @pytest.mark.usefixtures("threads")
@@ -287,11 +287,11 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("threads")
 def test_after_a_command_that_fails_another_may_work() -> None:
-    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["pin"]), COMMANDS) as process:
+    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["clone"]), COMMANDS) as process:
         process.open()
         with pytest.raises(BenchError, match="KeyError: 'no command'"):
-            process.carry_out("no command", "pin", 4 * KB, 1)
-        assert len(process.carry_out("latencies", "pin", 4 * KB, 1)["held_us"]) == 1
+            process.carry_out("no command", "clone", 4 * KB, 1)
+        assert len(process.carry_out("latencies", "clone", 4 * KB, 1)["held_us"]) == 1
         process.finish()
 
 

@@ -240,7 +240,7 @@ def test_everything_is_measured_if_nothing_is_chosen(measuring: Any) -> None:
     assert (plans[0].sizes[0], plans[0].sizes[-1]) == (64 * KB, 256 * MB)
 
 
-LACKING = Coverage([Planned("bandwidth, 64 KB", ["pin"], 3)], [Gap("bandwidth, 64 KB", "pin", 0, Status.FAILED, "no")])
+LACKING = Coverage([Planned("bandwidth, 64 KB", ["clone"], 3)], [Gap("bandwidth, 64 KB", "clone", 0, Status.FAILED, "no")])
 
 
 @pytest.mark.parametrize(
