@@ -29,13 +29,11 @@ class Lag:
     """How late a loop's callbacks ran that were due every 5 ms. uvloop's timers alone make them up to 1 ms late.
 
     Attributes:
-        p50_ms, p99_ms, max_ms: median, 99th percentile and largest lateness.
+        p99_ms: the 99th percentile.
         max_on_core_ms: the largest without the time in which the loop's thread waited for a core: what a crowded machine adds.
     """
 
-    p50_ms: float
     p99_ms: float
-    max_ms: float
     max_on_core_ms: float
 
 
@@ -161,12 +159,9 @@ class LoopLag:
         """Returns how late it was so far."""
         late = self._late + self._overdue()
         if not late:
-            return Lag(0.0, 0.0, 0.0, 0.0)  # the phase was shorter than a tick
-        p50, p99 = np.percentile([total for total, _ in late], [50, 99])
+            return Lag(0.0, 0.0)  # the phase was shorter than a tick
         return Lag(
-            p50_ms=float(p50) * 1e3,
-            p99_ms=float(p99) * 1e3,
-            max_ms=max(total for total, _ in late) * 1e3,
+            p99_ms=float(np.percentile([total for total, _ in late], 99)) * 1e3,
             max_on_core_ms=max(on_core for _, on_core in late) * 1e3,
         )
 

@@ -5,7 +5,6 @@ Records are written to JSON as they are, with the machine and the versions they 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -30,8 +29,7 @@ class Side(msgspec.Struct, frozen=True):
         cpu_us_per_message, cpu_s_per_gb: CPU time of all threads, user and system, of all producers together.
         resident_nbytes: the largest of the processes, shared memory and the benchmark's buffers aside.
         descriptors: open; of the process with most.
-        lag_p50_ms, lag_max_ms: of the event loop; None where it has no other work to do.
-        lag_max_on_core_ms: the same without waits for a core.
+        lag_max_on_core_ms: of the event loop, waits for a core left out; None where it has no other work to do.
         connect_ms: how long a producer took to connect; None where the peer does not say.
         idle_percent: of a core, taken while connected with nothing to do; None where the peer has not looked.
     """
@@ -40,8 +38,6 @@ class Side(msgspec.Struct, frozen=True):
     cpu_s_per_gb: float
     resident_nbytes: int
     descriptors: int
-    lag_p50_ms: float | None
-    lag_max_ms: Spread | None
     lag_max_on_core_ms: Spread | None
     connect_ms: Spread | None = None
     idle_percent: Spread | None = None
@@ -52,7 +48,6 @@ class Side(msgspec.Struct, frozen=True):
         cpu = Spread.of(sum(c.cpu_s for c in costs) / sum(c.messages for c in costs) * 1e6 for costs in repetitions)
         every = [cost for costs in repetitions for cost in costs]
         lags = [[cost.lag for cost in costs if cost.lag is not None] for costs in repetitions]
-        watched = all(lags)
         connects = [cost.connect_s * 1e3 for cost in every if cost.connect_s is not None]
         idling = [cost.idle_share * 100 for cost in every if cost.idle_share is not None]
         return cls(
@@ -60,9 +55,7 @@ class Side(msgspec.Struct, frozen=True):
             cpu_s_per_gb=cpu.median / 1e6 / (nbytes / 1e9),
             resident_nbytes=max(cost.resident_nbytes for cost in every),
             descriptors=max(cost.descriptors for cost in every),
-            lag_p50_ms=statistics.median(lag.p50_ms for run in lags for lag in run) if watched else None,
-            lag_max_ms=Spread.of(max(lag.max_ms for lag in run) for run in lags) if watched else None,
-            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in run) for run in lags) if watched else None,
+            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in run) for run in lags) if all(lags) else None,
             connect_ms=Spread.of(connects) if connects else None,
             idle_percent=Spread.of(idling) if idling else None,
         )
@@ -72,7 +65,6 @@ class Result(msgspec.Struct, frozen=True):
     """A peer in a case.
 
     Attributes:
-        messages: timed, in all repetitions.
         runs: messages a second in each repetition; those of one case and index were measured beside each other.
         shmring_ratio: messages a second of the baseline over those of this peer, in the same repetition.
         baseline: the peer that it is compared with.
@@ -83,7 +75,6 @@ class Result(msgspec.Struct, frozen=True):
 
     peer: str
     case: Case
-    messages: int
     messages_per_s: Spread
     runs: list[float]
     gb_per_s: float
@@ -114,7 +105,6 @@ class Result(msgspec.Struct, frozen=True):
         return cls(
             peer=peer,
             case=case,
-            messages=sum(measurement.messages for measurement in measurements),
             messages_per_s=speed,
             runs=runs,
             gb_per_s=speed.median * case.nbytes / 1e9,

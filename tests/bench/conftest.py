@@ -45,15 +45,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def _side(cpu_us: float, nbytes: int, **options: Any) -> Side:
-    lag = Spread.of([options.get("lag_ms", 1.0)])
     return Side(
         cpu_us_per_message=Spread.of([cpu_us]),
         cpu_s_per_gb=cpu_us / nbytes * 1e3,
         resident_nbytes=options.get("resident_nbytes", 220 * MB),
         descriptors=30,
-        lag_p50_ms=0.1,
-        lag_max_ms=lag,
-        lag_max_on_core_ms=lag,
+        lag_max_on_core_ms=Spread.of([options.get("lag_ms", 1.0)]),
         connect_ms=Spread.of([2.0]),
         idle_percent=options.get("idle_percent"),
     )
@@ -69,7 +66,6 @@ def made_result() -> Callable[..., Result]:
         return Result(
             peer=peer,
             case=case,
-            messages=1000,
             messages_per_s=speed,
             runs=list(runs),
             gb_per_s=speed.median * case.nbytes / 1e9,

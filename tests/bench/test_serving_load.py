@@ -107,7 +107,7 @@ def exchange(began: float, sent: float, tokens: list[float], ended: float, failu
 
 
 def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
-    found = measure(variant, exchanges, 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0))
+    found = measure(variant, exchanges, 100.0, 0.5, Lag(2.98, 0.0))
     return msgspec.structs.replace(found, cpu_s={"engine": 0.25, "frontends": 1.5})
 
 
