@@ -33,7 +33,7 @@ from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.compiled import ClientCalls
+from shmring.core.compiled import MAX_NAME_CHARACTERS, ClientCalls
 from shmring.core.geometry import nbytes_for_slots
 from shmring.errors import EngineDeadError, ShmringError, WouldBlock
 from shmring.gpu.cuda import Cuda, TorchCuda
@@ -48,7 +48,6 @@ _Result = TypeVar("_Result")
 _Reply = TypeVar("_Reply")
 _Payload = TypeVar("_Payload")
 
-_MAX_NAME_CHARACTERS = 256
 _COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most servers
 
 
@@ -205,12 +204,16 @@ class Client(ClientCalls):
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         async def next_reply(submission: Submission) -> list[Any]:
+            if submission._need_not_wait():
+                return [await submission.next(reply_type)]
             with self._deadlines.within(timeout, submission._why_no_reply, until_s=until_s):
                 return [await submission.next(reply_type)]
 
         while True:
-            with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine), until_s=until_s):
-                submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
+            submission = self._submit_at_once(payload, request_id, key, engine)
+            if submission is None:
+                with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine), until_s=until_s):
+                    submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
             try:
                 while True:
                     try:
@@ -638,8 +641,8 @@ class Client(ClientCalls):
 
 def check_name(name: str) -> None:
     """Raises ValueError unless this can name a request, a method or a client."""
-    if len(name) > _MAX_NAME_CHARACTERS:
-        raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"a name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}")
     name.encode()  # raises ValueError (UnicodeEncodeError) if it is no text
 
 

@@ -154,6 +154,14 @@ cdef class ClientCalls:
         """
         return self._submit(end, payload, packed, name)
 
+    def _submit_at_once(
+        self, payload, str name not None, key: str | bytes | None, str engine: str | None
+    ) -> Submission | None:
+        """Submits; None if something has to be waited for, chosen or refused. Arguments as of :meth:`submit`."""
+        if self._end is None or key is not None or engine is not None or len(name) > MAX_NAME_CHARACTERS:
+            return None
+        return self._submit(self._end, payload, None, name)
+
     cdef object _submit(self, ClientEnd end, payload, Packed packed, str name):
         cdef uint64_t copied_nbytes
         if self._copier.copied_in_turn:
@@ -181,10 +189,9 @@ cdef class Submitting(Awaited):  # type: Awaited[Submission]
     cdef PyObject* happen(self) except NULL:
         cdef ClientCalls client = self.client
         payload, self.payload, self.client = self.payload, None, None  # whoever keeps this keeps no views
-        if client._end is not None and not self.name and self.key is None and self.engine is None:
-            sent = client._submit(client._end, payload, None, self.name)
-            if sent is not None:
-                return owned(sent)
+        sent = client._submit_at_once(payload, self.name, self.key, self.engine)
+        if sent is not None:
+            return owned(sent)
         return self.wait_in(client._submit_in_turn(payload, self.name, self.key, self.engine))
 
 

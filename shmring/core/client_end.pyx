@@ -87,6 +87,12 @@ cdef class BaseSubmission:
         until_end.submission = self
         return until_end
 
+    def _need_not_wait(self) -> bool:
+        """Whether a reply or the end has come, so that :meth:`next` returns or raises at once."""
+        if not self.ended and not self._replies:
+            self._end.hear()
+        return self.ended or bool(self._replies)
+
     @property
     def _has_reply(self) -> bool:
         """Whether there is an unread reply."""

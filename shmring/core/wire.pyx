@@ -96,6 +96,7 @@ MAX_VALUES: int = RingConfig.max_values
 
 cpdef enum:
     MAX_DEPTH = 256  # of a payload: more than any real payload has, and less than Python's own decoders can follow
+    MAX_NAME_CHARACTERS = 256  # of a request
 
 #: No number of a descriptor is larger, so that sums of two of them can't overflow.
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
@@ -546,7 +547,7 @@ cdef Submit read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
     if read_value(cursor, &value) != TEXT or value.nbytes > 1024:
         raise _wrong("its name is no text of at most 256 characters")
     submit.name = _text(value.data, value.nbytes) if value.nbytes else ""
-    if len(submit.name) > 256:
+    if len(submit.name) > MAX_NAME_CHARACTERS:
         raise _wrong("its name is no text of at most 256 characters")
     if read_value(cursor, &value) != BINARY or value.nbytes > 64:
         raise _wrong("its fence is no event")
