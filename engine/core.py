@@ -15,12 +15,12 @@ that takes longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ import msgspec
 
 import shmring
 from shmring.engine.answers import checked, without_frames
+from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
 from shmring.engine.logs import concerned
 from shmring.engine.metrics import EngineMetrics, EngineTimes
@@ -42,6 +43,7 @@ logger = logging.getLogger("shmring.engine.core")
 
 _Result = TypeVar("_Result")
 
+_FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
 
@@ -96,7 +98,7 @@ class EngineCore:
         self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config)
         self._step_timeout_s = step_timeout_s
         self._profiler = StepProfiler(profiler_dir)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
+        self._thread = ExecutorThread("engine-step")
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._to_forget: dict[int, str] = {}  # the names of requests that have ended, by number
@@ -228,6 +230,7 @@ class EngineCore:
 
     async def _turn(self) -> None:
         """One step, or the wait for something to do."""
+        self._work.clear()  # what comes from here on is waited for no longer
         self._dismiss()
         if not self._paused and (admitted := self._scheduler.admit()):
             now = time.monotonic()
@@ -239,12 +242,18 @@ class EngineCore:
         self.metrics.running_requests = len(batch)
         async with self._boundary:
             self._boundary.notify_all()
-        if batch or self._to_forget:
+        if batch or (self._to_forget and not await self._work_comes_soon()):
             await self._step(batch)
             await asyncio.sleep(0)  # aborts and calls that came during the step go first
-        else:
-            self._work.clear()
+        elif not self._to_forget:
             await self._work.wait()
+
+    async def _work_comes_soon(self) -> bool:
+        """Whether there is work within a moment: then the next step forgets what has ended, which is no step by itself."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FORGETTING_S):
+                await self._work.wait()
+        return self._work.is_set()
 
     def _dismiss(self) -> None:
         """Removes running requests that have ended. No step is running."""
@@ -330,7 +339,7 @@ class EngineCore:
                 self._recent_steps_s.append(seconds)
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Runs on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
+        """Calls on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
 
         def run() -> _Result:
             self._busy = what, time.monotonic()
@@ -339,12 +348,7 @@ class EngineCore:
             finally:
                 self._busy = None
 
-        running = asyncio.get_running_loop().run_in_executor(self._thread, run)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
+        return await self._thread.call(run)
 
     # -- control calls: what they do is said by EngineClient -----------------------------------------------------------
 
@@ -476,7 +480,7 @@ class EngineCore:
         for task in self._flushing:
             task.cancel()
         await asyncio.gather(*self._flushing, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, wait=True)
+        await asyncio.to_thread(self._thread.close)
         self._executor.close()
 
     async def __aenter__(self) -> EngineCore:
