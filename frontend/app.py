@@ -25,13 +25,12 @@ from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import shmring
 from shmring.engine.client import EngineClient
@@ -47,7 +46,7 @@ from shmring.frontend.inference import Answer, Facts, Inference, events_of, writ
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
-from shmring.frontend.observation import Observation, ObservedRoute, note_failure, request_id_of
+from shmring.frontend.observation import Observation, ObservedRoute, answer_has_begun, note_failure, request_id_of
 from shmring.frontend.openai.chat import CHAT_FORM
 from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
@@ -126,8 +125,8 @@ def create_app(
     keys = Middleware(Authentication, settings.api_keys, usages)
     limits = [Middleware(KeyLimits)] if usages else []
     admitted = [keys, *limits, Middleware(AdmissionMiddleware, Admission(settings))]
-    app = Starlette(
-        routes=[
+    router = _Router(
+        [
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/responses", routes.respond, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
@@ -152,13 +151,53 @@ def create_app(
             ObservedRoute(DOCS_PATH, routes.documentation.page),
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
-        # Starlette's own handler of `Exception` answers and then raises it once more, for the server to log it.
-        middleware=[Middleware(ExceptionMiddleware, {Exception: _answer_error})],
-        exception_handlers={HTTPException: _answer_error},
+        redirect_slashes=False,  # a redirect of a POST has no body in some clients
         lifespan=lambda _: routes.running(),
     )
-    app.router.redirect_slashes = False  # a redirect of a POST has no body in some clients
-    return Application(CrossOrigin(app, settings.cors), routes, access_log=settings.access_log)
+    return Application(CrossOrigin(_ErrorAnswers(router), settings.cors), routes, access_log=settings.access_log)
+
+
+class _Router(Router):
+    """Starlette's, which tries the pattern of one route after the other; here, most routes are found by their path."""
+
+    def __init__(self, routes: Sequence[ObservedRoute], **keywords: Any) -> None:
+        super().__init__(routes, **keywords)
+        self._found = {(method, route.path): route for route in routes for method in route.methods or ()}
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has a route answer."""
+        route = None if scope.get("root_path") else self._found.get((scope.get("method", ""), scope.get("path", "")))
+        if route is None:
+            await super().app(scope, receive, send)
+        else:
+            await route.handle(scope, receive, send)
+
+
+class _ErrorAnswers:
+    """Middleware that answers what a route raises. (Starlette has four such layers, and each wraps every ``send``.)
+
+    Args:
+        app: the routes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or runs the lifespan.
+
+        Raises:
+            Exception: it was raised after the answer had begun.
+        """
+        scope["app"] = self  # a router that is part of an application raises its refusals
+        try:
+            await self._app(scope, receive, send)
+            return
+        except Exception as error:
+            if scope["type"] != "http" or answer_has_begun(scope):
+                raise
+            answer = _answer_to(error, scope)
+        await answer(scope, receive, send)  # without the error, whose frames would keep views of the request's slot
 
 
 class _Routes:
@@ -207,8 +246,7 @@ class _Routes:
     async def _read(self, parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:
         """Returns a request, and headers that tell its caller which fields of it were ignored."""
         # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
-        chunks = [chunk async for chunk in http_request.stream() if chunk]
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = (await http_request.receive())["body"]
         if len(body) > _LARGE_BODY_NBYTES:
             async with self._parsing:  # the rest, until it is sent to the engine, takes some milliseconds
                 await asyncio.sleep(0)
@@ -352,11 +390,11 @@ def _told(facts: Facts) -> dict[str, str]:
     return synthetic | ({"x-shmring-media-shortfall": facts.shortfalls} if facts.shortfalls else {})
 
 
-async def _answer_error(http_request: Request, error: Exception) -> Response:
+def _answer_to(error: Exception, scope: Scope) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router: it says no more than "Not Found"
-        error = _of_the_router(error, http_request.method, http_request.scope["path"])
-    answer = report(error, request_id_of(http_request.scope))
-    note_failure(http_request.scope, answer.code)
+        error = _of_the_router(error, scope["method"], scope["path"])
+    answer = report(error, request_id_of(scope))
+    note_failure(scope, answer.code)
     return error_response(answer)
 
 

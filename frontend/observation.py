@@ -7,8 +7,12 @@ import logging
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +28,10 @@ from shmring.frontend.sse import CONTENT_TYPE, event
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["Observation", "ObservedRoute", "note_failure", "request_id_of"]
+__all__ = ["Observation", "ObservedRoute", "answer_has_begun", "note_failure", "request_id_of"]
+
+#: Returns the answer to a request.
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _ACCESS = logging.getLogger(ACCESS)
 _MAX_PATH_CHARACTERS = 200  # of what a line repeats
@@ -66,7 +73,7 @@ class Observation:
         async def observed_send(message: Message) -> None:
             nonlocal status, streaming, complete
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = scope["state"]["status"] = message["status"]
                 streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
                 others = [header for header in message["headers"] if header[0] != b"x-request-id"]
                 message["headers"] = [*others, *_headers_of(scope), (b"x-request-id", request_id.encode("ascii"))]
@@ -137,13 +144,41 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
     _ACCESS.info("%s %s %s %d %.4f s", *parts.values(), extra=extra)
 
 
+class _Endpoint:
+    """A handler as an ASGI application. (Starlette's would answer errors here, which is done once for all routes.)"""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
 class ObservedRoute(Route):
-    """A route whose path is the label of its requests. (Not every version of Starlette says which route was taken.)"""
+    """A route whose path is the label of its requests. (Not every version of Starlette says which route was taken.)
+
+    Args:
+        path: as Starlette has it.
+        handler: returns the answer to a request.
+        methods: that it takes.
+        middleware: of it.
+    """
+
+    def __init__(
+        self, path: str, handler: Handler, *, methods: Sequence[str] = ("GET",), middleware: Sequence[Middleware] = ()
+    ) -> None:
+        super().__init__(path, _Endpoint(handler), methods=methods, middleware=middleware)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
         scope.setdefault("state", {})["route"] = self.path_format
         await super().handle(scope, receive, send)
+
+
+def answer_has_begun(scope: Scope) -> bool:
+    """Whether the head of a request's answer was sent."""
+    return "status" in scope["state"]
 
 
 def note_failure(scope: Scope, code: str) -> None:

@@ -26,6 +26,11 @@ class JsonResponse(Response):
         """Returns the body."""
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """Makes the headers: those of the type and length of the body, and others. (Starlette's looks for these in those.)"""
+        others = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json"), *others]
+
 
 class JsonPieces(Response):
     """An answer that is encoded and sent in pieces, so that a large one does not keep others waiting.
