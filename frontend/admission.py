@@ -11,7 +11,7 @@ A request passes these steps in order. A request that waits for one step holds n
    to.
 
 The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So another task must
-listen. While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler
+listen. While the body arrives, its reader listens. Afterwards a watcher beside the handler's task listens, and cancels that
 when the caller is gone. If a caller hangs up while its request waits for memory or a place, this is noticed once the request
 gets them. Nothing else is lost.
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,6 +60,9 @@ class _Line:
         Raises:
             ApiError: too many wait already, or it did not come in time.
         """
+        if not semaphore.locked():
+            await semaphore.acquire()  # at once
+            return
         self.check_length(semaphore)
         self._waiting += 1
         try:
@@ -167,24 +170,19 @@ class Admission:
                 body = [read]  # so the code that removes it can let go of it
                 del read
                 admitted.arrived_at = time.monotonic()
-                async with self._place():
+                await self._line.acquire(self._places)
+                try:
                     admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
                     responding = _Responding(send)
                     await _run_until_hang_up(app(scope, _replay(body), responding), receive, responding)
+                finally:
+                    self._places.release()
         finally:
             admitted.release_turn()
 
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        await self._line.acquire(self._places)
-        try:
-            yield
-        finally:
-            self._places.release()
-
 
 class _Responding:
-    """Sends, and knows when the answer is complete: after that, ``http.disconnect`` means only that."""
+    """Sends, and knows when the answer is complete, or its handler has ended: then ``http.disconnect`` means only that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -213,19 +211,26 @@ async def _run_until_hang_up(answering: Awaitable[None], receive: Receive, respo
     Raises:
         HungUp: that happened.
     """
-    handler = asyncio.ensure_future(answering)
     watcher = asyncio.ensure_future(_wait_for_hang_up(receive))
+    until_hang_up = asyncio.timeout(None)
+
+    def hung_up(_: object) -> None:
+        if not responding.finished:
+            until_hang_up.reschedule(0.0)
+
+    watcher.add_done_callback(hung_up)
     try:
-        await asyncio.wait((handler, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if responding.finished:
-            await asyncio.wait((handler,))  # work after the answer
+        async with until_hang_up:
+            await answering
+    except asyncio.CancelledError:  # by the server
+        raise
+    except BaseException:
+        if until_hang_up.expired():
+            raise HungUp from None
+        raise
     finally:
-        hung_up = handler.cancel()
+        responding.finished = True
         watcher.cancel()
-        await asyncio.wait((handler, watcher))
-    if hung_up:
-        raise HungUp
-    handler.result()
 
 
 async def _wait_for_hang_up(receive: Receive) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from starlette.types import Receive, Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend.body_scan import BodyScan
 from shmring.frontend.errors import ApiError, unavailable
@@ -41,6 +42,8 @@ _LEAST_BYTES_PER_S = 16 << 10  # 128 kbit/s, a slow mobile network
 # Of the one body that overdraws: everybody else waits for it.
 _OVERDRAWING_GRACE_S = 5.0
 _OVERDRAWING_BYTES_PER_S = 256 << 10
+
+_AT_ONCE = contextlib.nullcontext()
 
 
 class HungUp(Exception):
@@ -235,7 +238,7 @@ class BodyReader:
 async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
     """Returns the next piece, and whether there is more."""
     try:
-        async with asyncio.timeout_at(pace.deadline(share.overdraws)):
+        async with _AT_ONCE if _is_there(receive) else asyncio.timeout_at(pace.deadline(share.overdraws)):
             message = await receive()
     except TimeoutError:
         # Only closing the connection stops a slow caller from sending more.
@@ -243,6 +246,12 @@ async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[byt
     if message["type"] != "http.request":
         raise HungUp
     return message.get("body", b""), message.get("more_body", False)
+
+
+def _is_there(receive: Receive) -> bool:
+    """Whether the rest of the body is in uvicorn's hands, so that ``receive`` returns at once: then no timer is needed."""
+    cycle = getattr(receive, "__self__", None)
+    return isinstance(cycle, RequestResponseCycle) and not cycle.more_body
 
 
 class _Pace:
@@ -255,8 +264,12 @@ class _Pace:
         self._started_at = self._last_at = self._now()
         self._overdrawing_since: float | None = None
         self._overdrawn_nbytes = 0
-        self.complaint = (
-            f"the request's body did not arrive within {timeout_s:g} s, stood still for {_IDLE_S:g} s, "
+
+    @property
+    def complaint(self) -> str:
+        """What the caller of a body that came too slowly is told."""
+        return (
+            f"the request's body did not arrive within {self._timeout_s:g} s, stood still for {_IDLE_S:g} s, "
             f"or came with less than {_LEAST_BYTES_PER_S >> 10} KiB/s"
         )
 

@@ -82,14 +82,16 @@ def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
     Raises:
         _RefusedHead: where the request ends, or whom it is for, could be read in two ways.
     """
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts, codings = [], []
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"transfer-encoding":
+            codings += [coding.strip().lower() for coding in value.split(b",")]
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise _RefusedHead(400, f"a request must have one Host header, this one has {len(hosts)}", "invalid_host")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise _RefusedHead(400, "the Host header is not a host", "invalid_host")
-    codings = [
-        coding.strip().lower() for name, value in headers if name == b"transfer-encoding" for coding in value.split(b",")
-    ]
     if any(coding != b"chunked" for coding in codings):
         raise _RefusedHead(501, "the only Transfer-Encoding that is accepted is chunked", "unknown_transfer_coding")
     if len(codings) > 1 or (codings and version == "1.0"):
@@ -146,6 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_full = False  # nothing more is read
         self._half_closed = False
         self._lost = False
+        self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
@@ -155,6 +158,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         """Begins to wait for the first head."""
         super().connection_made(transport)
+        self._socket = transport.get_extra_info("socket")
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._polled = select.poll()
+        self._polled.register(self._socket.fileno(), select.POLLRDHUP)  # POLLHUP and POLLERR are always told
         self._await_head()
         if self._is_ending():
             self.shutdown()
@@ -197,9 +204,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
             self._refuse(_too_large())
-        elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+        elif self._head_timer is None and (self._in_head or self.cycle is None or self.cycle.response_complete):
             self._await_head()  # uvicorn stops its keep-alive timer, whatever bytes came
-        elif self._may_wait and self._tells(select.POLLRDHUP):  # asyncio says so in the next turn, when the body is decoded
+        elif self._may_wait and self._poll() & select.POLLRDHUP:  # asyncio says so in the next turn, when the body is decoded
             self._end_if_gone()
 
     def on_message_begin(self) -> None:
@@ -208,8 +215,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise _TooManyAhead
         super().on_message_begin()
         self._head_nbytes = 0
+        self._in_head = True  # most heads come whole, and need no timer
         self._head_came()
-        self._await_head()
 
     def on_url(self, url: bytes) -> None:
         """A part of its URL."""
@@ -224,6 +231,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is complete."""
         self._overhead_nbytes = 0
+        self._in_head = False
         self._head_came()
         _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
@@ -266,7 +274,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _may_wait(self) -> bool:
         """Whether the peer, if it closes its half of the connection now, may still wait for an answer, and can be asked."""
         waits = self._running is not None and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
-        return waits and self.transport.get_extra_info("sslcontext") is None
+        return waits and not self._is_tls
 
     def _look_for_the_peer(self, next_s: float) -> None:
         """Ends a half-closed connection once its other half is closed as well."""
@@ -280,23 +288,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         if not running.response_started and not self.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):
-                os.write(self._fd, _CONTINUE)  # at once: a peer on the same machine has answered by the turn's end
-        if not self._tells(0):  # POLLHUP and POLLERR are always told
+                os.write(self._socket.fileno(), _CONTINUE)  # at once: a peer on the same machine has answered by the turn's end
+        if not self._poll() & (select.POLLHUP | select.POLLERR):
             return False
         running.disconnected = True  # for a handler that has a turn before the end of the connection is reported
         running.message_event.set()
         self._abort()
         return True
 
-    @property
-    def _fd(self) -> int:
-        return int(self.transport.get_extra_info("socket").fileno())
-
-    def _tells(self, events: int) -> bool:
-        """Whether one of these events is true of the connection, or it has ended."""
-        poll = select.poll()
-        poll.register(self._fd, events)
-        return bool(poll.poll(0))
+    def _poll(self) -> int:
+        """Returns the events that are true of the connection, of those that say that the peer has ended it or a half of it."""
+        events = self._polled.poll(0)
+        return events[0][1] if events else 0
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Has the application answer; to a caller of HTTP/1.0, without chunks, which that version does not have."""
