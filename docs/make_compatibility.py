@@ -19,7 +19,7 @@ from shmring.frontend.openai.embeddings import EmbeddingRequest
 from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
-from shmring.frontend.openai.unsupported import unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported
 
 PAGE = Path(__file__).with_name("compatibility.md")
 
@@ -509,7 +509,7 @@ def _rows(fields: Fields) -> list[tuple[str, str, str]]:
         outcomes |= dict.fromkeys(getattr(fields, outcome), outcome)
     possible = {
         name: " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values)
-        for name, values in unsupported_of(fields.kind).items()
+        for name, values in Unsupported(fields.kind).items()
     }
     return [(f"`{name}`", outcomes[name], fields.notes.get(name) or possible.get(name, "")) for name in sorted(outcomes)]
 

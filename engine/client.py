@@ -226,14 +226,20 @@ class EngineClient:
                 task.cancel()
         return {name: task.result() if task.done() else "unresponsive" for task, name in asking.items()}
 
+    @property
+    def description(self) -> ModelDescription | None:
+        """What :meth:`describe` has returned in the life of an engine that is attached; None: it has not."""
+        for name, (epoch, description) in self._described.items():
+            if epoch == self.engines[name].epoch:
+                return description
+        return None
+
     async def describe(self, timeout: float = 2.0) -> ModelDescription:
         """Returns what the engine's executor does. It is asked once in an engine's life; of several, one is."""
         self._check_running()
+        if (description := self.description) is not None:
+            return description
         attached = [name for name, connection in self.engines.items() if connection.connected]
-        for name in attached:
-            epoch, description = self._described.get(name, (0, None))
-            if description is not None and epoch == self.engines[name].epoch:
-                return description
         name, epoch, answer = await self._first_description(attached, timeout)
         self._described[name] = epoch, msgspec.convert(answer, ModelDescription)
         return self._described[name][1]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import operator
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
@@ -66,7 +67,8 @@ __all__ = ["Answer", "Facts", "Inference", "events_of", "written"]
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
 _PART_CHARACTERS = 256 << 10
-_PLAIN = GenerateRequest()
+_features_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in FEATURES))
+_PLAIN_FEATURES = _features_of(GenerateRequest())
 _PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
@@ -110,34 +112,48 @@ class Answer:
     ) -> None:
         self.count = count
         self.prompts = prompts
-        self._first = first
+        self._first: GenerateOutput | None = first
+        self._last = first
         self._tokens = {
             first.index: (first.prompt_tokens, first.completion_tokens)
         }  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
         self._first_at = time.monotonic()
+        self._last_at = {first.index: self._first_at}
         self._statistics = statistics
         self.facts = facts
         statistics.first_token.add(self._first_at - arrived_at)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
-    async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
+    def __aiter__(self) -> Self:
         """Iterates over all pieces, the first one included; once."""
-        last, last_at = self._first, {self._first.index: self._first_at}
-        yield last
-        async for last in self._others:
-            now = time.monotonic()
-            if count := len(last.token_ids):
-                self._statistics.inter_token.add((now - last_at.get(last.index, self._first_at)) / count, count)
-            last_at[last.index] = now
-            self._tokens[last.index] = last.prompt_tokens, last.completion_tokens
-            yield last
+        return self
+
+    async def __anext__(self) -> GenerateOutput:
+        first, self._first = self._first, None
+        if first is not None:
+            return first
+        try:
+            self._last = last = await anext(self._others)
+        except StopAsyncIteration:
+            self._end()
+            raise
+        now = time.monotonic()
+        if count := len(last.token_ids):
+            self._statistics.inter_token.add((now - self._last_at.get(last.index, self._first_at)) / count, count)
+        self._last_at[last.index] = now
+        self._tokens[last.index] = last.prompt_tokens, last.completion_tokens
+        return last
+
+    def _end(self) -> None:
         self._count_tokens()
+        last = self._last
         if last.finish_reason is not None:
+            seconds = self._last_at[last.index] - self._arrived_at
             self._statistics.success[last.finish_reason,] += 1
-            self._statistics.whole.add(last_at[last.index] - self._arrived_at)
-            note("gen_ai.latency.e2e", last_at[last.index] - self._arrived_at)
+            self._statistics.whole.add(seconds)
+            note("gen_ai.latency.e2e", seconds)
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
@@ -147,6 +163,8 @@ class Answer:
     def _count_tokens(self) -> None:
         """Counts them for the key, also if the caller hung up."""
         tokens, self._tokens = self._tokens, {}
+        if not tokens:
+            return
         of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
         count_tokens(sum(of_prompts.values()), sum(completion_tokens for _, completion_tokens in tokens.values()))
 
@@ -185,12 +203,11 @@ class Inference:
     ) -> tuple[msgspec.Struct, Facts]:
         """Answers a request for text whole."""
         before = self._engine.copies
-        async with asyncio.timeout_at(admitted.deadline):
-            answer = await self.begin(form, request, admitted, request_id)
-            parts = [_Parts(form) for _ in range(answer.count)]
-            async with contextlib.aclosing(answer):
-                async for piece in answer:
-                    _part_of(parts, piece).add(piece)
+        answer = await self.begin(form, request, admitted, request_id)
+        parts = [_Parts(form) for _ in range(answer.count)]
+        async with contextlib.aclosing(answer):
+            async for piece in answer:
+                _part_of(parts, piece).add(piece)
         answer.facts.copies = self._engine.copies - before
         choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
         whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
@@ -199,32 +216,40 @@ class Inference:
     async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
         """Answers a chat whole, as the writer writes it."""
         before = self._engine.copies
-        async with asyncio.timeout_at(admitted.deadline):
-            answer = await self.begin(CHAT_FORM, chat, admitted, request_id)
-            async with contextlib.aclosing(answer):
-                async for _ in written(answer, writer):
-                    pass
+        answer = await self.begin(CHAT_FORM, chat, admitted, request_id)
+        async with contextlib.aclosing(answer):
+            async for _ in written(answer, writer):
+                pass
         answer.facts.copies = self._engine.copies - before
         return answer.facts
 
     async def begin(self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str) -> Answer:
-        """Asks the engine, and returns when the first piece of the answer has come."""
+        """Asks the engine, and returns when the first piece of the answer has come.
+
+        Whatever waits here has the request's deadline: for the model's description, for media, and for each piece. (One timeout
+        for all of them takes as long as the rest of this function.)
+        """
+        description = await self._description(request.model, form.task, admitted)
+        generate_requests, sources = form.engine_requests(request)
+        _check_abilities(generate_requests[0], description, request)
+        async with self._media(sources, description, admitted, "messages") as (media, facts):
+            generate_requests[0].media = media  # not a copy: it is emptied when the block is left
+            outputs = self._outputs(generate_requests, request_id, admitted)
+            try:
+                first = await anext(outputs, None)
+            except BaseException:
+                await outputs.aclose()
+                raise
+        if first is None:
+            raise _unfinished()
+        prompts, count = len(generate_requests), len(generate_requests) * generate_requests[0].sampling.n
+        return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
+
+    async def _description(self, name: str, task: str, admitted: Admitted) -> ModelDescription:
+        if self._model.is_known:
+            return await self._model.check(name, task)
         async with asyncio.timeout_at(admitted.deadline):
-            description = await self._model.check(request.model, form.task)
-            generate_requests, sources = form.engine_requests(request)
-            _check_abilities(generate_requests[0], description, request)
-            async with self._media(sources, description, admitted, "messages") as (media, facts):
-                generate_requests[0].media = media  # not a copy: it is emptied when the block is left
-                outputs = self._outputs(generate_requests, request_id, admitted)
-                try:
-                    first = await anext(outputs, None)
-                except BaseException:
-                    await outputs.aclose()
-                    raise
-            if first is None:
-                raise _unfinished()
-            prompts, count = len(generate_requests), len(generate_requests) * generate_requests[0].sampling.n
-            return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
+            return await self._model.check(name, task)
 
     def _outputs(
         self, requests: Sequence[GenerateRequest], request_id: str, admitted: Admitted
@@ -330,7 +355,14 @@ class Inference:
         self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
     ) -> AsyncIterator[tuple[list[Medium], Facts]]:
         """Yields the media of a request, in a list that is emptied at the end, and what the headers of its answer say."""
-        async with self._intake.take(sources, description.input, admitted, param) as media:
+        if not sources:
+            admitted.release_turn()
+            yield [], Facts(description.synthetic, 0, "")
+            return
+        async with (
+            asyncio.timeout_at(admitted.deadline),
+            self._intake.take(sources, description.input, admitted, param) as media,
+        ):
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             yield media, Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
 
@@ -486,11 +518,10 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
     Raises:
         ApiError: it takes no tools, or its chat template no variables, or something else has no effect.
     """
-    names = {"structured_outputs": "response_format"} if asked is not None and asked.response_format is not None else {}
-    for feature in FEATURES:
-        owner, plain = (request, _PLAIN) if feature == "tool_choice" else (request.sampling, _PLAIN.sampling)
-        if feature not in description.features and getattr(owner, feature) != getattr(plain, feature):
-            name = names.get(feature, feature)
+    for feature, value, plain in zip(FEATURES, _features_of(request), _PLAIN_FEATURES, strict=True):
+        if value != plain and feature not in description.features:
+            is_format = feature == "structured_outputs" and asked is not None and asked.response_format is not None
+            name = "response_format" if is_format else feature
             text = f"{name} is not supported by the model {description.model!r} (executor {description.executor})"
             raise ApiError(400, text, code="unsupported_value", param=name)
     if request.needs_tools and not description.tools:

@@ -39,15 +39,22 @@ class ServedModel:
         self._asking = asyncio.Lock()  # a thousand requests to a new engine are one question
         self._last: ModelDescription | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return self._engine.description is not None
+
     async def describe(self) -> ModelDescription:
         """Returns the engine's description of its executor; the engine is asked once in its life.
 
         Raises:
             shmring.ShmringError, TimeoutError: it does not answer.
         """
-        async with self._asking:
-            self._last = await self._engine.describe(_DESCRIBE_TIMEOUT_S)
-        return self._last
+        if (description := self._engine.description) is None:
+            async with self._asking:
+                description = await self._engine.describe(_DESCRIBE_TIMEOUT_S)
+        self._last = description
+        return description
 
     async def check(self, name: str, task: str) -> ModelDescription:
         """Returns the description of the model that a request names, if the model can do the task.

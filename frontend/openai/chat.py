@@ -46,7 +46,7 @@ from shmring.frontend.openai.tools import (
     choose_tools,
     engine_calls,
 )
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "CHAT_FORM",
@@ -188,8 +188,8 @@ class ChatCompletionChunk(msgspec.Struct):
 
 
 #: The fields that are not implemented, each with the values that change nothing.
-_UNSUPPORTED = unsupported_of(ChatRequest)
-_UNSUPPORTED_OF_MESSAGES = unsupported_of(ChatMessageParam)
+_UNSUPPORTED = Unsupported(ChatRequest)
+_UNSUPPORTED_OF_MESSAGES = Unsupported(ChatMessageParam)
 
 #: For bodies of requests.
 CHAT_PARSER = BodyParser(ChatRequest)
@@ -251,6 +251,8 @@ def _check_calls(messages: list[ChatMessageParam]) -> None:
     arguments: list[str] = []
     characters = 0
     for index, message in enumerate(messages):
+        if not message.tool_calls and not message.tool_call_id:
+            continue
         param = f"messages[{index}]"
         texts = [(f"{param}.tool_call_id", message.tool_call_id or "")]
         for number, call in enumerate(message.tool_calls or []):
@@ -264,7 +266,7 @@ def _check_calls(messages: list[ChatMessageParam]) -> None:
     if characters > MAX_CHARACTERS:
         text = f"the calls of tools have {characters} characters, at most {MAX_CHARACTERS} are accepted"
         raise ApiError(400, text, code="text_too_long", param="messages")
-    if has_too_many_values(f"[{','.join(arguments)}]".encode()):
+    if arguments and has_too_many_values(f"[{','.join(arguments)}]".encode()):
         text = f"the arguments of calls have more than the {MAX_VALUES} values that are accepted"
         raise ApiError(400, text, code="too_many_values", param="messages")
 

@@ -28,7 +28,7 @@ from shmring.frontend.openai.generation import (
 )
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.openai.parsing import BodyParser
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "check_prompt"]
 
@@ -76,7 +76,7 @@ class Completion(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
 
 
-_UNSUPPORTED = unsupported_of(CompletionRequest)
+_UNSUPPORTED = Unsupported(CompletionRequest)
 
 
 def _engine_requests(request: CompletionRequest) -> tuple[list[GenerateRequest], list[MediaSource]]:

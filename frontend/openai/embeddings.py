@@ -40,7 +40,7 @@ from shmring.frontend.openai.messages import (
     source_of,
 )
 from shmring.frontend.openai.parsing import BodyParser
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "EMBEDDING_PARSER",
@@ -136,7 +136,7 @@ class EmbeddingResponse(msgspec.Struct):
 _NO_DATA = b'"data":[]'
 _PIECE_VALUES = 8192  # in a piece of an answer: 16 embeddings of 512 numbers, which take 1.5 ms
 
-_UNSUPPORTED = unsupported_of(EmbeddingRequest)
+_UNSUPPORTED = Unsupported(EmbeddingRequest)
 
 #: For bodies of requests.
 EMBEDDING_PARSER = BodyParser(EmbeddingRequest)

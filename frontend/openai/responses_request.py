@@ -21,7 +21,7 @@ from shmring.frontend.openai.generation import GenerationRequest, TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
 from shmring.frontend.openai.parsing import BodyParser, invalid_value
 from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "RESPONSES_PARSER",
@@ -162,9 +162,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     n: Annotated[Any, only(1)] = None
 
 
-_UNSUPPORTED = unsupported_of(ResponsesRequest)
-_UNSUPPORTED_OF_ITEMS = unsupported_of(InputItem)
-_UNSUPPORTED_OF_PICTURES = unsupported_of(InputImagePart)
+_UNSUPPORTED = Unsupported(ResponsesRequest)
+_UNSUPPORTED_OF_ITEMS = Unsupported(InputItem)
+_UNSUPPORTED_OF_PICTURES = Unsupported(InputImagePart)
 _OF_A_STORE = ("store", "background", "previous_response_id", "conversation", "prompt")
 # Other fields of a chat are made of other fields.
 _MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort")

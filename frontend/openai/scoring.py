@@ -25,7 +25,7 @@ from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import input_of
 from shmring.frontend.openai.messages import ContentPart, Priority
 from shmring.frontend.openai.parsing import BodyParser
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "RERANK_PARSER",
@@ -163,7 +163,7 @@ class Pairs:
         return numbers
 
 
-_UNSUPPORTED = unsupported_of(ScoringRequest)
+_UNSUPPORTED = Unsupported(ScoringRequest)
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 _MAX_CHARACTERS = 16 << 20  # of documents together, which wait in memory to be in the answer
 _PIECE_CHARACTERS = 64 << 10  # of an answer: it is encoded in a tenth of a millisecond

@@ -11,7 +11,7 @@ from shmring.engine.protocol import StructuredOutputsParams
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.openai.tools import check_values
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = ["ResponseFormat", "StructuredOutputs", "structure_of"]
 
@@ -59,7 +59,7 @@ class StructuredOutputs(msgspec.Struct):
     whitespace_pattern: Annotated[Any, only()] = None
 
 
-_UNSUPPORTED = unsupported_of(StructuredOutputs)
+_UNSUPPORTED = Unsupported(StructuredOutputs)
 
 
 def structure_of(

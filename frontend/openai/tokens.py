@@ -15,7 +15,7 @@ from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import MAX_MESSAGES
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.tools import Tools, check_values, engine_tools
-from shmring.frontend.openai.unsupported import check_supported, only, unsupported_of
+from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "DETOKENIZE_PARSER",
@@ -68,7 +68,7 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
-_UNSUPPORTED = unsupported_of(TokenizeRequest)
+_UNSUPPORTED = Unsupported(TokenizeRequest)
 
 #: For bodies of requests.
 TOKENIZE_PARSER = BodyParser(TokenizeRequest)
