@@ -222,9 +222,7 @@ async def _run_until_hang_up(answering: Awaitable[None], receive: Receive, respo
     try:
         async with until_hang_up:
             await answering
-    except asyncio.CancelledError:  # by the server
-        raise
-    except BaseException:
+    except Exception:  # no cancellation, which is the server's
         if until_hang_up.expired():
             raise HungUp from None
         raise

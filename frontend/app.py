@@ -162,7 +162,8 @@ class _Router(Router):
 
     def __init__(self, routes: Sequence[ObservedRoute], **keywords: Any) -> None:
         super().__init__(routes, **keywords)
-        self._found = {(method, route.path): route for route in routes for method in route.methods or ()}
+        plain = [route for route in routes if not route.param_convertors]
+        self._found = {(method, route.path): route for route in plain for method in route.methods or ()}
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has a route answer."""

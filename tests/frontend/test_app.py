@@ -94,8 +94,9 @@ async def test_one_model_is_described_by_its_name(open_engine: Any, open_app: Op
     [listed] = (await http.get("/v1/models")).json()["data"]
     assert (await http.get(f"/v1/models/{quote(name, safe='')}")).json() == listed
     assert (await http.get(f"/v1/models/{name}")).json() == listed
-    error = error_of(await http.get("/v1/models/another"), 404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    for other in ("another", "{name:path}"):  # the second is the route's own pattern, which is no path
+        error = error_of(await http.get(f"/v1/models/{other}"), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/docs"])
