@@ -106,8 +106,37 @@ def start_tracing(endpoint: str | None, process: str) -> None:
     ours = Resource.create({"service.name": "shmring", "process.pid": os.getpid(), "shmring.process": process})
     resource = ours.merge(OTELResourceDetector().detect())  # the environment may say another name
     _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    _provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    _provider.add_span_processor(BatchSpanProcessor(_own(_exporter(endpoint))))
+    # Behind the hook of the span processor, which starts its thread again in a child.
+    os.register_at_fork(after_in_child=_leave_traces)
     _tracer = _provider.get_tracer("shmring")
+
+
+def _leave_traces() -> None:
+    """A child that an executor has forked has no traces, and no thread that waits for them."""
+    global _provider, _tracer
+    provider, _provider, _tracer = _provider, None, None
+    if provider is not None:
+        provider.shutdown()
+
+
+def _own(exporter: SpanExporter) -> SpanExporter:
+    """Returns an exporter that does nothing in a child: the connection is its parent's."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Own(SpanExporter):
+        def __init__(self) -> None:
+            self._pid = os.getpid()
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return exporter.export(spans) if os.getpid() == self._pid else SpanExportResult.FAILURE
+
+        def shutdown(self) -> None:
+            if os.getpid() == self._pid:
+                exporter.shutdown()
+
+    return Own()
 
 
 def _exporter(endpoint: str) -> SpanExporter:

@@ -33,6 +33,23 @@ print(sorted(name for name in sys.modules if name.startswith(("opentelemetry", "
 """
 
 
+FORKS = """
+import os, sys, threading, time
+from shmring.engine import tracing
+os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = sys.argv[1]
+tracing.start_tracing("http://127.0.0.1:9", "engine")
+tracing.begin_request([], "a span that waits to be sent")
+child = os.fork()
+if child == 0:
+    with tracing.traced("nothing"):
+        print([thread.name for thread in threading.enumerate()], tracing.is_tracing(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print([thread.name for thread in threading.enumerate()], tracing.is_tracing(), flush=True)
+os._exit(0)
+"""
+
+
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
@@ -45,6 +62,14 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_where_traces_are_off_nothing_of_them_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRACES], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@for_each("protocol", ["http/protobuf", "grpc"])
+def test_a_child_that_an_executor_forks_has_no_traces_and_no_thread_of_them(protocol: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, protocol], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    child, parent = done.stdout.splitlines()
+    assert child == "['MainThread'] False", done.stderr
+    assert parent == "['MainThread', 'OtelBatchSpanRecordProcessor'] True"
 
 
 def test_where_traces_are_off_the_message_has_no_field() -> None:
