@@ -315,11 +315,16 @@ class _Places:
 
 
 class _Nursery:
-    """The process that forks decoders; started when it is first needed, and again if it has ended."""
+    """The process that forks decoders; started when it is first needed, and again if it has ended.
+
+    For the first image processor, it imports torch, or goes on without it for good. Another engine's may need torch: then a new
+    process starts.
+    """
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._control: socket.socket | None = None
+        self._has_torch: bool | None = None  # None: that is not decided
 
     def fork(self, connection: socket.socket, processor: ProcessorSpec | None) -> None:
         """Asks for a new decoder, which uses this socket and has this image processor. It sends a message when it is ready.
@@ -327,8 +332,10 @@ class _Nursery:
         Raises:
             ConnectionError: this process has just ended.
         """
-        if not self._lives():
+        if not self._lives() or (processor is not None and processor.needs_torch and self._has_torch is False):
             self._start()
+        if processor is not None and self._has_torch is None:
+            self._has_torch = processor.needs_torch
         assert self._control is not None
         socket.send_fds(self._control, [msgspec.msgpack.encode(processor)], [connection.fileno()])
 
@@ -345,6 +352,7 @@ class _Nursery:
             self._control.close()
         if self._process is not None:
             self._process.kill()  # its socket is closed, so it is ending anyway
+        self._has_torch = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = Process.start(

@@ -180,6 +180,20 @@ async def test_pictures_for_several_processors_in_turn(preparation: Preparation)
     assert len(preparation.decoders._idle) == 1
 
 
+async def test_a_processor_that_needs_torch_has_it_after_one_that_does_not(preparation: Preparation) -> None:
+    """A process that has begun without torch can't import it any more: there is a new one for an engine that needs it."""
+    parents, with_torch = [], []
+    for needs_torch in (False, True, False):
+        medium = await prepare(preparation, FILES["tiny"], spec_of(clip(needs_torch=needs_torch)))
+        assert isinstance(medium, Features)
+        (decoder,) = preparation.decoders._idle
+        process = Path(f"/proc/{decoder._process.pid}")
+        with_torch.append("libtorch" in (process / "maps").read_text())
+        parents.append((process / "stat").read_text().rpartition(")")[2].split()[1])
+    assert with_torch == [False, True, True]
+    assert parents[0] != parents[1] == parents[2]
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------------
 
 
