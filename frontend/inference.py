@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import operator
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -58,6 +57,7 @@ from shmring.frontend.openai.tokens import (
     detokenizing,
     tokenizing,
 )
+from shmring.frontend.responses import new_id
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
@@ -210,7 +210,7 @@ class Inference:
                 _part_of(parts, piece).add(piece)
         answer.facts.copies = self._engine.copies - before
         choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
-        whole = form.whole(_new_id(form), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
+        whole = form.whole(new_id(f"{form.prefix}-"), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
         return whole, answer.facts
 
     async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
@@ -401,7 +401,7 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
     """
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     no_usage = None if include_usage else UNSET
-    template = form.event(_new_id(form), int(time.time()), request.model, [], no_usage)
+    template = form.event(new_id(f"{form.prefix}-"), int(time.time()), request.model, [], no_usage)
 
     def chunk(choice: msgspec.Struct) -> bytes:
         return event(msgspec.structs.replace(template, choices=[choice]))
@@ -550,10 +550,6 @@ def _usage(parts: Sequence[_Parts], prompts: int) -> Usage:
     prompt_tokens = sum(piece.prompt_tokens for piece in last[:: len(parts) // prompts])
     completion_tokens = sum(piece.completion_tokens for piece in last)
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
-
-
-def _new_id(form: AnswerForm[_Request]) -> str:
-    return f"{form.prefix}-{secrets.token_hex(12)}"
 
 
 def _seconds_left(admitted: Admitted) -> float:

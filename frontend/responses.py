@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from shmring.frontend.errors import ApiError
 
-__all__ = ["JsonPieces", "JsonResponse", "error_response"]
+__all__ = ["JsonPieces", "JsonResponse", "error_response", "new_id"]
 
 _SENT_NBYTES = 256 << 10  # in a turn of the loop
 
@@ -63,3 +64,8 @@ class JsonPieces(Response):
 def error_response(error: ApiError) -> Response:
     """Returns the response of an error."""
     return JsonResponse(error.envelope(), error.status, error.headers)
+
+
+def new_id(prefix: str) -> str:
+    """Returns a name for an answer, or for a part of it, that nothing else has."""
+    return f"{prefix}{secrets.token_hex(12)}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -41,6 +40,7 @@ from shmring.frontend.openai.messages import (
 )
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
+from shmring.frontend.responses import new_id
 
 __all__ = [
     "EMBEDDING_PARSER",
@@ -273,7 +273,7 @@ async def encode_response(
     if request.dimensions is not None:
         embeddings = torch.nn.functional.normalize(embeddings[:, : request.dimensions], dim=1)
     usage = EmbeddingUsage(prompt_tokens, prompt_tokens, inputs)
-    empty = EmbeddingResponse(f"embd-{secrets.token_hex(12)}", int(time.time()), request.model, [], usage)
+    empty = EmbeddingResponse(new_id("embd-"), int(time.time()), request.model, [], usage)
     before, _, after = msgspec.json.encode(empty).partition(_NO_DATA)
     pieces = [before, _NO_DATA[:-1]]
     per_piece = max(1, _PIECE_VALUES // max(1, embeddings.shape[1]))

@@ -7,7 +7,6 @@ has its events: it is added, it grows, it is done. A whole answer is what the la
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from shmring.engine.protocol import FinishReason
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ErrorBody
 from shmring.frontend.openai.responses_request import FunctionTool, Reasoning, ResponsesRequest, TextConfig, ToolChoice
+from shmring.frontend.responses import new_id
 
 __all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter"]
 
@@ -163,7 +163,7 @@ class ResponsesWriter:
 
     def __init__(self, request: ResponsesRequest) -> None:
         self.answer = ResponsesAnswer(
-            id=_new_id("resp"),
+            id=new_id("resp_"),
             created_at=int(time.time()),
             model=request.model,
             instructions=request.instructions,
@@ -222,7 +222,7 @@ class ResponsesWriter:
         if item is None or type(item) is not kind:
             yield from self._close("completed")
             is_message = kind is OutputMessage
-            self._open = item = kind(_new_id("msg" if is_message else "rs"))
+            self._open = item = kind(new_id("msg_" if is_message else "rs_"))
             self.answer.output.append(item)
             yield self._event("response.output_item.added", output_index=self._index, item=item)
             yield self._event_of_text(item, "content_part.added", part=OutputText() if is_message else ReasoningText())
@@ -248,7 +248,7 @@ class ResponsesWriter:
 
     def _call(self, call: EngineToolCall) -> Iterator[ResponsesEvent]:
         """A call comes whole."""
-        item = FunctionCallItem(_new_id("fc"), _new_id("call"), call.name)
+        item = FunctionCallItem(new_id("fc_"), new_id("call_"), call.name)
         self.answer.output.append(item)
         place = {"item_id": item.id, "output_index": self._index}
         yield self._event("response.output_item.added", output_index=self._index, item=item)
@@ -272,7 +272,3 @@ class ResponsesWriter:
 
 def _name_of(item: OutputMessage | ReasoningItem) -> str:
     return "output_text" if isinstance(item, OutputMessage) else "reasoning_text"
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(12)}"

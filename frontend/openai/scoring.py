@@ -10,7 +10,6 @@ An input is a text, a ``data:`` URL of a medium, or ``{"content": [...]}`` with 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ from shmring.frontend.openai.embeddings import input_of
 from shmring.frontend.openai.messages import ContentPart, Priority
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
+from shmring.frontend.responses import new_id
 
 __all__ = [
     "RERANK_PARSER",
@@ -229,7 +229,7 @@ def _input_of(given: _Input, param: str) -> Text | MediaSource:
 def score_response(model: str, scores: Sequence[float], prompt_tokens: int) -> ScoreResponse:
     """Returns the answer to a :class:`ScoreRequest`."""
     data = [Score(index, score) for index, score in enumerate(scores)]
-    return ScoreResponse(_new_id("score"), int(time.time()), model, data, ScoringUsage(prompt_tokens, prompt_tokens))
+    return ScoreResponse(new_id("score-"), int(time.time()), model, data, ScoringUsage(prompt_tokens, prompt_tokens))
 
 
 async def encode_reranked(
@@ -245,7 +245,7 @@ async def encode_reranked(
         gate: of all large answers of this process; it is held for one piece.
     """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
-    empty = RerankResponse(_new_id("rerank"), request.model, [], ScoringUsage(prompt_tokens, prompt_tokens))
+    empty = RerankResponse(new_id("rerank-"), request.model, [], ScoringUsage(prompt_tokens, prompt_tokens))
     before, _, after = msgspec.json.encode(empty).partition(_NO_RESULTS)
     pieces = [before + _NO_RESULTS[:-1]]
     results: list[RerankResult] = []
@@ -263,7 +263,3 @@ async def encode_reranked(
             results, characters = [], 0
     pieces.append(_NO_RESULTS[-1:] + after)
     return pieces
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"

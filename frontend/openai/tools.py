@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -12,6 +11,7 @@ from msgspec import Meta
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import check_length
+from shmring.frontend.responses import new_id
 
 __all__ = [
     "DeltaToolCall",
@@ -170,13 +170,9 @@ def check_values(value: Any, param: str, depth: int = 0) -> None:
 
 def called(calls: Sequence[EngineToolCall]) -> list[ToolCall]:
     """Returns the calls of an answer."""
-    return [ToolCall(_new_id(), FunctionCall(call.name, call.arguments)) for call in calls]
+    return [ToolCall(new_id("call_"), FunctionCall(call.name, call.arguments)) for call in calls]
 
 
 def called_now(calls: Sequence[EngineToolCall]) -> list[DeltaToolCall]:
     """Returns the calls of a piece of an answer."""
-    return [DeltaToolCall(_new_id(), FunctionCall(call.name, call.arguments), index=call.index) for call in calls]
-
-
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return [DeltaToolCall(new_id("call_"), FunctionCall(call.name, call.arguments), index=call.index) for call in calls]
