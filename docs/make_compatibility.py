@@ -297,7 +297,7 @@ FIELDS = {
             "refused with `--executor vllm`",
             "tools": f"{_OURS}, if the model's template takes them and transformers can read its calls; "
             "`strict` only where a call is required",
-            "top_logprobs": "up to 20",
+            "top_logprobs": "up to 20; of all answers to a request, 262,144 together",
         },
         beside={
             "parallel_tool_calls": {"tools": _TOOLS},
@@ -364,7 +364,10 @@ FIELDS = {
         refused=_GENERATION_REFUSED | {"prompt_embeds": "x", "suffix": "x"},
         named=_GENERATION_NAMED,
         notes=_GENERATION_NOTES
-        | {"logprobs": f"{_OURS}; up to 20", "prompt": "texts or arrays of tokens; with `n`, up to 128 answers"},
+        | {
+            "logprobs": f"{_OURS}; up to 20; of all answers to a request, 262,144 together",
+            "prompt": "texts or arrays of tokens; with `n`, up to 128 answers",
+        },
         beside={"stream_options": {"stream": True}},
     ),
     "POST /tokenize": Fields(

@@ -29,13 +29,13 @@ import msgspec
 import shmring
 from shmring.engine.answers import checked, without_frames
 from shmring.engine.executor_thread import ExecutorThread
-from shmring.engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
+from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
-from shmring.engine.request import EngineRequest, check_media_indices
-from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
+from shmring.engine.request import EngineRequest, check_payload
+from shmring.engine.scheduler import Scheduler, SchedulerConfig
 
 __all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
@@ -198,7 +198,7 @@ class EngineCore:
 
     def _take(self, claim: shmring.Claim) -> None:
         try:
-            check_media_indices(claim.payload)
+            check_payload(claim.payload)
             request = EngineRequest(next(self._numbers), claim)
             self._scheduler.add(request)
         except (ValueError, OverloadedError) as error:
@@ -232,7 +232,9 @@ class EngineCore:
         """One step, or the wait for something to do."""
         self._work.clear()  # what comes from here on is waited for no longer
         self._dismiss()
-        if not self._paused and (admitted := self._scheduler.admit()):
+        if self._paused:
+            self._scheduler.admit_answers()  # or requests with several would never end
+        elif admitted := self._scheduler.admit():
             now = time.monotonic()
             for request in admitted:
                 request.admitted_at = now
@@ -273,7 +275,8 @@ class EngineCore:
 
     async def _step(self, batch: list[EngineRequest]) -> None:
         names = {request.number: request.claim.name for request in batch}
-        outputs = await self._execute([StepInput(request.number, request.payload) for request in batch], names)
+        step = [StepInput(request.number, request.payload, self._scheduler.begun(request)) for request in batch]
+        outputs = await self._execute(step, names)
         now = time.monotonic()
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
@@ -289,6 +292,9 @@ class EngineCore:
         if request.over:
             return  # aborted or out of time during the step; it is removed before the next one
         self._count(request, output, now)
+        for reply in (*output.others, output.reply):
+            if isinstance(reply, GenerateReply) and reply.finish_reason is not None:
+                self._scheduler.end_answer(request)
         for reply in output.others:
             self._send(request, reply, finished=False)
         self._send(request, output.reply, finished=output.finished)

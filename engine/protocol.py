@@ -17,6 +17,8 @@ from shmring.engine.inputs import Feature, InputSpec, PictureSpec, ProcessorSpec
 
 __all__ = [
     "FEATURES",
+    "MAX_CHOICES",
+    "MAX_FORM_CHARACTERS",
     "Calls",
     "ChatMessage",
     "EncodeReply",
@@ -232,6 +234,13 @@ FEATURES = (
 
 # -- requests and replies -------------------------------------------------------------------------------------------------
 
+#: Of the form of an answer; OpenAI's API takes 120,000.
+MAX_FORM_CHARACTERS = 128 << 10
+MAX_CHOICES = 1024
+
+# Of all tokens of all answers to a request, since they are held until its caller has read them: 18 MB of JSON.
+_MAX_LOGPROBS = 256 << 10
+
 
 class EncodeRequest(msgspec.Struct, tag="encode"):
     """Asks for one embedding per input.
@@ -357,6 +366,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+
+    def max_described_tokens(self, prompts: int = 1) -> int | None:
+        """Returns how many tokens an answer may have, since they are described; None: any number.
+
+        Args:
+            prompts: of the request.
+
+        Raises:
+            ValueError: ``max_tokens`` is more.
+        """
+        if self.logprobs is None:
+            return None
+        most = max(1, _MAX_LOGPROBS // (max(1, prompts * self.n) * (1 + max(0, self.logprobs))))
+        if self.max_tokens is not None and self.max_tokens > most:
+            answers = f" of {prompts * self.n} answers" if prompts * self.n > 1 else ""
+            raise ValueError(
+                f"{self.max_tokens} tokens{answers}, each with {1 + self.logprobs} logprobs, are more than the {_MAX_LOGPROBS} "
+                f"logprobs that a request may have: lower max_tokens to {most}, or n, or how many logprobs a token has"
+            )
+        return most
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):

@@ -2,7 +2,7 @@
 
 A step must not wait for a frontend that reads slowly. So replies are sent at once if they need not wait. Otherwise they are
 kept in order, pieces of an answer joined into one, until a task has sent them. Kept replies are bounded: an answer's text by
-its ``max_tokens``, embeddings by the inputs of the request.
+its ``max_tokens``, logprobs by a limit for a request, embeddings by the inputs of the request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 from shmring.engine.tracing import RequestTrace, is_tracing
 
-__all__ = ["EngineRequest", "check_media_indices"]
+__all__ = ["EngineRequest", "check_payload"]
 
 _MAX_INT64 = (1 << 63) - 1
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
@@ -219,13 +219,14 @@ def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:
     return sum(tensor_of(medium).nbytes for medium in media if not isinstance(medium, Text))
 
 
-def check_media_indices(payload: EncodeRequest | GenerateRequest) -> None:
+def check_payload(payload: EncodeRequest | GenerateRequest) -> None:
     """Checks what no executor should have to.
 
     Raises:
-        ValueError: a message names a medium that the request does not have.
+        ValueError: a message names a medium that the request does not have, or its answers may have too many logprobs.
     """
     if isinstance(payload, GenerateRequest):
+        payload.sampling.max_described_tokens()
         for position, message in enumerate(payload.messages):
             for part in message.parts:
                 if isinstance(part, MediumPart) and not 0 <= part.index < len(payload.media):

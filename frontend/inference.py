@@ -232,6 +232,7 @@ class Inference:
         description = await self._description(request.model, form.task, admitted)
         generate_requests, sources = form.engine_requests(request)
         _check_abilities(generate_requests[0], description, request)
+        _check_logprobs(generate_requests)
         async with self._media(sources, description, admitted, "messages") as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             outputs = self._outputs(generate_requests, request_id, admitted)
@@ -482,6 +483,7 @@ class _Parts:
         logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
         # A text may be held back, if it may become a stop text; its tokens are told at once.
         self._characters += sum(len(token.token) for token in piece.logprobs) if piece.logprobs else len(piece.text)
+        piece.logprobs = []  # they are said in the form now, which is a half of their memory
         if not self._keep:
             self.pieces.clear()
         elif self.logprobs is None:
@@ -531,6 +533,13 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
         text = f"the model {description.model!r} has no chat template whose variables could be set"
         name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"
         raise ApiError(400, text, code="unsupported_value", param=name)
+
+
+def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:
+    try:
+        requests[0].sampling.max_described_tokens(len(requests))
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="max_tokens") from None
 
 
 def _shortfalls_of(media: Sequence[Medium]) -> str:

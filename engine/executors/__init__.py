@@ -12,6 +12,7 @@ from shmring.engine.executors.interface import (
     Executor,
     ExecutorDeadError,
     ExecutorOptions,
+    OverloadedError,
     StepInput,
     StepOutput,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Executor",
     "ExecutorDeadError",
     "ExecutorOptions",
+    "OverloadedError",
     "StepInput",
     "StepOutput",
 ]

@@ -2,11 +2,13 @@
 
 A text that looks like a control token, such as ``<|im_end|>`` or ``<image>``, must not become one: it would close a message, or
 forge the place of a medium. A tokenizer makes such texts harmless, or they are refused here. Texts that can't fit the model are
-refused before they are made into tokens: for megabytes that takes seconds, and all requests wait.
+refused before they are made into tokens: for megabytes that takes seconds.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,17 +17,11 @@ import msgspec
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
 
-__all__ = ["OF_TEMPLATES", "CallersTexts", "media_in_order", "tool_fields"]
+__all__ = ["LONG_CHARACTERS", "CallersTexts", "count_characters", "find_variables", "media_in_order", "tool_fields"]
 
-#: Variables of templates that callers don't set: transformers does, or other fields of a request, or they are jinja's.
-OF_TEMPLATES = frozenset(
-    {
-        *("messages", "conversation", "conversations", "tools", "documents", "add_generation_prompt", "chat_template"),
-        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
-        *("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
-        *("images", "videos", "audio", "text"),
-    }
-)
+#: A text that is longer is made into tokens beside steps. Those of a step have no more together, which take some ten
+#: milliseconds.
+LONG_CHARACTERS = 16 << 10
 
 
 class CallersTexts:
@@ -115,6 +111,22 @@ class CallersTexts:
         if token is not None:
             raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
 
+    def check_prompt(self, prompt: str | list[int], max_tokens: int | None) -> None:
+        """Checks a text that is a whole prompt by its length, or its tokens.
+
+        Raises:
+            ContextLengthError: it is too long.
+            ValueError: it is empty, or the model does not know one of the tokens.
+        """
+        if isinstance(prompt, str):
+            self.check_characters(len(prompt), max_tokens)
+        elif len(prompt) > self._max_model_len:
+            raise ContextLengthError(len(prompt), max_tokens, self._max_model_len)
+        else:
+            self.check_tokens(prompt)
+        if not prompt:
+            raise ValueError("a prompt can't be empty")
+
     def check_tokens(self, tokens: list[int]) -> None:
         """Checks tokens.
 
@@ -146,6 +158,36 @@ class CallersTexts:
         elif isinstance(value, list):
             for item in value:
                 self._refuse_control_tokens_in(item)
+
+
+def count_characters(request: GenerateRequest) -> int:
+    """Returns how many characters a request has; of a prompt in tokens, how many these are."""
+    count = len(request.prompt or ()) + sum(len(str(value)) for value in (request.tools, request.template_options) if value)
+    for message in request.messages:
+        count += sum(len(part.text) for part in message.parts if isinstance(part, TextPart))
+        count += sum(len(call.arguments) for call in message.tool_calls)
+    return count
+
+
+def find_variables(template: Any, tokenizer: Any, processor: Any | None = None) -> frozenset[str]:
+    """Returns the variables of a chat template that callers may set.
+
+    They don't set what transformers or other fields of a request do, or what is jinja's. They set nothing else either: what is
+    no variable of the template, transformers would give to the processor, which fetches URLs.
+
+    Args:
+        template: its text; or several, by name.
+        tokenizer, processor: of the model.
+    """
+    utils = importlib.import_module("transformers.utils.chat_template_utils")
+    templates = template.values() if isinstance(template, Mapping) else [template]
+    found = frozenset[str]().union(*(utils._get_template_variables(text) for text in templates if isinstance(text, str)))
+    owner = tokenizer if processor is None else processor
+    taken = {"messages", *utils._compile_jinja_template("").globals, *inspect.signature(owner.apply_chat_template).parameters}
+    taken.update(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
+    if processor is not None:
+        taken.update(inspect.signature(type(processor).__call__).parameters)
+    return found - taken
 
 
 def media_in_order(request: GenerateRequest) -> list[Medium]:

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.protocol import StructuredOutputsParams
+from shmring.engine.executors.interface import OverloadedError
+from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
 
 __all__ = ["Form", "Grammar", "Grammars", "can_require_calls", "form_of", "form_of_calls", "try_form"]
 
@@ -39,8 +40,6 @@ __all__ = ["Form", "Grammar", "Grammars", "can_require_calls", "form_of", "form_
 Form = tuple[str, str]
 
 _KEPT = 32  # forms
-_MAX_CHARACTERS = 128 << 10  # of a form; OpenAI's API takes 120,000
-_MAX_CHOICES = 1024
 _MAX_CALLS = 16  # of tools in an answer that must call one
 _MAX_ERROR_CHARACTERS = 300
 _THREADS = 4  # a form that is tried for seconds keeps no other one waiting
@@ -106,8 +105,8 @@ def form_of(structure: StructuredOutputsParams) -> Form:
     elif structure.regex is not None:
         form = "regex", structure.regex
     elif structure.choice:
-        if len(structure.choice) > _MAX_CHOICES:
-            raise ValueError(f"the form of the answer has {len(structure.choice)} choices, at most {_MAX_CHOICES} are taken")
+        if len(structure.choice) > MAX_CHOICES:
+            raise ValueError(f"the form of the answer has {len(structure.choice)} choices, at most {MAX_CHOICES} are taken")
         form = "choice", f"start: {' | '.join(map(_quoted, structure.choice))}"
     else:
         raise ValueError("the form of the answer is empty: it has no json, json_object, regex or choice")
@@ -226,6 +225,7 @@ class Grammars:
 
         Raises:
             ValueError: the form can't be compiled, or ``make_form`` raises it, or what is needed is missing.
+            OverloadedError: as :func:`try_form`.
         """
         if (missing := self._missing()) is not None:
             raise ValueError(missing)
@@ -245,7 +245,8 @@ class Grammars:
         if not isinstance(error, ValueError) and self._kept.get(form) is future:
             del self._kept[form]  # another time it may succeed
         # Not raised itself: it may be kept, and the frames of this step would be with it.
-        raise (ValueError if isinstance(error, ValueError | TimeoutError) else RuntimeError)(str(error))
+        kind = next((kind for kind in (ValueError, OverloadedError) if isinstance(error, kind)), RuntimeError)
+        raise kind(str(error))
 
     def _find(self, form: Form) -> concurrent.futures.Future[Any]:
         future = self._kept.get(form)
@@ -306,7 +307,7 @@ def try_form(form: Form, trials: set[subprocess.Popen[bytes]]) -> None:
 
     Raises:
         ValueError: it does, or the form is wrong.
-        TimeoutError: it has had no turn on a busy machine.
+        OverloadedError: it has had no turn on a busy machine.
         RuntimeError: there can be no such process.
     """
     with _as_the_callers_fault():
@@ -318,7 +319,8 @@ def try_form(form: Form, trials: set[subprocess.Popen[bytes]]) -> None:
             try:
                 output, errors = trial.communicate(grammar.encode(), _TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                raise TimeoutError("the form of the answer can't be compiled: it takes too long") from None
+                text = f"the form of the answer was not compiled within {_TIMEOUT_S:g} s; try again later"
+                raise OverloadedError(text) from None
             finally:
                 trial.kill()
                 trials.discard(trial)
@@ -361,8 +363,8 @@ def _written(form: Form, write_mark: Callable[[str], str]) -> str:
 
 
 def _checked(form: Form) -> Form:
-    if len(form[1]) > _MAX_CHARACTERS:
-        raise ValueError(f"the form of the answer has {len(form[1])} characters, at most {_MAX_CHARACTERS} are taken")
+    if len(form[1]) > MAX_FORM_CHARACTERS:
+        raise ValueError(f"the form of the answer has {len(form[1])} characters, at most {MAX_FORM_CHARACTERS} are taken")
     return form
 
 

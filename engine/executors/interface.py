@@ -14,9 +14,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from shmring.engine.overload import OverloadedError
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
 
-__all__ = ["ContextLengthError", "Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
+__all__ = [
+    "ContextLengthError",
+    "Executor",
+    "ExecutorDeadError",
+    "ExecutorOptions",
+    "OverloadedError",
+    "StepInput",
+    "StepOutput",
+]
 
 
 class ExecutorDeadError(Exception):
@@ -82,10 +91,13 @@ class StepInput:
     Attributes:
         request_id: unique in this engine's life.
         payload: the request; None in steps after its inputs were given back.
+        answers: how many of its ``n`` answers there is room for by now, those that have ended included; None: for all. The
+            others are to be begun when there is.
     """
 
     request_id: int
     payload: EncodeRequest | GenerateRequest | None
+    answers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, media_in_order, tool_fields
+from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
@@ -108,7 +107,7 @@ class PromptBuilder:
             sanitizes=self._sanitizes,
             has_template=self.has_template,
             has_tools=self.has_tools,
-            variables=self._find_variables(),
+            variables=find_variables(self._template, self._tokenizer, self._processor),
         )
         self.input = self._describe_input()
 
@@ -196,6 +195,16 @@ class PromptBuilder:
         self._check_features([item])
         return self._build_media([item])
 
+    def read_text(self, text: Text) -> list[int]:
+        """Returns the tokens of a text to be embedded.
+
+        Raises:
+            ValueError, ContextLengthError: it is not what this model takes.
+        """
+        tokens: list[int] = self._tokenize(text.text)["input_ids"][0].tolist()
+        self._texts.check_prompt(tokens, None)
+        return tokens
+
     def _build_media(self, media: Sequence[Medium]) -> dict[str, Any]:
         """Makes the inputs of a prompt that is nothing but media of one kind."""
         parts = [self._place(medium) for medium in media]
@@ -248,11 +257,9 @@ class PromptBuilder:
 
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
+        self._texts.check_prompt(prompt, request.sampling.max_tokens)
         if isinstance(prompt, str):
-            self._texts.check_characters(len(prompt), request.sampling.max_tokens)
             prompt = self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
-        else:
-            self._texts.check_tokens(prompt)
         if not prompt:
             raise ValueError("a prompt can't be empty")
         return {"input_ids": torch.tensor([prompt])}
@@ -262,7 +269,7 @@ class PromptBuilder:
             self._texts.check_characters(len(text), None)
             tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
         else:
-            self._texts.check_tokens(text)
+            self._texts.check_prompt(text, None)
             tokens = text
         if not tokens:
             raise ValueError("a text to be embedded can't be empty")
@@ -279,20 +286,6 @@ class PromptBuilder:
     def has_tools(self) -> bool:
         """Whether conversations can have tools: the template writes them, and calls in answers can be read."""
         return self._response_template is not None
-
-    def _find_variables(self) -> frozenset[str]:
-        """Returns the variables of the template that a caller may set.
-
-        No others: what is no variable of the template, transformers would give to the processor, which fetches URLs.
-        """
-        utils = importlib.import_module("transformers.utils.chat_template_utils")
-        templates = self._template.values() if isinstance(self._template, Mapping) else [self._template]
-        found = frozenset[str]().union(*(utils._get_template_variables(text) for text in templates if isinstance(text, str)))
-        of_whom = self._tokenizer if self._processor is None else self._processor
-        taken = {*inspect.signature(of_whom.apply_chat_template).parameters, *self._tokenizer.special_tokens_map}
-        if self._processor is not None:
-            taken.update(inspect.signature(type(self._processor).__call__).parameters)
-        return found - taken - OF_TEMPLATES
 
     @property
     def _template(self) -> Any:

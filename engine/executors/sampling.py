@@ -15,9 +15,10 @@ import torch
 
 from shmring.engine.executors.checkpoint import import_transformers
 from shmring.engine.executors.grammars import Grammar
+from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.protocol import SamplingParams
 
-__all__ = ["GREEDY_BELOW", "Sampler", "check_sampling", "find_likeliest"]
+__all__ = ["GREEDY_BELOW", "Sampler", "check_sampling", "find_likeliest", "longest_answer"]
 
 # The first argument is for the tokens before, at which none of those that are used looks.
 _LogitsProcessor = Callable[[None, torch.Tensor], torch.Tensor]
@@ -175,6 +176,18 @@ def _make_processors(params: SamplingParams, *, by_chance: bool) -> tuple[list[_
         if params.min_p > 0:
             warpers.append(transformers.MinPLogitsWarper(params.min_p))
     return biases, warpers
+
+
+def longest_answer(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int:
+    """Returns how many tokens an answer may have. Without ``max_tokens``, it may be as long as the limit of logprobs lets it.
+
+    Raises:
+        ContextLengthError: prompt and answer do not fit the model together.
+        ValueError: they have too many logprobs.
+    """
+    room = ContextLengthError.check(prompt_tokens, params.max_tokens, max_model_len)
+    described = params.max_described_tokens()
+    return room if described is None else min(room, described)
 
 
 def check_sampling(params: SamplingParams) -> None:

@@ -7,7 +7,8 @@ of it.
 
 A request with media is prepared beside steps, on a thread of its own, one request after the other: the processor scales
 pictures, and the model looks at them. Its media are copied before, in its first step, and then its slots go back. A step copies
-no more than some ten milliseconds take; further requests keep their slots, and come again.
+no more than some ten milliseconds take; further requests keep their slots, and come again. Long texts are made into tokens
+beside steps as well, on another thread; the library that does it lets go of the interpreter.
 
 A request with a seed is read by itself, so that it gives the same answer, bit for bit, whatever else is running.
 ``{"batch_decode": false}`` has all read so. With a model that :meth:`~.generation.LanguageModel.check` finds unfit for steps of
@@ -34,21 +35,29 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
 from shmring.engine.answers import without_frames
+from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
 from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
 from shmring.engine.executors.detokenizer import Detokenizer
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
 from shmring.engine.executors.generation import Context, LanguageModel, Prompt
 from shmring.engine.executors.grammars import Grammar, Grammars
-from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.interface import (
+    ContextLengthError,
+    ExecutorDeadError,
+    ExecutorOptions,
+    OverloadedError,
+    StepInput,
+    StepOutput,
+)
 from shmring.engine.executors.prompts import PromptBuilder
-from shmring.engine.executors.sampling import Sampler, find_likeliest
+from shmring.engine.executors.sampling import Sampler, find_likeliest, longest_answer
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.protocol import (
@@ -137,9 +146,10 @@ class _Answer:
         ContextLengthError: the model has no room for the answer.
 
     Attributes:
+        index: as given.
         context: what the model knows of it; set when its prompt is ready.
         request_id: whose it is; set then, too.
-        twins: the request's other answers, until the prompt was read, which they have in common.
+        twins: the answers behind it, until they are begun: the prompt is read once for all of them.
         repeatable: whether it must be the same again, bit for bit.
     """
 
@@ -159,7 +169,7 @@ class _Answer:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.repeatable = sampling.seed is not None
         self.twins: list[_Answer] = []
-        self._index = index
+        self.index = index
         self._ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._ends |= checkpoint.eos_token_ids
@@ -171,7 +181,7 @@ class _Answer:
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
         self._tokenizer = checkpoint.tokenizer
         self._top_logprobs = sampling.logprobs
-        self._limit = ContextLengthError.check(len(prompt), sampling.max_tokens, checkpoint.max_model_len)
+        self._limit = longest_answer(sampling, len(prompt), checkpoint.max_model_len)
         self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._unsent: list[int] = []
@@ -233,7 +243,7 @@ class _Answer:
             finish_reason,
             parts.tool_calls,
             parts.reasoning,
-            self._index,
+            self.index,
             self._unsent_logprobs,
         )
         self._unsent, self._unsent_logprobs = [], []
@@ -269,11 +279,19 @@ class TransformersExecutor:
             self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
             self._prompts_aside.input = self._prompts.input
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
+        self._long_prompts = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
+        self._long_prompts.input = self._prompts.input
+        self._long = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
         self._preparing: dict[int, _Preparing] = {}
+        # Of requests to encode: the long texts among their inputs, as tokens; None: there are none.
+        self._long_inputs: dict[int, concurrent.futures.Future[dict[int, Text]] | None] = {}
+        self._characters = 0  # of texts that this step has made into tokens
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
-        self._answers: dict[int, list[_Answer]] = {}
+        self._answers: dict[int, list[_Answer]] = {}  # that are being written
+        # By request: the next answer, which waits for room, and the logits behind the prompt.
+        self._waiting: dict[int, tuple[_Answer, torch.Tensor]] = {}
         self._grammars = Grammars(self._checkpoint)
         # Once in a step: a token of each answer is beside it.
         self._line = EncodingLine(self._embed, lambda _: _FORWARD_S, _report, together=_TEXTS, slice_s=0)
@@ -313,13 +331,10 @@ class TransformersExecutor:
         """
         outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
-        copied_nbytes = 0
+        copied_nbytes = self._characters = 0
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
-                to_encode[part.request_id] = part.payload
-                continue
-            if part.payload is not None and part.payload.tokenize:
-                outputs[part.request_id] = self._tokenize(part.payload)
+                self._begin_encoding(part.request_id, part.payload, to_encode, outputs)
                 continue
             nbytes = 0 if part.payload is None else sum(tensor_of(medium).nbytes for medium in part.payload.media)
             if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:
@@ -332,7 +347,7 @@ class TransformersExecutor:
             elif part.request_id not in self._answers and part.request_id not in self._preparing:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
         self._enter(outputs, is_idle=not to_encode)
-        self._advance(outputs)
+        self._advance(outputs, {part.request_id: part.answers for part in batch})
         outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
             if isinstance(output, Exception) or output.finished:
@@ -344,25 +359,21 @@ class TransformersExecutor:
         if (preparing := self._preparing.pop(request_id, None)) is not None:
             preparing.request.clear()
             preparing.future.cancel()
-        for answer in self._answers.pop(request_id, ()):
+        waiting, _ = self._waiting.pop(request_id, (None, None))
+        for answer in [*self._answers.pop(request_id, ()), *([waiting] if waiting is not None else [])]:
             self._model.close(answer.context)
+        if (reading := self._long_inputs.pop(request_id, None)) is not None:
+            reading.cancel()
         self._grammars.forget(request_id)
         self._line.forget(request_id)
 
     def close(self) -> None:
-        """Lets go of everything but the model and a thread that waits, which go with this object."""
-        for request_id in [*self._answers, *self._preparing]:
+        """Lets go of everything but the model and threads that wait, which go with this object."""
+        for request_id in [*self._answers, *self._preparing, *self._long_inputs]:
             self.forget(request_id)
         self._grammars.close()
 
     # -- prompts -------------------------------------------------------------------------------------------------------
-
-    def _tokenize(self, request: GenerateRequest) -> StepOutput | Exception:
-        try:
-            tokens, text = self._prompts.tokenize(request)
-        except Exception as error:  # noqa: BLE001 - as for one that is answered
-            return _report(error)
-        return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
 
     def _begin(self, request_id: int, request: GenerateRequest, outputs: dict[int, StepOutput | Exception]) -> None:
         """Prepares a prompt; or has that done, if it takes long. A request whose answer has a form waits for that first."""
@@ -374,20 +385,29 @@ class TransformersExecutor:
                     outputs[request_id] = _WAITS
                     return
                 grammars = ready
-            if request.media and self._model.flat:
+            characters = count_characters(request)
+            has_media = bool(request.media) and self._model.flat
+            if has_media or characters > LONG_CHARACTERS:
                 owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
-                self._preparing[request_id] = _Preparing(owned, self._aside.submit(self._prepare_aside, owned, grammars))
+                thread, prompts = (self._aside, self._prompts_aside) if has_media else (self._long, self._long_prompts)
+                self._preparing[request_id] = _Preparing(owned, thread.submit(self._prepare_aside, owned, prompts, grammars))
+            elif self._characters and self._characters + characters > LONG_CHARACTERS and not request.needs_form:
+                outputs[request_id] = _COMES_AGAIN
             else:
-                self._open(request_id, *self._prepare(request, self._prompts, grammars))
+                self._characters += characters
+                self._open(request_id, self._prepare(request, self._prompts, grammars), outputs)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
 
-    def _prepare_aside(self, owned: list[GenerateRequest], grammars: Sequence[Grammar | None]) -> tuple[list[_Answer], Prompt]:
-        return self._prepare(owned.pop(), self._prompts_aside, grammars)
+    def _prepare_aside(
+        self, owned: list[GenerateRequest], prompts: PromptBuilder, grammars: Sequence[Grammar | None]
+    ) -> _Prepared:
+        return self._prepare(owned.pop(), prompts, grammars)
 
-    def _prepare(
-        self, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]
-    ) -> tuple[list[_Answer], Prompt]:
+    def _prepare(self, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]) -> _Prepared:
+        if request.tokenize:
+            token_ids, text = prompts.tokenize(request)
+            return StepOutput(GenerateReply(text, token_ids, len(token_ids), 0, "stop"))
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
@@ -403,8 +423,12 @@ class TransformersExecutor:
         ]
         return answers, self._model.prepare(inputs)
 
-    def _open(self, request_id: int, answers: list[_Answer], prompt: Prompt) -> None:
+    def _open(self, request_id: int, prepared: _Prepared, outputs: dict[int, StepOutput | Exception]) -> None:
         """Begins with the first answer, which reads the prompt for all of them."""
+        if isinstance(prepared, StepOutput):
+            outputs[request_id] = prepared
+            return
+        answers, prompt = prepared
         for answer in answers:
             answer.request_id = request_id
         first, *first.twins = answers
@@ -416,29 +440,38 @@ class TransformersExecutor:
         if is_idle and outputs and all(output is _WAITS for output in outputs.values()):
             self._grammars.wait(_LOOKING_S)
         mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
-        if mine and is_idle and not any(request_id in self._answers for request_id in outputs):
-            futures = [preparing.future for preparing in mine.values()]
+        if is_idle and not any(self._answers.get(request_id) for request_id in outputs):
+            futures: list[concurrent.futures.Future[Any]] = [preparing.future for preparing in mine.values()]
+            futures += [reading for reading in map(self._long_inputs.get, outputs) if reading is not None]
             concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
         for request_id, preparing in mine.items():
             if not preparing.future.done():
                 continue
             del self._preparing[request_id]
             try:
-                self._open(request_id, *preparing.future.result())
+                self._open(request_id, preparing.future.result(), outputs)
             except Exception as error:  # noqa: BLE001 - as in the request's first step
                 outputs[request_id] = _report(error)
                 error.__traceback__ = None  # its frames hold media, and the future that holds the error
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _advance(self, outputs: dict[int, StepOutput | Exception]) -> None:
-        """Reads a token of each answer, and pieces of prompts: together as far as possible."""
+    def _advance(self, outputs: dict[int, StepOutput | Exception], room: Mapping[int, int | None]) -> None:
+        """Reads a token of each answer, and pieces of prompts: together as far as possible.
+
+        Args:
+            outputs: of the step.
+            room: for how many answers of each request.
+        """
         running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
         pieces = self._choose_pieces([answer for request_id in running for answer in self._answers[request_id]])
         together = [answer for answer in pieces if self._can_batch(answer)]
         passes = [together] if together else []
         passes += [[answer] for answer in pieces if not self._can_batch(answer)]
         replies: dict[int, list[GenerateReply]] = {request_id: [] for request_id in running}
+        chosen = [self._waiting.pop(request_id) for request_id in running if self._has_room(request_id, room)]
+        for answer, _ in chosen:
+            self._answers[answer.request_id].append(answer)
         while passes:
             answers = passes.pop()
             try:
@@ -451,23 +484,35 @@ class TransformersExecutor:
                 else:
                     outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
                 continue
-            for answer, row in zip(answers, logits, strict=True):
-                if row is not None:
-                    try:
-                        replies[answer.request_id] += self._choose(answer, row)
-                    except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
-                        outputs[answer.request_id] = _report(error)
+            chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
+        for answer, row in chosen:
+            try:
+                replies[answer.request_id] += self._choose(answer, row, room[answer.request_id])
+            except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
+                outputs[answer.request_id] = _report(error)
         for request_id in running:
             if outputs[request_id] is _GOES_ON:
                 first, others = next(iter(replies[request_id]), None), replies[request_id][1:]
-                outputs[request_id] = StepOutput(first, finished=not self._answers[request_id], others=others)
+                finished = not self._answers[request_id] and request_id not in self._waiting
+                outputs[request_id] = StepOutput(first, finished=finished, others=others)
 
-    def _choose(self, answer: _Answer, logits: torch.Tensor) -> list[GenerateReply]:
-        """Chooses the next token of an answer; with the first one, those of all answers to the same prompt."""
+    def _has_room(self, request_id: int, room: Mapping[int, int | None]) -> bool:
+        """Whether an answer of a request waits, and need not any more."""
+        if request_id not in self._waiting:
+            return False
+        answers = room[request_id]
+        return answers is None or self._waiting[request_id][0].index < answers
+
+    def _choose(self, answer: _Answer, logits: torch.Tensor, room: int | None) -> list[GenerateReply]:
+        """Chooses the next token of an answer; with the first one, those of further answers for which there is room."""
         answers = [answer]
         while answer.twins:
             twin = answer.twins.pop(0)
             twin.context = self._model.fork(answer.context)
+            if room is not None and twin.index >= room:
+                twin.twins, answer.twins = answer.twins, []
+                self._waiting[answer.request_id] = twin, logits.clone()
+                break
             self._answers[answer.request_id].append(twin)
             answers.append(twin)
         replies = []
@@ -499,10 +544,43 @@ class TransformersExecutor:
 
     # -- embeddings ----------------------------------------------------------------------------------------------------
 
+    def _begin_encoding(
+        self,
+        request_id: int,
+        request: EncodeRequest,
+        to_encode: dict[int, EncodeRequest],
+        outputs: dict[int, StepOutput | Exception],
+    ) -> None:
+        """Has a request encoded in this step, or its long texts made into tokens first."""
+        if request_id not in self._long_inputs:
+            texts = {number: item for number, item in enumerate(request.inputs) if isinstance(item, Text)}
+            long = {number: text for number, text in texts.items() if len(text.text) > LONG_CHARACTERS}
+            self._long_inputs[request_id] = self._long.submit(self._read_texts, long) if long else None
+        reading = self._long_inputs[request_id]
+        if reading is None:
+            to_encode[request_id] = request
+        elif not reading.done():
+            outputs[request_id] = _COMES_AGAIN
+        else:
+            try:
+                tokens = reading.result()
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
+                outputs[request_id] = _report(error)
+                return
+            inputs = [tokens.get(number, item) for number, item in enumerate(request.inputs)]
+            to_encode[request_id] = msgspec.structs.replace(request, inputs=inputs)
+
+    def _read_texts(self, texts: Mapping[int, Text]) -> dict[int, Text]:
+        return {number: Text(self._long_prompts.read_text(text)) for number, text in texts.items()}
+
     def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
         if self._embedder is None:
             raise ValueError(f"the model {self._checkpoint.name!r} answers conversations; it does not embed")
         return self._embedder.embed(items)
+
+
+#: The answers of a request, and their prompt; or what is told of tokens.
+_Prepared: TypeAlias = tuple[list[_Answer], Prompt] | StepOutput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -515,13 +593,13 @@ class _Preparing:
     """
 
     request: list[GenerateRequest]
-    future: concurrent.futures.Future[tuple[list[_Answer], Prompt]]
+    future: concurrent.futures.Future[_Prepared]
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a checkpoint with a processor of its own: neither that nor a tokenizer is for two threads."""
+    """Returns a checkpoint with a processor and tokenizer of its own: neither is for two threads."""
     if checkpoint.processor is None:
-        return checkpoint
+        return dataclasses.replace(checkpoint, tokenizer=copy.deepcopy(checkpoint.tokenizer))
     processor = copy.deepcopy(checkpoint.processor)
     return dataclasses.replace(checkpoint, processor=processor, tokenizer=processor.tokenizer)
 
@@ -538,7 +616,7 @@ def _report(error: Exception) -> Exception:
     Raises:
         ExecutorDeadError: nothing can be computed any more.
     """
-    if isinstance(error, ContextLengthError):
+    if isinstance(error, ContextLengthError | OverloadedError):
         return without_frames(error)
     text = str(error)[:_MAX_ERROR_CHARACTERS]
     if isinstance(error, ValueError):

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmring.engine.executors.callers_texts import OF_TEMPLATES, CallersTexts, media_in_order, tool_fields
+from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.prompts import check_pixels, find_max_pixels
-from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling
+from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling, longest_answer
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import (
@@ -78,7 +78,6 @@ class RequestBuilder:
         renderers = importlib.import_module("vllm.renderers.hf")
         template = renderers.resolve_chat_template(self._tokenizer, None, None, model_config=self._config)
         self.has_template = template is not None
-        variables = importlib.import_module("transformers.utils.chat_template_utils")._get_template_variables
         model = SimpleNamespace(config=self._config.hf_config)
         self._response_template = find_response_template(self._tokenizer, model) if "tools" in str(template) else None
         self.has_tools = self._response_template is not None
@@ -90,7 +89,7 @@ class RequestBuilder:
             sanitizes=False,
             has_template=self.has_template,
             has_tools=self.has_tools,
-            variables=variables(template) - OF_TEMPLATES if isinstance(template, str) else (),
+            variables=find_variables(template, self._tokenizer),
         )
         self.input = self._describe_input(mm_processor_kwargs)
 
@@ -159,12 +158,7 @@ class RequestBuilder:
 
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """All of a prompt is its caller's, who may therefore write control tokens."""
-        if isinstance(prompt, str):
-            self._texts.check_characters(len(prompt), request.sampling.max_tokens)
-        else:
-            self._texts.check_tokens(prompt)
-        if not prompt:
-            raise ValueError("a prompt can't be empty")
+        self._texts.check_prompt(prompt, request.sampling.max_tokens)
         return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
     def _lay_out(self, messages: Sequence[ChatMessage], media: Sequence[Medium], **options: Any) -> dict[str, Any]:
@@ -236,7 +230,7 @@ class RequestBuilder:
             )
         return self._vllm.SamplingParams(
             n=params.n,
-            max_tokens=ContextLengthError.check(prompt_tokens, params.max_tokens, self._config.max_model_len),
+            max_tokens=longest_answer(params, prompt_tokens, self._config.max_model_len),
             min_tokens=params.min_tokens,
             temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
             top_p=params.top_p,

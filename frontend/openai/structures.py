@@ -7,16 +7,13 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from shmring.engine.protocol import StructuredOutputsParams
+from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.openai.tools import check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = ["ResponseFormat", "StructuredOutputs", "structure_of"]
-
-_MAX_CHOICES = 1024
-_MAX_CHARACTERS = 128 << 10  # of a form
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
@@ -51,7 +48,7 @@ class StructuredOutputs(msgspec.Struct):
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: Annotated[str, Meta(min_length=1)] | None = None
-    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=_MAX_CHOICES)] | None = None
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: Annotated[Any, only()] = None
     structural_tag: Annotated[Any, only()] = None
     disable_any_whitespace: Annotated[Any, only(False)] = None
@@ -112,6 +109,6 @@ def _schema_text(schema: dict[str, Any] | str, place: str) -> str:
 
 
 def _check_characters(characters: int, place: str) -> None:
-    if characters > _MAX_CHARACTERS:
-        text = f"the form of the answer has {characters} characters, at most {_MAX_CHARACTERS} are accepted"
+    if characters > MAX_FORM_CHARACTERS:
+        text = f"the form of the answer has {characters} characters, at most {MAX_FORM_CHARACTERS} are accepted"
         raise ApiError(400, text, code="text_too_long", param=place)

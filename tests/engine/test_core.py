@@ -657,6 +657,52 @@ async def test_paused_it_lets_what_runs_finish_and_what_comes_wait(socket_dir: P
         assert not await client.is_paused()
 
 
+class OneByOne:
+    """Begins as many answers as there is room for, and ends one of each request in a step."""
+
+    def __init__(self) -> None:
+        self.room: dict[int, list[int | None]] = {}
+        self.go_on = threading.Semaphore(0)
+
+    def __call__(self, batch: Sequence[StepInput]) -> list[Output]:
+        self.go_on.acquire()
+        return [self.advance(part) for part in batch]
+
+    def advance(self, part: StepInput) -> StepOutput:
+        rooms = self.room.setdefault(part.request_id, [])
+        rooms.append(part.answers)
+        if part.answers is None or part.answers < len(rooms):
+            rooms.pop()
+            return StepOutput(None, finished=False)
+        reply = GenerateReply("x", [1], 1, 1, "stop", index=len(rooms) - 1)
+        return StepOutput(reply, finished=len(rooms) == 3)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_the_answers_of_a_request_take_places_as_they_become_free(socket_dir: Path, paused: bool) -> None:
+    executor = OneByOne()
+    async with engine_and_client(executor, socket_dir, max_num_seqs=3) as (core, client):
+        requests = [GenerateRequest([ChatMessage("user", [])], sampling=SamplingParams(n=3)) for _ in range(3)]
+        answers = [asyncio.create_task(generate(client, requests[0]))]
+        await until(lambda: core._busy is not None)  # it has all places
+        answers += [asyncio.create_task(generate(client, request)) for request in requests[1:]]
+        await until(lambda: core._scheduler.waiting == 2)
+        executor.go_on.release()
+        await until(lambda: core.metrics.steps == 2)
+        if paused:
+            pausing = asyncio.create_task(client.pause_generation(wait_for_inflight_requests=True))
+            await until(lambda: core._paused)
+        executor.go_on.release(100)
+        if paused:
+            await pausing
+            await client.resume_generation()
+        assert await asyncio.gather(*answers) == ["xxx"] * 3
+        assert executor.room[1] == [3, 3, 3], "alone, it had all places at once"
+        first = [rooms[0] for number, rooms in executor.room.items() if number > 1]
+        assert first == ([1, 3] if paused else [1, 1]), "they did not wait for three places"
+        assert (core._scheduler.running, core._scheduler._num_seqs) == (0, 0)
+
+
 async def test_paused_at_once_it_gives_up_what_runs(socket_dir: Path) -> None:
     gate = Gate(Counting())
     async with engine_and_client(gate, socket_dir) as (core, client):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -17,7 +18,7 @@ import torch
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.executors import embedding, encoding
-from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -36,7 +37,8 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
 SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 MANY = 50
@@ -521,3 +523,44 @@ async def test_a_batch_that_is_given_up_leaves_between_two_inputs(executor: Tran
             await asyncio.sleep(0)
         assert core.metrics.steps < 70
         assert core.metrics.finished_requests == 0
+
+
+def test_long_texts_are_made_into_tokens_beside_steps(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llava")
+    inputs = [Text("Hello there, " * 9), noise(), Text("Hi"), Text("Another one. " * 9)]
+    expected = encode(executor, *inputs)
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    go_on = threading.Event()
+    read_text = executor._long_prompts.read_text
+    threads: list[str] = []
+
+    def wait(text: Text) -> list[int]:
+        threads.append(threading.current_thread().name)
+        assert go_on.wait(60)
+        return read_text(text)
+
+    monkeypatch.setattr(executor._long_prompts, "read_text", wait)
+    request = EncodeRequest([*inputs])
+    short = encode(executor, Text("Hi"))
+    outputs = executor.execute([StepInput(2, request), StepInput(3, EncodeRequest([Text("Hi")]))])
+    assert outputs[0] == StepOutput(None, finished=False, keep_inputs=True)
+    assert torch.equal(outputs[1].reply.embeddings, short.embeddings)  # type: ignore[union-attr]
+    executor.forget(3)
+    go_on.set()
+    while True:
+        (output,) = executor.execute([StepInput(2, request)])
+        assert isinstance(output, StepOutput)
+        if output.finished:
+            break
+    assert isinstance(output.reply, EncodeReply)
+    torch.testing.assert_close(output.reply.embeddings, expected.embeddings)
+    assert output.reply.prompt_tokens == expected.prompt_tokens
+    assert {name.rpartition("_")[0] for name in threads} == {"shmring-texts"}
+    assert request.inputs == inputs, "the request is not changed"
+    with pytest.raises(ContextLengthError):
+        encode(executor, Text("word " * 5000), Text("Hi"))
+    executor.execute([StepInput(4, request)])
+    executor.forget(4)
+    assert executor._long_inputs == {}

@@ -19,9 +19,10 @@ from shmring.engine.protocol import (
     GenerateRequest,
     MediumPart,
     Picture,
+    SamplingParams,
     Text,
 )
-from shmring.engine.request import EngineRequest, check_media_indices
+from shmring.engine.request import EngineRequest, check_payload
 from tests.tables import for_each
 
 REPLY = EncodeReply(torch.ones(1, 4))
@@ -234,6 +235,19 @@ async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring
 def test_a_message_must_name_media_that_are_there(index: int) -> None:
     request = GenerateRequest([ChatMessage("user", [MediumPart(0)]), ChatMessage("user", [MediumPart(index)])], [PICTURE])
     with pytest.raises(ValueError, match=r"messages\[1\] names medium"):
-        check_media_indices(request)
+        check_payload(request)
     request.messages.pop()
-    check_media_indices(request)
+    check_payload(request)
+
+
+def test_a_request_has_only_so_many_logprobs() -> None:
+    request = GenerateRequest([ChatMessage("user", [])], sampling=SamplingParams(n=16, max_tokens=4096, logprobs=20))
+    with pytest.raises(ValueError, match=r"4096 tokens of 16 answers, each with 21 logprobs, .* lower max_tokens to 780"):
+        check_payload(request)
+    for sampling in (
+        SamplingParams(n=16, max_tokens=780, logprobs=20),
+        SamplingParams(n=16, max_tokens=2**40),
+        SamplingParams(n=16, logprobs=20),  # executors end its answers there
+        SamplingParams(n=0, max_tokens=1, logprobs=-1),  # which others refuse
+    ):
+        check_payload(GenerateRequest(sampling=sampling))

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shmring.engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
+from shmring.engine.executors.interface import OverloadedError
+from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from tests.tables import for_each
 
 
@@ -65,16 +66,61 @@ def test_what_runs_counts_toward_max_num_seqs_until_it_is_finished() -> None:
     assert list(scheduler) == requests[1:]
 
 
-def test_a_request_with_several_answers_takes_as_many_places() -> None:
-    requests = [Request("a"), Request("b", num_seqs=3), Request("c")]
+def test_the_answers_of_a_request_take_places_one_by_one_and_let_others_pass() -> None:
+    first, several, last = Request("a"), Request("b", num_seqs=3), Request("c")
     scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=3))
-    for request in requests:
+    for request in (first, several, last):
         scheduler.add(request)
-    assert [request.name for request in scheduler.admit()] == ["a"], "those behind it wait, or it would wait for ever"
-    scheduler.finish(requests[0])
-    assert [request.name for request in scheduler.admit()] == ["b"]
-    scheduler.finish(requests[1])
-    assert [request.name for request in scheduler.admit()] == ["c"]
+    assert scheduler.admit() == [first, several, last], "it does not wait for three places, nor do others for it"
+    assert scheduler.begun(several) == 1
+    assert scheduler.admit() == []
+    scheduler.finish(first)
+    newcomer = Request("d")
+    scheduler.add(newcomer)
+    assert scheduler.admit() == []
+    assert scheduler.begun(several) == 2, "its second answer came before the newcomer"
+    scheduler.end_answer(several)
+    assert scheduler.admit() == [newcomer], "the third stands behind those that came before the second was begun"
+    scheduler.end_answer(several)
+    assert scheduler.admit() == []
+    assert scheduler.begun(several) == 3
+    scheduler.end_answer(several)
+    scheduler.end_answer(several)  # an executor that counts wrongly frees no place of others
+    scheduler.add(Request("e"))
+    scheduler.add(Request("f"))
+    assert [request.name for request in scheduler.admit()] == ["e"]
+
+
+def test_a_request_alone_has_all_answers_at_once_and_gives_back_all_places_when_it_ends() -> None:
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=3))
+    several = Request("a", num_seqs=3)
+    scheduler.add(several)
+    assert scheduler.admit() == [several]
+    assert scheduler.begun(several) == 3
+    scheduler.finish(several)
+    for name in "bcd":
+        scheduler.add(Request(name))
+    assert [request.name for request in scheduler.admit()] == ["b", "c", "d"]
+
+
+def test_a_running_request_with_answers_in_line_is_not_waiting() -> None:
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=2, max_waiting=1))
+    other, several = Request("b"), Request("a", num_seqs=2)
+    scheduler.add(other)
+    scheduler.admit()
+    scheduler.add(several)
+    assert scheduler.admit() == [several]
+    assert (scheduler.waiting, scheduler.running) == (0, 2)
+    assert not scheduler.withdraw(several)
+    assert scheduler.all() == [other, several]
+    scheduler.add(waiting := Request("c"))
+    assert scheduler.waiting == 1
+    scheduler.finish(other)
+    scheduler.admit_answers()
+    assert scheduler.begun(several) == 2, "also where no waiting request is admitted"
+    assert scheduler.withdraw_all() == [waiting]
+    scheduler.finish(several)
+    assert scheduler._lines == {}
 
 
 @for_each("num_seqs", [0, -1, 4])
@@ -143,51 +189,91 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=3, max_batch_nbytes=100, max_waiting=8))
-        self.waiting: list[Request] = []
+        self.line: list[Request] = []
         self.running: list[Request] = []
+        self.begun: dict[Request, int] = {}
+        self.ended: dict[Request, int] = {}
         self.turns: dict[int, list[int]] = {}  # of each priority, the frontends in line
 
-    @rule(client_id=st.integers(1, 3), priority=st.integers(-1, 1), nbytes=st.sampled_from([0, 10, 60, 500]))
-    def arrive(self, client_id: int, priority: int, nbytes: int) -> None:
-        request = Request("", client_id, priority, nbytes)
+    @property
+    def waiting(self) -> list[Request]:
+        return [request for request in self.line if request not in self.running]
+
+    @property
+    def room(self) -> int:
+        return 3 - sum(self.begun[request] - self.ended[request] for request in self.running)
+
+    def enter_line(self, request: Request) -> None:
+        self.line.append(request)
+        turns = self.turns.setdefault(request.priority, [])
+        if request.client_id not in turns:
+            turns.append(request.client_id)
+
+    def leave_line(self, request: Request) -> None:
+        self.line.remove(request)
+        others = [other for other in self.line if (other.client_id, other.priority) == (request.client_id, request.priority)]
+        if not others:
+            self.turns[request.priority].remove(request.client_id)
+
+    def begin(self, request: Request) -> None:
+        self.begun[request] += 1
+        if self.begun[request] < request.num_seqs:
+            self.enter_line(request)
+
+    @rule(
+        client_id=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        nbytes=st.sampled_from([0, 10, 60, 500]),
+        num_seqs=st.integers(1, 3),
+    )
+    def arrive(self, client_id: int, priority: int, nbytes: int, num_seqs: int) -> None:
+        request = Request("", client_id, priority, nbytes, num_seqs)
         if len(self.waiting) == 8:
             with pytest.raises(OverloadedError):
                 self.scheduler.add(request)
             return
         self.scheduler.add(request)
-        self.waiting.append(request)
-        turns = self.turns.setdefault(priority, [])
-        if client_id not in turns:
-            turns.append(client_id)
+        self.enter_line(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def withdraw(self, data: Any) -> None:
         request = data.draw(st.sampled_from(self.waiting))
         assert self.scheduler.withdraw(request)
-        self.waiting.remove(request)
         self.leave_line(request)
-
-    def leave_line(self, request: Request) -> None:
-        others = [other for other in self.waiting if (other.client_id, other.priority) == (request.client_id, request.priority)]
-        if not others:
-            self.turns[request.priority].remove(request.client_id)
 
     @rule()
     def step(self) -> None:
         expected: list[Request] = []
         nbytes = 0
-        while self.waiting and len(self.running) < 3 and nbytes < 100:
-            priority = min(request.priority for request in self.waiting)
+        while self.line and self.room and nbytes < 100:
+            priority = min(request.priority for request in self.line)
             client_id = self.turns[priority].pop(0)
             self.turns[priority].append(client_id)
-            request = next(other for other in self.waiting if (other.priority, other.client_id) == (priority, client_id))
-            self.waiting.remove(request)
+            request = next(other for other in self.line if (other.priority, other.client_id) == (priority, client_id))
             self.leave_line(request)
-            self.running.append(request)
-            expected.append(request)
-            nbytes += request.nbytes
+            if request not in self.running:
+                self.running.append(request)
+                self.begun[request] = self.ended[request] = 0
+                expected.append(request)
+                nbytes += request.nbytes
+            self.begin(request)
         assert self.scheduler.admit() == expected
+
+    @rule()
+    def step_while_paused(self) -> None:
+        for request in self.running:
+            while self.room and self.begun[request] < request.num_seqs:
+                self.leave_line(request)
+                self.begin(request)
+        self.scheduler.admit_answers()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end_answer(self, data: Any) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        self.scheduler.end_answer(request)
+        self.ended[request] = min(self.ended[request] + 1, self.begun[request])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -195,11 +281,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.running))
         self.scheduler.finish(request)
         self.running.remove(request)
+        if request in self.line:
+            self.leave_line(request)
 
     @invariant()
     def agrees(self) -> None:
         assert (self.scheduler.waiting, self.scheduler.running) == (len(self.waiting), len(self.running))
         assert list(self.scheduler) == self.running
+        assert [self.scheduler.begun(request) for request in self.running] == [self.begun[one] for one in self.running]
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -945,6 +945,140 @@ def test_several_answers_end_each_by_itself_and_are_given_up_together(executor: 
     executor.forget(1)  # and the fixture looks whether anything is left
 
 
+@for_each("architecture", ["llama", "llava", "gemma3"])
+def test_further_answers_begin_when_there_is_room_and_are_the_same(
+    architecture: str, load: Callable[..., TransformersExecutor]
+) -> None:
+    executor = load(architecture)
+    parts = ("Hi",) if architecture == "llama" else (noise(50, 60), "What is it?")
+    request = ask(*parts, seed=5, n=4, temperature=1.5, ignore_eos=True, max_tokens=5)
+    at_once = answer(executor, request)
+    replies: list[GenerateReply] = []
+    payload: GenerateRequest | None = request
+    room, steps = 2, 0
+    while True:
+        (output,) = executor.execute([StepInput(1, payload, room)])
+        assert isinstance(output, StepOutput)
+        replies += [reply for reply in (output.reply, *output.others) if isinstance(reply, GenerateReply)]
+        if output.finished:
+            break
+        ended = sum(reply.finish_reason is not None for reply in replies)
+        assert len(executor._answers.get(1, ())) + ended <= room
+        steps += 1
+        payload = request if output.keep_inputs else None
+        # While all that were begun have ended, the others wait for some steps.
+        room = min(4, 2 + ended) if steps % 3 == 0 else room
+    executor.forget(1)
+    for index in range(4):
+        mine = [[reply for reply in some if reply.index == index] for some in (replies, at_once)]
+        assert tokens_of(mine[0]) == tokens_of(mine[1])
+        assert mine[0][-1].finish_reason == "length"
+    assert executor._waiting == {}
+
+
+def test_an_answer_that_waits_for_room_goes_with_its_request(executor: TransformersExecutor) -> None:
+    executor.execute([StepInput(1, ask("Hi", n=3, ignore_eos=True), 1)])
+    while 1 not in executor._waiting:
+        executor.execute([StepInput(1, None, 1)])
+    executor.forget(1)  # and the fixture looks whether anything is left
+    assert executor._waiting == {}
+    assert executor._model.contexts.shelves == []
+
+
+def test_logprobs_end_an_answer_of_no_length(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llama")
+    monkeypatch.setattr("shmring.engine.protocol._MAX_LOGPROBS", 60)
+    described = {"logprobs": 2, "n": 2, "ignore_eos": True, "temperature": 1.0}
+    last = [reply for reply in answer(executor, ask("Hi", max_tokens=None, **described)) if reply.finish_reason is not None]
+    assert [(reply.completion_tokens, reply.finish_reason) for reply in last] == [(10, "length")] * 2
+    with pytest.raises(ValueError, match="more than the 60 logprobs"):
+        answer(executor, ask("Hi", max_tokens=11, **described))
+
+
+# -- long texts -----------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A function that waits until it may go on, and notes on which threads it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.go_on = threading.Event()
+        self.threads: list[str] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        assert self.go_on.wait(60)
+        return self._function(*arguments)
+
+
+@for_each("architecture", ["llama", "gemma3"])
+def test_a_long_text_is_made_into_tokens_while_others_are_answered(
+    architecture: str, load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load(architecture)
+    short, long = ask("Hi", max_tokens=3, ignore_eos=True), ask("Hello there, " * 8, max_tokens=3, ignore_eos=True)
+    expected = [tokens_of(answer(executor, request)) for request in (short, long)]
+    count = GenerateRequest(long.messages, tokenize=True)
+    [counted] = answer(executor, count)
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    build = executor._prompts.build
+
+    def build_short(request: GenerateRequest) -> Any:
+        assert request.messages == short.messages
+        return build(request)
+
+    monkeypatch.setattr(executor._prompts, "build", build_short)
+    held = Held(executor._long_prompts.build)
+    monkeypatch.setattr(executor._long_prompts, "build", held)
+    executor.execute([StepInput(2, long), StepInput(3, count)])
+    assert tokens_of(answer(executor, short)) == expected[0], "the others go on"
+    outputs = executor.execute([StepInput(2, None), StepInput(3, None)])
+    assert outputs == [StepOutput(None, finished=False)] * 2
+    held.go_on.set()
+    assert tokens_of(run(executor, {2: long})[2]) == expected[1]
+    assert run(executor, {3: count})[3] == [counted]
+    assert {name.rpartition("_")[0] for name in held.threads} == {"shmring-texts"}
+
+
+def test_a_long_text_that_is_wrong_fails_alone_and_one_that_was_given_up_leaves_nothing(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llama")
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    with pytest.raises(ContextLengthError):
+        answer(executor, ask("word " * 3000))
+    with pytest.raises(ContextLengthError):
+        answer(executor, GenerateRequest(prompt=[1] * 100_000))
+    with pytest.raises(ValueError, match="has no token 2147483647"):
+        answer(executor, GenerateRequest(prompt=[1] * 150 + [2**31 - 1], tokenize=True))
+    held = Held(executor._long_prompts.build)
+    monkeypatch.setattr(executor._long_prompts, "build", held)
+    requests = {number: ask("Hello there, " * 8) for number in (1, 2)}
+    executor.execute([StepInput(number, request) for number, request in requests.items()])
+    for number in requests:
+        executor.forget(number)
+    held.go_on.set()
+    assert executor._preparing == {}
+    assert len(answer(executor, ask("Hi", max_tokens=2, ignore_eos=True))) == 2
+
+
+def test_a_step_makes_only_so_much_text_into_tokens(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llama")
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    requests = {number: ask("a" * 60, max_tokens=2, ignore_eos=True) for number in range(4)}
+    outputs = executor.execute([StepInput(number, request) for number, request in requests.items()])
+    assert [output.keep_inputs for output in outputs] == [False, True, True, True]  # type: ignore[union-attr]
+    for number in requests:
+        executor.forget(number)
+    answers = run(executor, requests)
+    assert [len(tokens_of(answers[number])) for number in requests] == [2] * 4
+
+
 def test_several_answers_without_a_seed_share_steps(executor: TransformersExecutor) -> None:
     replies = answer(executor, ask("Hi", n=3, ignore_eos=True, max_tokens=9))
     greedy = tokens_of(answer(executor, ask("Hi", ignore_eos=True, max_tokens=9)))

@@ -11,6 +11,7 @@ import pytest
 
 import shmring
 from shmring.engine.protocol import FEATURES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
+from shmring.frontend import inference
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -124,6 +125,43 @@ async def test_how_likely_tokens_of_a_completion_were(open_engine: Any, open_app
     streamed = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
     joined = {name: [entry for part in streamed for entry in part[name]] for name in choice["logprobs"]}
     assert joined == choice["logprobs"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_has_only_so_many_logprobs(open_engine: Any, open_app: OpenApp, stream: bool) -> None:
+    """They are held until their caller has read them: 16 answers of 4096 tokens with 20 others each would be 93 MB."""
+    http = await open_app(await open_engine(likely, TALKING))
+    described = {"logprobs": True, "top_logprobs": 20, "stream": stream}
+    most = (256 << 10) // 21
+    assert (await http.post("/v1/chat/completions", json=CHAT | described | {"max_tokens": most})).status_code == 200
+    assert (await http.post("/v1/chat/completions", json=CHAT | described)).status_code == 200
+    many = {"prompt": ["Hi"] * 16, "logprobs": 20, "stream": stream}
+    for path, body in [
+        ("/v1/chat/completions", CHAT | described | {"max_tokens": most + 1}),
+        ("/v1/chat/completions", CHAT | described | {"max_completion_tokens": most + 1}),
+        ("/v1/chat/completions", CHAT | described | {"max_tokens": 4096, "n": 16}),
+        ("/v1/completions", COMPLETION | many | {"max_tokens": 4096}),
+    ]:
+        response = await http.post(path, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "max_tokens")
+        assert "more than the 262144 logprobs that a request may have: lower max_tokens to" in error["message"]
+
+
+async def test_logprobs_are_held_in_one_form_only(open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    add = inference._Parts.add
+
+    def noted(parts: Any, piece: Any) -> Any:
+        result = add(parts, piece)
+        held.extend(piece.logprobs for piece in parts.pieces)
+        return result
+
+    monkeypatch.setattr(inference._Parts, "add", noted)
+    http = await open_app(await open_engine(likely, TALKING))
+    await http.post("/v1/chat/completions", json=CHAT | {"logprobs": True})
+    assert held == [[], [], []]
 
 
 @pytest.mark.parametrize("path", list(PATHS))
