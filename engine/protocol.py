@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.inputs import Feature, InputSpec, PictureSpec, ProcessorSpec, SoundSpec, VideoSpec, places_of
 
 __all__ = [
-    "FEATURES",
+    "CAPABILITIES",
     "MAX_CHOICES",
     "MAX_FORM_CHARACTERS",
     "Calls",
@@ -201,7 +201,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
         tools: whether conversations can have tools, which its answers call.
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
-        features: what else of a request has an effect that not every executor gives it: of :data:`FEATURES`.
+        capabilities: what else of a request has an effect that not every executor gives it: of :data:`CAPABILITIES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
     """
 
@@ -215,12 +215,12 @@ class ModelDescription(msgspec.Struct, frozen=True):
     synthetic: bool = False
     tools: bool = False
     template_options: bool = False
-    features: list[str] = []
+    capabilities: list[str] = []
 
 
 #: Fields of :class:`SamplingParams`, and ``tool_choice`` of :class:`GenerateRequest`, that an executor may not know. Frontends
 #: refuse them, unless they have their default or the executor's description names them.
-FEATURES = (
+CAPABILITIES = (
     "n",
     "min_tokens",
     "presence_penalty",

@@ -22,7 +22,7 @@ from msgspec import UNSET
 import shmring
 from shmring.engine.client import EngineClient, GenerateOutput
 from shmring.engine.protocol import (
-    FEATURES,
+    CAPABILITIES,
     EncodeRequest,
     FinishReason,
     GenerateRequest,
@@ -67,8 +67,8 @@ __all__ = ["Answer", "Facts", "Inference", "events_of", "written"]
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
 _PART_CHARACTERS = 256 << 10
-_features_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in FEATURES))
-_PLAIN_FEATURES = _features_of(GenerateRequest())
+_values_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in CAPABILITIES))
+_PLAIN_VALUES = _values_of(GenerateRequest())
 _PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
@@ -520,10 +520,10 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
     Raises:
         ApiError: it takes no tools, or its chat template no variables, or something else has no effect.
     """
-    for feature, value, plain in zip(FEATURES, _features_of(request), _PLAIN_FEATURES, strict=True):
-        if value != plain and feature not in description.features:
-            is_format = feature == "structured_outputs" and asked is not None and asked.response_format is not None
-            name = "response_format" if is_format else feature
+    for capability, value, plain in zip(CAPABILITIES, _values_of(request), _PLAIN_VALUES, strict=True):
+        if value != plain and capability not in description.capabilities:
+            is_format = capability == "structured_outputs" and asked is not None and asked.response_format is not None
+            name = "response_format" if is_format else capability
             text = f"{name} is not supported by the model {description.model!r} (executor {description.executor})"
             raise ApiError(400, text, code="unsupported_value", param=name)
     if request.needs_tools and not description.tools:

@@ -61,7 +61,7 @@ from shmring.engine.executors.sampling import Sampler, find_likeliest, longest_a
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.protocol import (
-    FEATURES,
+    CAPABILITIES,
     EncodeRequest,
     FinishReason,
     GenerateReply,
@@ -320,7 +320,7 @@ class TransformersExecutor:
             max_model_len=self._checkpoint.max_model_len,
             tools=self._prompts.has_tools,
             template_options=self._prompts.has_template,
-            features=list(FEATURES),
+            capabilities=list(CAPABILITIES),
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:

@@ -40,7 +40,7 @@ from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadE
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
 from shmring.engine.protocol import (
-    FEATURES,
+    CAPABILITIES,
     EncodeReply,
     EncodeRequest,
     FinishReason,
@@ -177,7 +177,7 @@ class VllmExecutor:
             max_model_len=config.max_model_len,
             tools=self._builder.has_tools,
             template_options=self._builder.has_template,
-            features=[feature for feature in FEATURES if feature != "tool_choice"],
+            capabilities=[name for name in CAPABILITIES if name != "tool_choice"],
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
         self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import shmring
-from shmring.engine.protocol import FEATURES, EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
+from shmring.engine.protocol import CAPABILITIES, EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
 from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
 from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
@@ -32,7 +32,7 @@ DESCRIPTION = ModelDescription(
     embedding_size=4,
     tools=True,
     template_options=True,
-    features=list(FEATURES),
+    capabilities=list(CAPABILITIES),
 )
 
 

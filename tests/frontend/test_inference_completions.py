@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import shmring
-from shmring.engine.protocol import FEATURES, GenerateReply, GenerateRequest, InputSpec, ModelDescription
+from shmring.engine.protocol import CAPABILITIES, GenerateReply, GenerateRequest, InputSpec, ModelDescription
 from shmring.frontend.served_model import ServedModel
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -117,7 +117,7 @@ ECHOED = [f"{name}{index}.0 {name}{index}.1 " for name in ("a", "tokens", "c") f
 
 
 async def test_several_prompts_are_answered_by_index(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(echo, msgspec.structs.replace(TALKING, features=list(FEATURES))))
+    http = await open_app(await open_engine(echo, msgspec.structs.replace(TALKING, capabilities=list(CAPABILITIES))))
     answer = (await http.post("/v1/completions", json=SEVERAL)).json()
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(ECHOED))
     assert answer["usage"] == {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}

@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 import shmring
-from shmring.engine.protocol import FEATURES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
+from shmring.engine.protocol import CAPABILITIES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
 from shmring.frontend import inference
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
-TALKING = ModelDescription("test", "m", ["generate", "complete"], InputSpec(), 8, features=list(FEATURES))
+TALKING = ModelDescription("test", "m", ["generate", "complete"], InputSpec(), 8, capabilities=list(CAPABILITIES))
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": "m", "prompt": "Hi"}
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}

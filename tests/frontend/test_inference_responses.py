@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 import shmring
 from shmring.engine.protocol import (
-    FEATURES,
+    CAPABILITIES,
     GenerateReply,
     GenerateRequest,
     InputSpec,
@@ -235,7 +235,7 @@ async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, ope
         requests.append(claim.payload)
         await claim.reply(GenerateReply("{}", [1], 1, 1, "stop"))
 
-    http = await open_app(await open_engine(note, msgspec.structs.replace(TALKING, features=list(FEATURES))))
+    http = await open_app(await open_engine(note, msgspec.structs.replace(TALKING, capabilities=list(CAPABILITIES))))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for fields in (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}},
