@@ -4,12 +4,14 @@ A step is a step of vLLM's, in which it chooses what to compute: a token of each
 is given the new requests, with what frontends prepared (:mod:`.vllm_requests`). vLLM's engine has no process of its own, so no
 tensor crosses to it in a message: what it computes with is made here.
 
-Requests with media, and those with many inputs, are prepared on a thread of their own, one after the other, while steps go on.
-Until then they keep their slots. vLLM is given what was made of their media, and their slots go back.
+Requests with media are prepared on a thread beside steps, and long texts on another one. A request to encode is prepared in
+pieces: a medium at a time, or some texts. Those of other requests come between, and so do steps. vLLM has only so many of its
+inputs at a time, or all others would wait behind them. A request keeps its slots until all of it is prepared. vLLM is given
+what was made of its media, and its slots go back.
 
 Invariants:
 
-- vLLM has a request as long as it is in ``_requests`` with no future. Whatever ends a request ends it in both;
+- vLLM has what was prepared of the requests in ``_requests``. Whatever ends a request ends it in both;
 - a request that vLLM refuses fails alone, with vLLM's reason. A step that fails ends the engine, since what is left of it is
   unknown;
 - the cache of vLLM's processor keeps whole media, and does not count on another cache behind it. A request that is refused or
@@ -29,14 +31,22 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
 from shmring.engine.answers import without_frames
+from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
 from shmring.engine.executors.grammars import form_of, try_form
-from shmring.engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.interface import (
+    ContextLengthError,
+    ExecutorDeadError,
+    ExecutorOptions,
+    OverloadedError,
+    StepInput,
+    StepOutput,
+)
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
 from shmring.engine.protocol import (
@@ -46,6 +56,7 @@ from shmring.engine.protocol import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Medium,
     ModelDescription,
     Text,
     TokenLogprobs,
@@ -61,9 +72,12 @@ _WAITS = StepOutput(finished=False, keep_inputs=True)
 
 _LOOKING_S = 0.01  # a step with nothing to do waits so long for a request that is being prepared; requests that come wait, too
 _PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile
-_FEW_TEXTS = 8  # to be embedded, which are made into tokens in the step
+_PIECE_TEXTS = 8  # to be embedded, which are made into tokens in one go
+_TEXT_CHARACTERS = 64  # as which a text counts, beside its own: what else is done for it takes as long
+_MOST_AHEAD = 64  # inputs of a request that vLLM has: as many as its steps take together, or nearly so
 _MAX_ERROR_CHARACTERS = 500
 _KEPT_FORMS = 32  # that are known to compile
+_FORM_THREADS = 4  # a form that is tried for seconds keeps no other one waiting
 
 # What is said elsewhere: with --model, --mm-processor-kwargs, --data-parallel-size and --log-level.
 _SAID_ELSEWHERE = frozenset({"model", "mm_processor_kwargs", "data_parallel_size", "disable_log_stats"})
@@ -119,19 +133,27 @@ class _Answer:
     ended: bool = False
 
 
+#: Prompts as vLLM takes them; or what is told of tokens.
+_Prepared: TypeAlias = list[dict[str, Any]] | StepOutput
+
+
 @dataclasses.dataclass(slots=True)
 class _Request:
     """A request that runs.
 
     Attributes:
-        future: its prompts, while they are prepared on the thread.
+        inputs: how many prompts it has.
+        trial: of the form of its answer, while it goes on.
+        future: its next prompts, while they are prepared on a thread.
         prompt_tokens: how many it has.
         answers: that are written; none for a request to encode.
         embeddings: of its inputs, by their order, so far.
-        names: what vLLM knows it by.
+        names: what vLLM knows its prompts by, so far.
     """
 
-    future: concurrent.futures.Future[list[dict[str, Any]]] | None = None
+    inputs: int
+    trial: concurrent.futures.Future[None] | None = None
+    future: concurrent.futures.Future[_Prepared] | None = None
     prompt_tokens: int = 0
     answers: list[_Answer] = dataclasses.field(default_factory=list)
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -180,7 +202,10 @@ class VllmExecutor:
             capabilities=[name for name in CAPABILITIES if name != "tool_choice"],
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
-        self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
+        self._media = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
+        self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
+        self._forms = concurrent.futures.ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="shmring-grammars")
+        self._characters = 0  # of texts that this step has made into tokens
         self._requests: dict[int, _Request] = {}
         self._trials: set[subprocess.Popen[bytes]] = set()
         self._try_form = functools.lru_cache(_KEPT_FORMS)(functools.partial(try_form, trials=self._trials))
@@ -196,6 +221,7 @@ class VllmExecutor:
             ExecutorDeadError: vLLM's engine has failed.
         """
         outputs: dict[int, StepOutput | Exception] = {}
+        self._characters = 0
         for part in batch:
             try:
                 outputs[part.request_id] = self._enter(part)
@@ -207,7 +233,8 @@ class VllmExecutor:
         if self._engine.has_unfinished_requests():
             outputs |= self._step()
         elif any(output is _WAITS for output in outputs.values()):
-            futures = [request.future for request in self._requests.values() if request.future is not None]
+            awaited = [request.trial or request.future for request in self._requests.values()]
+            futures: list[concurrent.futures.Future[Any]] = [future for future in awaited if future is not None]
             concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
         return [outputs[part.request_id] for part in batch]
 
@@ -216,17 +243,19 @@ class VllmExecutor:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        if request.future is not None:
-            request.future.cancel()
+        for future in (request.trial, request.future):
+            if future is not None:
+                future.cancel()
         self._engine.abort_request(request.names)
 
     def reset_mm_cache(self) -> None:
         """Has vLLM forget media, when the one that is being prepared is done."""
-        self._aside.submit(self._engine.reset_mm_cache).result()
+        self._media.submit(self._engine.reset_mm_cache).result()
 
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._media, self._texts, self._forms):
+            threads.shutdown(wait=False, cancel_futures=True)
         for trial in list(self._trials):
             trial.kill()
         self._engine.model_executor.shutdown()
@@ -234,41 +263,74 @@ class VllmExecutor:
     # -- what comes ----------------------------------------------------------------------------------------------------
 
     def _enter(self, part: StepInput) -> StepOutput:
-        """Gives a request to vLLM, in its first step or when it is prepared."""
+        """Gives a request to vLLM, in its first step or as far as it is prepared."""
         request, payload = self._requests.get(part.request_id), part.payload
         if payload is None:
             if request is None:
                 raise RuntimeError(f"request {part.request_id} goes on, and was not begun")
             return _GOES_ON
         if request is None:
-            if isinstance(payload, GenerateRequest) and payload.tokenize:
-                tokens, text = self._builder.tokenize(payload)
-                return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
             if isinstance(payload, EncodeRequest) and self._pooling is None:
                 raise ValueError(f"the model {self._name!r} answers prompts; it does not embed")
-            request = self._requests[part.request_id] = _Request()
-            if not _is_long(payload):
-                self._add(part.request_id, request, payload, self._prepare(payload))
-                return _GOES_ON
-            request.future = self._aside.submit(self._prepare, payload)
-        if request.future is None or not request.future.done():
-            return _WAITS
-        future, request.future = request.future, None
-        self._add(part.request_id, request, payload, future.result())
+            if isinstance(payload, EncodeRequest) and not payload.inputs:
+                raise ValueError("a request to encode has at least one input")
+            request = _Request(len(payload.inputs) if isinstance(payload, EncodeRequest) else 1)
+            self._requests[part.request_id] = request
+            if isinstance(payload, GenerateRequest) and (structure := payload.sampling.structured_outputs) is not None:
+                request.trial = self._forms.submit(self._try_form, form_of(structure))
+        if request.trial is not None:
+            if not request.trial.done():
+                return _WAITS
+            trial, request.trial = request.trial, None
+            trial.result()
+        while len(request.names) < request.inputs:
+            if request.future is None and not self._begin_piece(request, payload):
+                return _WAITS
+            if request.future is None or not request.future.done():
+                return _WAITS
+            future, request.future = request.future, None
+            prepared = future.result()
+            if isinstance(prepared, StepOutput):
+                self.forget(part.request_id)
+                return prepared
+            self._add(part.request_id, request, payload, prepared)
         return _GOES_ON
 
-    def _prepare(self, payload: EncodeRequest | GenerateRequest) -> list[dict[str, Any]]:
+    def _begin_piece(self, request: _Request, payload: EncodeRequest | GenerateRequest) -> bool:
+        """Prepares the next prompts of a request, or has that done; returns whether it is time for that."""
+        items: Sequence[Text | Medium] = []
+        if isinstance(payload, GenerateRequest):
+            characters, has_media = count_characters(payload), bool(payload.media)
+        else:
+            if len(request.names) - len(request.embeddings) >= _MOST_AHEAD:
+                return False
+            items = _next_inputs(payload, len(request.names))
+            characters = sum(len(item.text) for item in items if isinstance(item, Text))
+            has_media = not isinstance(items[0], Text)
+        cost = characters + _TEXT_CHARACTERS * len(items)
+        if has_media or characters > LONG_CHARACTERS:
+            request.future = (self._media if has_media else self._texts).submit(self._prepare, payload, items)
+            return True
+        if self._characters and self._characters + cost > LONG_CHARACTERS:
+            return False
+        self._characters += cost
+        request.future = concurrent.futures.Future()
+        request.future.set_result(self._prepare(payload, items))
+        return True
+
+    def _prepare(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
         if isinstance(payload, EncodeRequest):
-            return self._builder.build_inputs(payload)
-        if (structure := payload.sampling.structured_outputs) is not None:
-            self._try_form(form_of(structure))
+            return [self._builder.build_input(item) for item in items]
+        if payload.tokenize:
+            tokens, text = self._builder.tokenize(payload)
+            return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
         return [self._builder.build(payload)]
 
     def _add(
         self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest, prompts: list[dict[str, Any]]
     ) -> None:
         counts = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-        request.prompt_tokens = sum(counts)
+        request.prompt_tokens += sum(counts)
         if isinstance(payload, EncodeRequest):
             params = self._pooling
         else:
@@ -276,8 +338,8 @@ class VllmExecutor:
             params = self._builder.sampling_of(payload, counts[0])
             readers = self._builder.readers_of(payload, tokens)
             request.answers += [_Answer(reader, params.logprobs or 0) for reader in readers]
-        for number, prompt in enumerate(prompts):
-            name = f"{request_id}-{number}"
+        for prompt in prompts:
+            name = f"{request_id}-{len(request.names)}"
             request.names.append(name)
             self._engine.add_request(name, prompt, params)
 
@@ -368,17 +430,26 @@ def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
     if request.answers:
         finished = all(answer.ended for answer in request.answers)
         return StepOutput(replies[0] if replies else None, finished=finished, others=replies[1:])
-    if len(request.embeddings) < len(request.names):
+    if len(request.names) < request.inputs:
+        return _WAITS
+    if len(request.embeddings) < request.inputs:
         return _GOES_ON
     embeddings = torch.stack([request.embeddings[number] for number in range(len(request.names))]).float()
     return StepOutput(EncodeReply(torch.nn.functional.normalize(embeddings, dim=1), request.prompt_tokens))
 
 
-def _is_long(payload: EncodeRequest | GenerateRequest) -> bool:
-    """Whether preparing it takes long."""
-    if isinstance(payload, GenerateRequest):
-        return bool(payload.media) or payload.needs_form  # a form is tried in a process
-    return len(payload.inputs) > _FEW_TEXTS or not all(isinstance(item, Text) for item in payload.inputs)
+def _next_inputs(request: EncodeRequest, start: int) -> Sequence[Text | Medium]:
+    """Returns the inputs that are prepared in one go: a medium, or some texts, or one that is long."""
+    items: list[Text | Medium] = []
+    characters = 0
+    for item in request.inputs[start : start + _PIECE_TEXTS]:
+        characters += len(item.text) if isinstance(item, Text) else 0
+        if items and (not isinstance(item, Text) or characters > LONG_CHARACTERS):
+            break
+        items.append(item)
+        if not isinstance(item, Text):
+            break
+    return items
 
 
 def _start(options: ExecutorOptions) -> Any:
@@ -420,7 +491,7 @@ def _shortened(error: Exception) -> str:
 
 def _report(error: Exception) -> Exception:
     """Returns an error of the same meaning that holds no frames, which hold media."""
-    if isinstance(error, ContextLengthError):
+    if isinstance(error, ContextLengthError | OverloadedError):
         return without_frames(error)
     if isinstance(error, (ValueError, importlib.import_module("vllm.exceptions").VLLMClientError)):
         return ValueError(_shortened(error))

@@ -26,7 +26,6 @@ from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import (
     ChatMessage,
-    EncodeRequest,
     GenerateRequest,
     InputSpec,
     Medium,
@@ -114,14 +113,6 @@ class RequestBuilder:
         ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
         return inputs
 
-    def build_inputs(self, request: EncodeRequest) -> list[dict[str, Any]]:
-        """Makes a prompt of each thing that is to be embedded.
-
-        Raises:
-            ValueError, ContextLengthError: as :meth:`build`.
-        """
-        return [self._build_input(item) for item in request.inputs]
-
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.
 
@@ -137,7 +128,12 @@ class RequestBuilder:
         """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
         return readers_of(request, self._response_template, self._tokenizer, prompt_token_ids)
 
-    def _build_input(self, item: Text | Medium) -> dict[str, Any]:
+    def build_input(self, item: Text | Medium) -> dict[str, Any]:
+        """Makes a prompt of something that is to be embedded.
+
+        Raises:
+            ValueError, ContextLengthError: as :meth:`build`.
+        """
         if isinstance(item, Text):
             if not isinstance(item.text, str):
                 raise ValueError(f"the model {self._name!r} embeds texts and no tokens: send the text")

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from bench.vllm.server import QUIET_ENVIRONMENT, model
-from shmring.engine.executors import ExecutorOptions, StepInput, vllm_requests
+from shmring.engine.executors import ExecutorOptions, StepInput, callers_texts, grammars, vllm_requests
+from shmring.engine.executors import vllm as vllm_module
 from shmring.engine.executors.vllm import VllmExecutor
 from shmring.engine.protocol import (
     ChatMessage,
@@ -73,6 +75,7 @@ def embed(path: str) -> None:
     [few], [many] = run.all(requests)
     refused = [*run.all([EncodeRequest([Text(text)]) for text in ("", "<image>", "word " * 3000)]), *run.all([ask("text")])]
     seen = {
+        "in pieces": embed_in_pieces(executor, run),
         "tasks": executor.describe().tasks,
         "size": executor.describe().embedding_size,
         "shapes": [list(few.embeddings.shape), list(many.embeddings.shape)],
@@ -85,6 +88,40 @@ def embed(path: str) -> None:
     }
     print("seen", json.dumps(seen))
     executor.close()
+
+
+def embed_in_pieces(executor: VllmExecutor, run: Run) -> dict[str, Any]:
+    """Many pictures in a request, beside one in another; and long texts beside short ones."""
+    builder, ahead = executor._builder, 0
+    made: list[list[str]] = []
+    build_input, most = builder.build_input, vllm_module._MOST_AHEAD
+
+    def note(item: Any) -> Any:
+        nonlocal ahead
+        made.append([getattr(item, "key", None) or item.text[:4], threading.current_thread().name.rpartition("_")[0]])
+        for request in executor._requests.values():
+            ahead = max(ahead, len(request.names) - len(request.embeddings))
+        return build_input(item)
+
+    builder.build_input = note
+    vllm_module._MOST_AHEAD, vllm_module.LONG_CHARACTERS = 3, 400
+    pixels = torch.from_numpy(picture(1).copy())
+    many = EncodeRequest([Picture(pixels, key=f"many {number}") for number in range(12)])
+    one = EncodeRequest([Picture(pixels, key="one")])
+    [first], [second] = run.all([many, one])
+    pictures, made[:] = [key for key, _ in made], []
+    texts = [Text("long " * 90), *[Text(f"t{number:02}") for number in range(20)], Text("more " * 90)]
+    [mixed], [alone] = run.all([EncodeRequest([*texts]), EncodeRequest([Text("t07")])])
+    vllm_module._MOST_AHEAD, vllm_module.LONG_CHARACTERS = most, callers_texts.LONG_CHARACTERS
+    builder.build_input = build_input
+    return {
+        "pictures": pictures,
+        "ahead": ahead,
+        "texts": made,
+        "shapes": [len(each.embeddings) for each in (first, second, mixed, alone)],
+        "same": [float(first.embeddings[11] @ second.embeddings[0]), float(mixed.embeddings[8] @ alone.embeddings[0])],
+        "left": len(executor._requests),
+    }
 
 
 def generate(path: str) -> None:
@@ -158,6 +195,10 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
         {"structured_outputs": StructuredOutputsParams(regex="(")},
         {"structured_outputs": StructuredOutputsParams(json='{"type": "nothing"')},
     ]
+    seen["threads"] = threads_of(executor, run)
+    grammars._TIMEOUT_S, timeout_s = 0.0, grammars._TIMEOUT_S
+    seen["busy"] = type(run(ask(TEXTS[0], structured_outputs=StructuredOutputsParams(regex="busy")))[0]).__name__
+    grammars._TIMEOUT_S = timeout_s
     seen["odd"] = {repr(each): type(run(ask(TEXTS[0], **each))[0]).__name__ for each in odd}
     run(ask(TEXTS[0], seed=-(2**70), top_k=2**40, repetition_penalty=1e300, temperature=1.0))
     seen["unfinished"] = executor._engine.get_num_unfinished_requests()
@@ -175,6 +216,33 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
     run(ask(Picture(torch.from_numpy(picture(1).copy()), key="first"), TEXTS[0]))
     seen["looked at"].append(made)
     return seen
+
+
+def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:
+    """On which threads prompts are made of requests of each kind."""
+    builder = executor._builder
+    threads: dict[str, list[str]] = defaultdict(list)
+    names = ("build", "tokenize")
+    made = {name: getattr(builder, name) for name in names}
+
+    def note(name: str) -> Any:
+        def noted(request: GenerateRequest) -> Any:
+            kind = "pictures" if request.media else "texts" if vllm_module.count_characters(request) > 100 else "short"
+            threads[kind].append(threading.current_thread().name.rpartition("_")[0])
+            return made[name](request)
+
+        return noted
+
+    for name in names:
+        setattr(builder, name, note(name))
+    vllm_module.LONG_CHARACTERS = 100
+    long = "A long text. " * 9
+    tokenizing = GenerateRequest(prompt=long, tokenize=True)
+    run(ask(TEXTS[0]), ask(long), ask(Picture(torch.from_numpy(picture(2).copy())), "Hi"), tokenizing)
+    vllm_module.LONG_CHARACTERS = callers_texts.LONG_CHARACTERS
+    for name in names:
+        setattr(builder, name, made[name])
+    return {kind: sorted(set(some)) for kind, some in threads.items()}
 
 
 def ask(*parts: str | Picture, **sampling: Any) -> GenerateRequest:

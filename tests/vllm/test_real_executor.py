@@ -167,6 +167,16 @@ def test_what_was_aborted_is_gone_from_vllm(seen: dict[str, Any]) -> None:
     assert seen["after"]["finish_reason"] == "length"
 
 
+def test_pictures_and_long_texts_are_made_into_prompts_beside_steps(seen: dict[str, Any]) -> None:
+    threads = seen["threads"]
+    assert (threads["pictures"], threads["texts"]) == (["shmring-media"], ["shmring-texts"])
+    assert threads["short"] == [""]  # the thread of steps
+
+
+def test_a_form_that_has_no_turn_may_be_sent_again(seen: dict[str, Any]) -> None:
+    assert seen["busy"] == "OverloadedError"
+
+
 def test_an_argument_that_vllm_does_not_know_is_refused(seen: dict[str, Any]) -> None:
     assert seen["refused"] == "vLLM's engine takes no argument 'max_modle_len'"
 
@@ -181,6 +191,15 @@ def test_it_embeds_with_a_model_that_vllm_runs_for_that(model: Path) -> None:
     assert seen["same again"] == pytest.approx(1.0, abs=1e-3)
     assert seen["refused"] == ["ValueError", "ValueError", "ContextLengthError", "ValueError"]
     assert seen["left"] == 0
+    pieces = seen["in pieces"]
+    assert pieces["pictures"].index("one") <= 2, "it does not wait for all pictures of the other request"
+    assert sorted(pieces["pictures"]) == sorted(["one", *(f"many {number}" for number in range(12))])
+    assert pieces["ahead"] <= 3
+    assert {name for text, name in pieces["texts"] if text in ("long", "more")} == {"shmring-texts"}
+    assert {name for text, name in pieces["texts"] if text not in ("long", "more")} == {""}
+    assert pieces["shapes"] == [12, 1, 22, 1]
+    assert pieces["same"] == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert pieces["left"] == 0
 
 
 # -- the server ---------------------------------------------------------------------------------------------------------
