@@ -195,6 +195,10 @@ class PromptBuilder:
         self._check_features([item])
         return self._build_media([item])
 
+    def check_length(self, characters: int, max_tokens: int | None) -> None:
+        """Raises ContextLengthError if so many characters are too long, whatever tokens they are made of."""
+        self._texts.check_characters(characters, max_tokens)
+
     def read_text(self, text: Text) -> list[int]:
         """Returns the tokens of a text to be embedded.
 

@@ -388,6 +388,8 @@ class TransformersExecutor:
             characters = count_characters(request)
             has_media = bool(request.media) and self._model.flat
             if has_media or characters > LONG_CHARACTERS:
+                if not isinstance(request.prompt, list):
+                    self._prompts.check_length(characters, request.sampling.max_tokens)
                 owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
                 thread, prompts = (self._aside, self._prompts_aside) if has_media else (self._long, self._long_prompts)
                 self._preparing[request_id] = _Preparing(owned, thread.submit(self._prepare_aside, owned, prompts, grammars))
@@ -555,6 +557,12 @@ class TransformersExecutor:
         if request_id not in self._long_inputs:
             texts = {number: item for number, item in enumerate(request.inputs) if isinstance(item, Text)}
             long = {number: text for number, text in texts.items() if len(text.text) > LONG_CHARACTERS}
+            try:
+                for text in long.values():
+                    self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0, None)
+            except ContextLengthError as error:
+                outputs[request_id] = _report(error)
+                return
             self._long_inputs[request_id] = self._long.submit(self._read_texts, long) if long else None
         reading = self._long_inputs[request_id]
         if reading is None:
