@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -37,6 +37,7 @@ __all__ = ["EncodeOutput", "EngineClient", "EngineState", "GenerateOutput", "Med
 #: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
 EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
 
+_PAUSE_S = 1.0  # between attempts to hear of aborts
 _OTHERS_S = 0.25  # for the states of those that are slower than the first that is well: who asks may wait a second at most
 
 _Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
@@ -138,8 +139,8 @@ class EngineClient:
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
-    ``abort_requests``, ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``, ``statistics``, ``times`` and
-    ``inspect`` are ours: media travel in slots.
+    ``abort_requests``, ``end_aborted``, ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states``,
+    ``statistics``, ``times`` and ``inspect`` are ours: media travel in slots.
 
     Attributes:
         ring: the client beneath.
@@ -415,13 +416,33 @@ class EngineClient:
         """Whether the engine is paused."""
         return all(await self._call(Calls.IS_PAUSED, timeout=timeout))
 
-    async def abort_requests(self, request_ids: Sequence[str], timeout: float = 2.0) -> int:
-        """Ends requests in the engine, of all frontends; their callers get an error. (:meth:`abort` is for this client's own.)
+    async def abort_requests(self, request_ids: Sequence[str], timeout: float = 5.0) -> int:
+        """Ends requests of all frontends, in the engine or on their way to it (:meth:`end_aborted`); their callers get an
+        error. (:meth:`abort` is for this client's own.)
 
         Returns:
-            How many there were. Requests whose media are still being prepared are not in the engine yet.
+            How many there were.
         """
         return sum(await self._call(Calls.ABORT_REQUESTS, list(request_ids), timeout=timeout))
+
+    async def end_aborted(self, end: Callable[[Sequence[str]], int]) -> None:
+        """Ends requests that no engine has yet, when an operator names them to an engine; goes on until it is cancelled.
+
+        Args:
+            end: ends the requests of these names that are not sent yet, and returns how many there were.
+        """
+        await asyncio.gather(*(self._end_aborted(name, end) for name in self.engines))
+
+    async def _end_aborted(self, engine: str, end: Callable[[Sequence[str]], int]) -> None:
+        token = ended = 0
+        while not self.is_stopped:
+            try:
+                answer = await self.ring.call(Calls.NEXT_ABORTS, token, ended, engine=engine)
+                token, names = msgspec.convert(answer, tuple[int, list[str]])
+                ended = end(names)
+            except (shmring.ShmringError, msgspec.ValidationError):  # it has gone, or is another program
+                token = ended = 0
+                await asyncio.sleep(_PAUSE_S)
 
     async def reset_mm_cache(self, timeout: float | None = None) -> None:
         """Has the executor forget what it keeps of media, if it keeps anything. Waits for the running step."""

@@ -20,7 +20,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import count
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
 from shmring.engine.metrics import EngineMetrics, EngineTimes
+from shmring.engine.operator_aborts import OperatorAborts
 from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
 from shmring.engine.request import EngineRequest, check_payload
@@ -98,6 +99,7 @@ class EngineCore:
         self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config)
         self._step_timeout_s = step_timeout_s
         self._profiler = StepProfiler(profiler_dir)
+        self._operator_aborts = OperatorAborts()
         self._thread = ExecutorThread("engine-step")
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
@@ -162,6 +164,7 @@ class EngineCore:
             Calls.RESUME: self.resume_generation,
             Calls.IS_PAUSED: self.is_paused,
             Calls.ABORT_REQUESTS: self.abort_requests,
+            Calls.NEXT_ABORTS: self._operator_aborts.next_names,
             Calls.RESET_MM_CACHE: self.reset_mm_cache,
             Calls.COLLECTIVE_RPC: self.collective_rpc,
             Calls.LOG_STATS: self.do_log_stats,
@@ -428,6 +431,13 @@ class EngineCore:
     async def abort_requests(self, names: Sequence[str]) -> int:
         """Ends the requests of these names, of all frontends, with an error; returns how many there were."""
         wanted = set(names)
+        ended = self._abort(wanted)
+        ended += await self._operator_aborts.tell(names)  # those whose media are being prepared
+        ended += self._abort(wanted)  # those that were sent before their frontend was told
+        logger.info("an operator has ended %d requests", ended)
+        return ended
+
+    def _abort(self, wanted: Set[str]) -> int:
         found = [request for request in self._scheduler.all() if request.claim.name in wanted and not request.over]
         for request in found:
             error = OperatorAbortError("an operator of this server has ended the request")
@@ -436,7 +446,6 @@ class EngineCore:
             else:
                 request.revoked = error  # it ends at the next boundary: a step may be reading its slots
         self._work.set()
-        logger.info("an operator has ended %d requests", len(found))
         return len(found)
 
     async def reset_mm_cache(self) -> None:

@@ -64,6 +64,7 @@ class Calls:
     RESUME = "resume_generation"
     IS_PAUSED = "is_paused"
     ABORT_REQUESTS = "abort_requests"
+    NEXT_ABORTS = "next_aborts"
     RESET_MM_CACHE = "reset_mm_cache"
     COLLECTIVE_RPC = "collective_rpc"
     LOG_STATS = "do_log_stats"

@@ -58,6 +58,8 @@ _LATENCIES = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "dec
 
 _NO_SPAN = contextlib.nullcontext()
 
+logger = logging.getLogger(__name__)
+
 _provider: TracerProvider | None = None
 _tracer: Tracer | None = None
 
@@ -103,6 +105,8 @@ def start_tracing(endpoint: str | None, process: str) -> None:
 
     # It would write a header to the log that makes no sense.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
+    log = logging.getLogger("opentelemetry")
+    log.handlers, log.propagate = [_Relay()], False
     ours = Resource.create({"service.name": "shmring", "process.pid": os.getpid(), "shmring.process": process})
     resource = ours.merge(OTELResourceDetector().detect())  # the environment may say another name
     _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -137,6 +141,19 @@ def _own(exporter: SpanExporter) -> SpanExporter:
                 exporter.shutdown()
 
     return Own()
+
+
+class _Relay(logging.Handler):
+    """Writes what OpenTelemetry logs as lines of one kind, so that there are few (:mod:`shmring.engine.logs`).
+
+    A collector may be away for hours. OpenTelemetry makes an error of each attempt, some with a traceback.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text = f"{text}: {record.exc_info[1]}"
+        logger.log(min(record.levelno, logging.WARNING), "OpenTelemetry says: %s", text)
 
 
 def _exporter(endpoint: str) -> SpanExporter:

@@ -59,7 +59,7 @@ class AbortRequest(msgspec.Struct):
 
 
 class AbortResponse(msgspec.Struct):
-    """How many requests were ended. Those whose media are still being prepared are in no engine yet, and go on."""
+    """How many requests were ended: those in the engines, and those whose media are being prepared."""
 
     aborted: int
 

@@ -57,6 +57,7 @@ from shmring.frontend.openai.responses_answer import ResponsesWriter
 from shmring.frontend.openai.responses_request import RESPONSES_PARSER, translated
 from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
+from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
@@ -220,7 +221,8 @@ class _Routes:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
-        tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._get_ready())]
+        aborting = self._engine.end_aborted(self._intake.abort)
+        tasks = [asyncio.create_task(work) for work in (self._sample(), self._get_ready(), aborting)]
         try:
             yield
         finally:
@@ -252,6 +254,8 @@ class _Routes:
             async with self._parsing:  # the rest, until it is sent to the engine, takes some milliseconds
                 await asyncio.sleep(0)
         request = parser.parse(body)
+        if admitted_of(http_request.scope).long_texts:
+            await asyncio.to_thread(check_whole, request)
         return request, _ignoring(parser.ignored_fields(request, body))
 
     async def chat(self, http_request: Request) -> Response:

@@ -48,7 +48,7 @@ from starlette.exceptions import HTTPException
 
 import shmring
 
-__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "api_error_of", "report", "unavailable"]
+__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "aborted", "api_error_of", "report", "unavailable"]
 
 logger = logging.getLogger("shmring.frontend.errors")
 
@@ -131,8 +131,8 @@ def api_error_of(error: Exception) -> ApiError:
             return ApiError(400, error.message, code="context_length_exceeded")
         case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
             return ApiError(400, error.message, code="rejected_by_engine")
-        case shmring.RemoteError(type_name="OperatorAbortError"):  # clients of OpenAI's heed the header
-            return ApiError(500, error.message, code="aborted", headers={"x-should-retry": "false"})
+        case shmring.RemoteError(type_name="OperatorAbortError"):
+            return aborted()
         case shmring.RemoteError(type_name="CapacityError"):
             return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
         case shmring.RemoteError() if error.type_name in _UNAVAILABLE:
@@ -148,6 +148,12 @@ def api_error_of(error: Exception) -> ApiError:
         case TimeoutError():
             return ApiError(504, "the request took longer than this server allows", code="request_timeout")
     return ApiError(500, "internal error; the server's log has it under this request's X-Request-Id", code="internal_error")
+
+
+def aborted() -> ApiError:
+    """Returns the error of a request that an operator has ended. Clients of OpenAI's heed the header."""
+    message = "an operator of this server has ended the request"
+    return ApiError(500, message, code="aborted", headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str) -> ApiError:

@@ -233,7 +233,7 @@ class Inference:
         generate_requests, sources = form.engine_requests(request)
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
-        async with self._media(sources, description, admitted, "messages") as (media, facts):
+        async with self._media(sources, description, admitted, "messages", request_id) as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
@@ -335,7 +335,7 @@ class Inference:
         sources = [item for item in inputs if isinstance(item, MediaSource)]
         texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()
-        async with self._media(sources, description, admitted, param) as (media, facts):
+        async with self._media(sources, description, admitted, param, request_id) as (media, facts):
             in_order = iter(media)
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
             before = self._engine.copies
@@ -353,7 +353,7 @@ class Inference:
 
     @contextlib.asynccontextmanager
     async def _media(
-        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
+        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str, request_id: str
     ) -> AsyncIterator[tuple[list[Medium], Facts]]:
         """Yields the media of a request, in a list that is emptied at the end, and what the headers of its answer say."""
         if not sources:
@@ -362,7 +362,7 @@ class Inference:
             return
         async with (
             asyncio.timeout_at(admitted.deadline),
-            self._intake.take(sources, description.input, admitted, param) as media,
+            self._intake.take(sources, description.input, admitted, param, request_id) as media,
         ):
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             yield media, Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))

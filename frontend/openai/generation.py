@@ -36,7 +36,8 @@ __all__ = [
 MAX_CHARACTERS = 4 << 20
 
 _MAX_TOKENS = 2**31 - 1
-_MAX_STOP_TEXTS = 4  # as in OpenAI's API
+_MAX_STOP_TEXTS = 16  # four times as many as in OpenAI's API; each is searched for at every token
+_MAX_STOP_CHARACTERS = 1024
 _MAX_STOP_TOKENS = 128
 #: Of a request, to all its prompts: as in OpenAI's API; an engine has a limit of its own.
 MAX_ANSWERS = 128
@@ -46,7 +47,7 @@ TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_StopText = Annotated[str, Meta(min_length=1)]
+_StopText = Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
 
 
 class StreamOptions(msgspec.Struct):

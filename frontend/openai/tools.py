@@ -22,6 +22,7 @@ __all__ = [
     "called",
     "called_now",
     "check_values",
+    "check_whole",
     "choose_tools",
     "engine_calls",
     "engine_tools",
@@ -29,6 +30,11 @@ __all__ = [
 
 _MAX_TOOLS = 128  # as in OpenAI's API
 _MAX_DEPTH = 64  # of values that a template writes, which is recursive
+
+# Fields of requests in which a long text may be a file.
+_CONTENTS = frozenset(
+    ("messages", "input", "prompt", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
+)
 
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -166,6 +172,17 @@ def check_values(value: Any, param: str, depth: int = 0) -> None:
     elif isinstance(value, list):
         for item in value:
             check_values(item, param, depth + 1)
+
+
+def check_whole(request: msgspec.Struct) -> None:
+    """Refuses a request of whose options a long text was cut out; its contents are checked where they are used.
+
+    Raises:
+        ApiError: it was.
+    """
+    for name in request.__struct_fields__:
+        if name not in _CONTENTS:
+            check_values(msgspec.to_builtins(getattr(request, name), str_keys=True), name)
 
 
 def called(calls: Sequence[EngineToolCall]) -> list[ToolCall]:

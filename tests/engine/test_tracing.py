@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,23 @@ def test_numbers_that_otlp_does_not_have_cost_no_span(collector: Collector) -> N
     tracing.stop_tracing()
     [span] = [span for span in collector.spans if span.name == "llm_request"]
     assert span.attributes["gen_ai.request.max_tokens"] == (1 << 63) - 1
+
+
+def test_lines_of_opentelemetry_are_of_one_kind_and_have_no_traceback(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracing.stop_tracing()
+    tracing.start_tracing(f"http://127.0.0.1:{collector.port}", "test")  # in the test: pytest has all loggers propagate before
+    theirs = logging.getLogger("opentelemetry.exporter")
+    for number in range(3):
+        theirs.error("Failed to export %d", number)
+        try:
+            raise ConnectionError("refused")
+        except ConnectionError:
+            theirs.exception("Exception while exporting %d", number)
+    kinds = {(record.name, record.levelno, record.msg, record.exc_info) for record in caplog.records}
+    assert kinds == {("shmring.engine.tracing", logging.WARNING, "OpenTelemetry says: %s", None)}
+    assert caplog.messages[:2] == [
+        "OpenTelemetry says: Failed to export 0",
+        "OpenTelemetry says: Exception while exporting 0: refused",
+    ]

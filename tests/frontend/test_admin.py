@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from shmring.engine.protocol import Calls
 from shmring.frontend.documentation import openapi_document
+from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.settings import FrontendSettings
 from tests.tables import for_each
 
@@ -161,6 +163,61 @@ async def test_a_request_that_waits_is_ended_at_once(http: httpx.AsyncClient, en
     assert answer.json() == {"aborted": 2}
     assert {(await task).json()["error"]["code"] for task in waiting} == {"aborted"}
     assert engine.core._scheduler.waiting == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_a_request_whose_media_are_being_prepared_is_ended_whichever_frontend_has_it(
+    engine: Any, open_app: OpenApp, eventually: Any, path: str
+) -> None:
+    reached = asyncio.Semaphore(0)
+
+    async def be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.release()
+        await reader.read()  # until the frontend gives it up
+        writer.close()
+
+    async with await asyncio.start_server(be_silent, "127.0.0.1", 0) as host:
+        place = "127.0.0.1:" + str(host.sockets[0].getsockname()[1])
+        allowed = FetchSettings(allowed_media_domains=(place,), allowed_media_networks=("127.0.0.0/8",))
+        asked = await open_app(engine, admin_keys=("admin",))
+        other = await open_app(engine, fetch=allowed)
+        part = {"type": "image_url", "image_url": {"url": f"http://{place}/never"}}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
+
+        async def fetch(name: str) -> httpx.Response:
+            return await other.post(path, json=body, headers={"x-request-id": name})
+
+        ended = [asyncio.create_task(fetch("f")) for _ in range(2)]
+        others = asyncio.create_task(fetch("g"))
+        for _ in range(3):
+            await reached.acquire()
+        for count in (2, 0):
+            answer = await asked.post("/abort_requests", json={"request_ids": ["f", "nobody's"]}, headers=KEY)
+            assert answer.json() == {"aborted": count}
+        for task in ended:
+            response = await task
+            assert (response.status_code, response.json()["error"]["code"]) == (500, "aborted")
+            assert response.headers["x-should-retry"] == "false"
+        assert not others.done()
+        answer = await asked.post("/abort_requests", json={"request_ids": ["g"]}, headers=KEY)
+        assert answer.json() == {"aborted": 1}
+        assert (await others).json()["error"]["code"] == "aborted"
+    assert (await ask(other, "f")).status_code == 200, "a later request of the same name goes on"
+    await eventually(lambda: engine.ring.statistics().slots_in_use == 0)
+
+
+async def test_a_frontend_that_does_not_answer_keeps_nobody_waiting(http: httpx.AsyncClient, engine: Any) -> None:
+    silent = asyncio.create_task(engine.client.ring.call(Calls.NEXT_ABORTS, 0, 0))
+    await asyncio.sleep(0)
+    running = asyncio.create_task(ask(http, "a", max_tokens=100_000))
+    while not engine.core._scheduler.running:
+        await asyncio.sleep(0.001)
+    for count in (1, 0, 0):
+        answer = await http.post("/abort_requests", json={"request_ids": ["a"]}, headers=KEY)
+        assert answer.json() == {"aborted": count}
+    token, names = await silent
+    assert (names, token > 0) == (["a"], True)
+    assert (await running).json()["error"]["code"] == "aborted"
 
 
 @for_each(

@@ -323,3 +323,15 @@ async def test_media_can_be_copied_instead_of_being_decoded_in_place(open_core: 
     assert response.status_code == 200, response.text  # the executor has checked what arrived
     assert engine.client.ring.statistics().in_place == 0
     assert engine.client.ring.statistics().copied_nbytes >= int(response.headers["x-shmring-slab-bytes"]) > 0
+
+
+async def test_stop_texts_are_bounded(open_core: Any, open_app: Any) -> None:
+    http = await open_app(await open_core())
+    body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    for stop in (["x"] * 16, "x" * 1024, [], None):
+        response = await http.post("/v1/chat/completions", json=body | {"stop": stop})
+        assert response.status_code == 200, response.text
+    for stop in (["x"] * 17, "x" * 1025, ["x" * 1025], [""], ""):
+        response = await http.post("/v1/chat/completions", json=body | {"stop": stop})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"].partition("[")[0]) == (400, "invalid_value", "stop")

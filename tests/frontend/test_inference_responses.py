@@ -6,8 +6,9 @@ Answers and events are checked by the types of OpenAI's own client.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -331,6 +332,51 @@ async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
         assert (response.status_code, error["param"]) == (400, param), error
         assert "messages[" not in error["message"]
     assert requests == []
+
+
+async def in_pieces(body: Any) -> AsyncIterator[bytes]:
+    """As a server hands them out."""
+    encoded = json.dumps(body).encode()
+    for start in range(0, len(encoded), 64 << 10):
+        yield encoded[start : start + (64 << 10)]
+
+
+LONG = "A" * (3 << 20)  # it could be a file in base64, so it is cut out of the body
+
+
+async def test_a_long_text_is_refused_and_never_cut(open_engine: Any, open_app: OpenApp) -> None:
+    http, requests = await note_requests(open_engine, open_app)
+    for fields, param in (
+        ({"metadata": {"a": LONG}}, "metadata"),
+        ({"stop": LONG}, "stop"),
+        ({"stop": ["x", LONG]}, "stop"),
+        ({"user": LONG}, "user"),
+        ({"instructions": LONG}, "instructions"),
+        ({"model": LONG}, "model"),
+        ({"reasoning": {"effort": LONG}}, "reasoning"),
+        ({"tools": [TOOL | {"description": LONG}]}, "tools"),
+        ({"tools": [TOOL | {"parameters": {LONG: 1}}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": LONG, "schema": {}}}}, "text"),
+        ({"chat_template_kwargs": {"x": [LONG]}}, "chat_template_kwargs"),
+        ({"logit_bias": {"1": 2}, "user": LONG}, "user"),
+    ):
+        response = await http.post("/v1/responses", content=in_pieces({**BODY, **fields}))
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "text_too_long", param), error
+        assert "cut-" not in response.text
+    assert requests == []
+
+
+async def test_options_beside_a_large_picture_come_back_whole(open_engine: Any, open_app: OpenApp, encoded: Any) -> None:
+    http, _ = await note_requests(open_engine, open_app)
+    noise = np.random.default_rng(1).integers(0, 256, (800, 800, 3), np.uint8)
+    url = "data:image/png;base64," + base64.b64encode(encoded(noise)).decode()
+    assert len(url) > 1 << 20
+    metadata = {"a": "x" * 512}
+    parts = [{"type": "input_image", "image_url": url}]
+    body = {"model": "m", "input": [{"role": "user", "content": parts}], "metadata": metadata, "user": "me"}
+    response = await http.post("/v1/responses", content=in_pieces(body))
+    assert (response.status_code, response.json()["metadata"], response.json()["user"]) == (200, metadata, "me")
 
 
 async def test_a_model_that_has_no_tools_refuses_them(open_engine: Any, open_app: OpenApp) -> None:

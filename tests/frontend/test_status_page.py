@@ -15,8 +15,8 @@ import shmring
 from shmring.engine.protocol import EncodeReply
 from shmring.frontend import status
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.async_api", reason="no playwright here (pip install playwright)")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = [
     pytest.mark.slow,  # it starts a browser
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (Debian: apt install chromium)"),
@@ -28,7 +28,9 @@ DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 @pytest.fixture
 async def open_page() -> AsyncIterator[Callable[..., Any]]:
     """``await open_page(url, **options)``: the page, with what its console said and what it asked for."""
-    async with playwright.async_playwright() as tool:
+    from playwright.async_api import async_playwright  # takes a third of a second
+
+    async with async_playwright() as tool:
         browser = await tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
         async def open_one(url: str, **options: Any) -> tuple[Any, list[str], set[str]]:
