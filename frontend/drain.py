@@ -21,13 +21,14 @@ import click
 import msgspec
 
 from shmring.client.inspecting import inspect
+from shmring.core.messages import PROTOCOL_VERSION, Inspect
 from shmring.engine.settings import MAX_ENGINES, engine_names
 from shmring.engine.supervision import DRAIN_SIGNAL
 from shmring.errors import EngineDeadError, ShmringError
 from shmring.frontend.settings import frontend_name
 from shmring.processes.process import Process
 from shmring.snapshot import RingSnapshot
-from shmring.transport.endpoint import socket_path
+from shmring.transport.endpoint import handshake_frame, socket_path
 
 __all__ = ["drain", "restart"]
 
@@ -264,6 +265,7 @@ class _Watch:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
             connected.connect(os.fspath(socket_path(snapshot.name, self._socket_dir)))
             pid, _, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            connected.sendall(handshake_frame(Inspect(PROTOCOL_VERSION)))  # the engine warns of those that say nothing
         if pid != snapshot.pid:
             raise _CannotError(f"the engine {snapshot.name} runs in another container: run this command in that one")
 

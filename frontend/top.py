@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shmring.client.inspecting import inspect
+from shmring.engine.settings import MAX_ENGINES, engine_names
 from shmring.errors import ShmringError
 from shmring.snapshot import RingSnapshot, Run
+from shmring.transport.endpoint import socket_path
 
 __all__ = ["print_once", "view", "watch"]
 
@@ -49,7 +51,7 @@ def print_once(name: str, socket_dir: str | None, *, as_json: bool) -> int:
     try:
         snapshot = asyncio.run(inspect(name, socket_dir=socket_dir))
     except (ShmringError, OSError, ValueError, TimeoutError) as error:
-        click.echo(f"shmring inspect: {_reason(error)}", err=True)
+        click.echo(f"shmring inspect: {_reason(error, name, socket_dir)}", err=True)
         return 1
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(snapshot)))
@@ -78,11 +80,15 @@ async def _watch(name: str, socket_dir: str | None) -> None:
                 live.update(view(snapshot, before, console.width), refresh=True)
                 before = snapshot
             except (ShmringError, OSError, TimeoutError) as error:
-                live.update(Text(_reason(error), "red"), refresh=True)
+                live.update(Text(_reason(error, name, socket_dir), "red"), refresh=True)
             await asyncio.sleep(_EACH_S)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, name: str, socket_dir: str | None) -> str:
+    path = socket_path(name, socket_dir)
+    engines = [each for each in engine_names(name, MAX_ENGINES) if path.with_name(f"{each}.sock").exists()]
+    if engines and not path.exists():
+        return f"the server {name} has several engines: name one of {', '.join(engines)}"
     return str(error) or "the engine does not answer: its loop does not run"
 
 

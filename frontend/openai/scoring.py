@@ -159,7 +159,7 @@ class Pairs:
             embeddings: of the inputs: shape (inputs, embedding size).
         """
         cosines = torch.nn.functional.cosine_similarity(embeddings[: self.first], embeddings[self.first :])
-        numbers: list[float] = cosines.tolist()
+        numbers: list[float] = cosines.clamp(-1, 1).tolist()  # rounding may lead beyond
         return numbers
 
 

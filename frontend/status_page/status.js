@@ -54,10 +54,11 @@ function describe(run) {
   if (!run) return "";
   const [start, blocks, state, client, generation] = run;
   const owner = shown.clients.find(each => each.client_id === client);
-  // Numbers above 2^53 are rounded here: the client tells most of those apart, and uses of kept content are left out.
-  const isKnown = client && generation < KEPT_USES;
-  const request = isKnown && (shown.requests.find(each => each.client_id === client && each.slots.includes(generation))
-    || shown.draining.find(each => each.client_id === client && each.generation === generation));
+  // Numbers above 2^53 are rounded here. The client tells most of those apart; many uses of kept content are the same number.
+  const found = !client ? [] : [...shown.requests.filter(each => each.client_id === client && each.slots.includes(generation)),
+    ...shown.draining.filter(each => each.client_id === client && each.generation === generation)];
+  const isAll = shown.requests.length === shown.request_count && shown.draining.length === shown.draining_count;
+  const request = generation < KEPT_USES || (isAll && found.length === 1) ? found[0] : null;
   return [`${STATES[state]}: blocks ${start} to ${start + blocks - 1}, ${bytes(blocks * shown.block_nbytes)}`,
     client ? `frontend ${client}${owner ? ` (${owner.name || "unnamed"}, pid ${owner.pid})` : ""}` : "",
     request && generation ? `request ${request.name || request.request || request.number || "unknown"}, ${seconds(request.age_s)}` : ""].filter(Boolean).join("; ");

@@ -15,6 +15,7 @@ import torch
 
 import shmring
 from shmring.engine.protocol import EncodeReply, InputSpec, ModelDescription, Picture, PictureSpec, Text
+from shmring.frontend.openai.scoring import Pairs
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -67,6 +68,13 @@ async def test_the_nearest_document_is_first(http: httpx.AsyncClient) -> None:
         assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([1, 0.6, 0, -1])
     for top_n, count in ((1, 1), (0, 4), (9, 4)):
         assert len((await http.post("/rerank", json=RERANK | {"top_n": top_n})).json()["results"]) == count
+
+
+def test_rounding_leads_to_no_score_beyond_one() -> None:
+    vectors = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0))
+    scores = Pairs([], 1000, [], "documents").scores(torch.cat([vectors, vectors]))
+    assert torch.nn.functional.cosine_similarity(vectors, vectors).max() > 1, "it would otherwise"
+    assert max(scores) == 1
 
 
 async def test_media_are_compared_with_texts(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:

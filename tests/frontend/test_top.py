@@ -83,3 +83,13 @@ async def test_without_an_engine_it_says_why(socket_dir: Path) -> None:
     result = await run("inspect", "nobody", "--socket-dir", str(socket_dir))
     assert result.exit_code == 1
     assert "no engine listens" in result.stderr
+
+
+async def test_a_server_with_several_engines_has_none_of_its_own_name(socket_dir: Path, serve: Any) -> None:
+    await serve(name="two-0")
+    await serve(name="two-1")
+    result = await run("inspect", "two", "--socket-dir", str(socket_dir))
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "shmring inspect: the server two has several engines: name one of two-0, two-1\n",
+    )

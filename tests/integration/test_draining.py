@@ -210,6 +210,7 @@ async def test_a_drained_frontend_is_replaced(socket_dir: Path) -> None:
         async with httpx.AsyncClient(base_url=server.url) as http:
             states = (await http.get("/health")).json()["frontends"]
             assert [state["restarts"] for state in states] == [0, 0], "nothing has gone wrong"
+        assert "was refused" not in (socket_dir / "errors").read_text(), "looking at an engine is no connection that fails"
         await load.stop()
         await no_slot_is_used(socket_dir, NAME)
 
