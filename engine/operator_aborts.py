@@ -34,7 +34,7 @@ class OperatorAborts:
         said = self._ending.pop(token, None)
         if said is not None and not said.done():
             said.set_result(int(ended))
-        names = asyncio.get_running_loop().create_future()
+        names: asyncio.Future[tuple[int, list[str]]] = asyncio.get_running_loop().create_future()
         self._asking.add(names)
         try:
             return await names
