@@ -43,8 +43,8 @@ SECTIONS = (
         "ring",
         shmring.Ring,
         shmring.threads.Ring,
-        "claim claim_nowait claim_many run run_batches drain take untaken wait_workers ranks broadcast broadcast_nowait "
-        "gather drop_worker statistics inspect add_to_snapshots close name config epoch",
+        "claim claim_nowait claim_many run run_batches injector drain take untaken wait_workers ranks broadcast "
+        "broadcast_nowait gather drop_worker statistics inspect add_to_snapshots close name config epoch",
     ),
     Section(
         "`Claim`: a request at the engine",

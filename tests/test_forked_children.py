@@ -95,6 +95,7 @@ REFUSED: dict[type, dict[str, Call]] = {
         "broadcast_nowait": lambda ring: ring.broadcast_nowait(1),
         "broadcast_nowait (with a tensor)": lambda ring: ring.broadcast_nowait(torch.ones(5000)),
         "claim_many": lambda ring: ring.claim_many(2),
+        "injector": lambda ring: ring.injector(),
         "run": lambda ring: ring.run(lambda claim: claim.reply(1)),
         "run_batches": lambda ring: ring.run_batches(lambda claims: claims, 2),
         "drain": lambda ring: ring.drain(),

@@ -81,6 +81,7 @@ WITHOUT_OWNERS = (
 GIVEN_BY_SUBCLASSES = {
     "shmring.core.compiled": {
         *("shmring.client.slot", "shmring.client.submission", "shmring.ring.claim", "shmring.ring.frontend"),
+        "shmring.memory.bundles",
     },
 }
 

@@ -18,6 +18,10 @@ of their frontend's own, and those lines are served in turn, one request each. T
 arrival, and go first; but after 64 of them, one costly request is claimed. So a frontend with many costly requests delays
 itself, and not its neighbours.
 
+A request of this process's own (:meth:`EngineEnd.inject`) has no slots: its payload is a :class:`~shmring.memory.bundles.Bundle`,
+whose tensors lie anywhere in this process. It stands in the same lines. Its frontend is *local*: it has no message rings, and is
+told of replies and ends by calls.
+
 Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once; a
 frontend is in ``_costly``, once, if requests are in its own line.
 """
@@ -56,6 +60,8 @@ cdef class BaseFrontend(RecordHandler):
     Args:
         end: that it belongs to.
         client_id: in its book.
+        is_local: whether it is a part of this process, with no rings. Then the subclass has ``replied(request_id, packed)`` and
+            ``finished(request_id, packed or None)``, which are called in place of records.
 
     Attributes:
         link: sends all other records, and keeps records that find the ring full; the subclass has it.
@@ -63,20 +69,22 @@ cdef class BaseFrontend(RecordHandler):
 
     cdef readonly EngineEnd end
     cdef readonly uint64_t client_id
+    cdef readonly bint is_local
     cdef ClientRecord record
     cdef RecordWriter _writer
     cdef RecordReader _reader
     cdef Line _costly        # the line of its costly requests; None: it had none so far
 
-    def __init__(self, EngineEnd end not None, client_id: int) -> None:
+    def __init__(self, EngineEnd end not None, client_id: int, *, bint is_local=False) -> None:
         self.end = end
         self.client_id = client_id
+        self.is_local = is_local
 
-    def attach(self, RecordWriter writer not None, RecordReader reader = None) -> None:
+    def attach(self, RecordWriter writer=None, RecordReader reader=None) -> None:
         """Its connection is there.
 
         Args:
-            writer: of the ring to it.
+            writer: of the ring to it; None: it is local.
             reader: of the ring from it, which the shell reads; None: this end does not read by itself.
         """
         self.record = self.end.book.client_of(self.client_id)
@@ -157,6 +165,7 @@ cdef class BaseClaim:
     cdef BaseFrontend _frontend
     cdef RequestRecord _request
     cdef object _payload
+    cdef readonly object _bundle  # of a request of this process's own, until it is released; else None
     cdef list _abort_callbacks
     cdef list _end_callbacks
     cdef object __weakref__
@@ -401,12 +410,47 @@ cdef class EngineEnd:
             if content.slot_numbers[i].lease_id == KEPT_LEASE:  # content can be in many requests: the book numbers each use
                 content.slot_numbers[i].generation = (<EngineSlotRecord>claim._request.slots[i]).generation
                 self.received_nbytes -= content.slot_numbers[i].nbytes
-        self.submitted += 1
         self.received_nbytes += claim.nbytes
+        return self._arrived(claim)
+
+    cdef int _arrived(self, BaseClaim claim) except -1:
+        self.submitted += 1
         self._append(claim)
         if self.is_awaited:
             self.shell.request_arrived()
         return 0
+
+    def inject(self, BaseFrontend frontend not None, request_id: int, name: str, bundle: Bundle) -> None:
+        """Submits a request of this process's own, behind those that have come.
+
+        Args:
+            frontend: a local one.
+            request_id: above all of its earlier ones.
+            name: the caller's own name for it.
+            bundle: its payload.
+
+        Raises:
+            RemoteProtocolError: more than ``max_inflight`` requests, or a payload that breaks a bound of this engine. Nothing was
+                submitted.
+        """
+        cdef BaseClaim claim
+        cdef Submit submit
+        cdef Content content
+        cdef bytes payload = bundle.payload
+        if <uint64_t>PyBytes_GET_SIZE(payload) > self._max_payload_nbytes:
+            raise RemoteProtocolError(
+                f"a payload of {len(payload)} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})"
+            )
+        content = Content.__new__(Content)
+        content.payload, content.value_count = payload, measure(payload, self._bounds).values
+        submit = Submit.__new__(Submit)
+        submit.epoch, submit.request_id, submit.name, submit.content = self.epoch, request_id, name, content
+        claim = new_instance(self._claim_type, ())
+        claim._request = self.book.submit_slots(frontend.record, request_id, content.slot_numbers, 0)
+        claim._end, claim._frontend, claim._submit, claim._bundle = self, frontend, submit, bundle
+        claim._client_id, claim._request_id = frontend.client_id, request_id
+        claim._is_costly = content.value_count > _LIGHT_COUNT
+        self._arrived(claim)
 
     cdef void _publish_load(self) noexcept:
         """Publishes how much is in flight here."""
@@ -612,13 +656,16 @@ cdef class EngineEnd:
             placement = None
             if content.fence:
                 placement = self.shell.claim_on_device(claim._client_id, claim._submit)
-            claim._payload = self._decoder.decode(claim._regions, placement)
+            if claim._bundle is None:
+                claim._payload = self._decoder.decode(claim._regions, placement)
+            else:
+                claim._payload = self.shell.open_bundle(claim._bundle)
             if claim._request.state_number != _RUNNING:  # a hook of the payload's type has read the abort
                 raise AbortedError(
                     f"request {claim._submit.request_id} was aborted while it was taken up", request_id=claim._submit.request_id
                 )
         except RemoteProtocolError as error:
-            self.shell.claim_failed(claim, error, breaks_rules=not is_payload_shared)
+            self.shell.claim_failed(claim, error, breaks_rules=not is_payload_shared and not claim._frontend.is_local)
             return None
         except Exception as error:
             self.shell.claim_failed(claim, error, breaks_rules=False)
@@ -749,6 +796,10 @@ cdef class EngineEnd:
         cdef uint64_t request_id = claim._submit.request_id
         if claim.ended:  # checked here: code may have run since the caller's check
             self.shell.refuse(claim)
+        if frontend.is_local:
+            frontend.replied(request_id, reply)
+            self._count_reply(reply)
+            return True
         try:
             if frontend._writer is None or not frontend._writer.is_writable() \
                     or not frontend._writer.has_room(<uint32_t>reply_nbytes(reply, request_id)):
@@ -803,6 +854,7 @@ cdef class EngineEnd:
             return None
         claim.released = True
         claim._payload = _RELEASED
+        claim._bundle = None
         if not slots:
             claim._regions = None
             return None
@@ -869,6 +921,9 @@ cdef class EngineEnd:
     cdef int _send_done(
         self, BaseFrontend frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
     ) except -1:
+        if frontend.is_local:
+            frontend.finished(request_id, reply)
+            return 0
         try:
             if frontend._writer is not None and frontend._writer.is_writable() \
                     and put_done(frontend._writer, request_id, released, count, reply, slot):

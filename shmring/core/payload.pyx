@@ -551,11 +551,13 @@ cdef class Packed:
         slot_nbytes: of the slot that it needs; 0: everything travels in the record.
         copied, in_place: how many tensors are copied, and how many are sent in place.
         copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
+        content: where its tensors were copied to, if that is memory of its own: who sends it sets this.
     """
 
     cdef readonly bytes payload
     cdef readonly list parts  # type: list[Part]
     cdef public list slots
+    cdef public object content
     cdef readonly uint64_t copied_nbytes
     cdef readonly uint64_t in_place_nbytes
     cdef readonly uint32_t copied

@@ -195,6 +195,19 @@ cdef object tensor_ref(TensorNumbers* tensor, Content content):
     return _tensor_ref(tensor, content.slot_of(tensor.region))
 
 
+def tensor_of(data: bytes) -> TensorRef:
+    """Returns the tensor that an extension stands for, of which all is checked but that it lies inside of its region.
+
+    Raises:
+        RemoteProtocolError: it is no such extension, or its dtype, shape and size do not agree.
+    """
+    cdef TensorNumbers tensor
+    if not read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor):
+        raise RemoteProtocolError("a tensor's extension is not as long as it says")
+    check_tensor(&tensor, UINT64_MAX)
+    return _tensor_ref(&tensor, tensor.region)
+
+
 cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
     """Raises unless dtype, shape and size agree and lie inside a region of so many bytes."""
     cdef uint64_t item, nbytes, bound, extent

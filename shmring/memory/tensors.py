@@ -25,7 +25,7 @@ from shmring.errors import RemoteProtocolError
 from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, gpu_dtype, tensor_view
 
-__all__ = ["children", "make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
+__all__ = ["children", "convert", "make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -117,7 +117,7 @@ def make_decoder(payload_type: Any = Any, *, writable: bool = False) -> PayloadD
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
 
-    return PayloadDecoder(payload_type, _convert, TENSOR_MAKER, _dlpack_dtypes(), other, gpu_dtype)
+    return PayloadDecoder(payload_type, convert, TENSOR_MAKER, _dlpack_dtypes(), other, gpu_dtype)
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def other_view(ref: TensorRef, memory: RegionBytes | None, writable: bool) -> to
     return array
 
 
-def _convert(wanted: Any, value: Any) -> Any:
+def convert(wanted: Any, value: Any) -> Any:
     """msgspec calls this for types that it does not know: tensors, and other types that a caller's Struct names."""
     kind = typing.get_origin(wanted) or wanted
     if kind is object or kind is Any:

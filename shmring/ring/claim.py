@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 from shmring.core.compiled import BaseClaim, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
+from shmring.errors import WouldBlock
 from shmring.gpu.cuda import Stream
 from shmring.gpu.upload import NOTHING_GIVEN
 from shmring.ring.shell import Shell
@@ -94,6 +95,11 @@ class Claim(BaseClaim, Generic[_Payload]):
         """
         self._check_unreleased()
         shell: Shell = self._end.shell
+        if self._bundle is not None:
+            moved: _Payload = await shell.move_bundle(self._bundle, device)
+            self._check_unreleased()
+            self._end.release(self)
+            return moved
         given = NOTHING_GIVEN
         if self._submit.content.fence:
             given = shell.given(self.client_id, self._submit, device, stream)
@@ -112,11 +118,14 @@ class Claim(BaseClaim, Generic[_Payload]):
         """The same if nothing has to be waited for.
 
         Raises:
-            WouldBlock: the GPU's staging memory is full or was never used; or the slab is not pinned, and the copy large.
+            WouldBlock: the GPU's staging memory is full or was never used; or the slab is not pinned, and the copy large; or
+                the request has no slots (:meth:`Ring.injector`).
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
         shell: Shell = self._end.shell
+        if self._bundle is not None:
+            raise WouldBlock("the tensors of a request without slots are copied on a thread; call to(), which waits")
         given = NOTHING_GIVEN
         if self._submit.content.fence:
             given = shell.given(self.client_id, self._submit, device, stream)

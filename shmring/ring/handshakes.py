@@ -22,6 +22,7 @@ from shmring.gpu.device_claims import DeviceClaims
 from shmring.memory.slab import Slab
 from shmring.ring import limits
 from shmring.ring.frontend import Frontend
+from shmring.ring.injecting import Injector
 from shmring.ring.life import Life
 from shmring.transport.endpoint import Listener, Peer, answer_inspection, describe_peer, greet, refuse, send_welcome
 from shmring.transport.liveness import ProcessWatch
@@ -64,7 +65,7 @@ class Handshakes:
         slab: Slab,
         load_fd: int,
         device_claims: tuple[DeviceClaims, ...],
-        frontends: dict[int, Frontend],
+        frontends: dict[int, Frontend | Injector],
         make_frontend: Callable[[int, Peer, ProcessWatch, RingMemory, RingMemory], Frontend],
         admit_worker: Callable[[Peer], Awaitable[None]],
         inspect: Callable[[], bytes],
@@ -89,6 +90,10 @@ class Handshakes:
         accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
         accepting.add_done_callback(self._accepting_ended)
         self._accepting: asyncio.Task[None] | None = accepting
+
+    def next_client_id(self) -> int:
+        """Returns a number that no frontend has had."""
+        return next(self._client_ids)
 
     async def close(self) -> None:
         """Accepts no more connections, and waits until the peers in a handshake have gone."""
@@ -169,7 +174,7 @@ class Handshakes:
             os.close(peer.pidfd)
             refuse(peer.socket, reason)
             raise RemoteProtocolError(reason)
-        client_id = next(self._client_ids)
+        client_id = self.next_client_id()
         # This comes first, so that the frontend can't die unnoticed at any moment.
         watch = ProcessWatch(self._life.loop, peer.pidfd, lambda: frontend.died())
         try:

@@ -21,6 +21,7 @@ from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.printable import printable
 from shmring.core.states import EngineSlot
 from shmring.ring.frontend import Frontend
+from shmring.ring.injecting import Injector
 from shmring.ring.life import Life
 from shmring.snapshot import (
     MAX_CLIENTS,
@@ -70,7 +71,7 @@ class Inspection:
         book: EngineBook,
         end: EngineEnd,
         geometry: Geometry,
-        frontends: Mapping[int, Frontend],
+        frontends: Mapping[int, Frontend | Injector],
         statistics: Callable[[], RingStatistics],
     ) -> None:
         self.describe_program: Callable[[], dict[str, Any]] = dict

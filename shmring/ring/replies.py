@@ -13,6 +13,8 @@ import contextlib
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from shmring.core.compiled import BaseClaim, EngineEnd, Packed
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
@@ -73,8 +75,11 @@ class Replies:
         await self._send(claim, self._pack(claim, payload), self._end.finish_with)
 
     async def _send(self, claim: BaseClaim, packed: Packed, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
-        link = self._end.frontend_of(claim).link
-        slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes else None
+        frontend = self._end.frontend_of(claim)
+        link = frontend.link
+        if frontend.is_local:
+            await self._copier.copy(packed, self._slab.mapping, _own_content(packed))
+        slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes and not frontend.is_local else None
         sent = False
         try:
             self._end.check_running(claim)
@@ -98,8 +103,13 @@ class Replies:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
         packed = self._pack(claim, payload)
         would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
-        if not self._end.frontend_of(claim).link.can_write:
+        frontend = self._end.frontend_of(claim)
+        if not frontend.link.can_write:
             raise would_block
+        if frontend.is_local:
+            packed.copy_into(_own_content(packed))
+            self._end.send_reply(claim, packed, None)
+            return
         slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes) if packed.slot_nbytes else None
         if slot is None and packed.slot_nbytes:
             raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
@@ -164,6 +174,15 @@ class Replies:
     def _discarded(self, slot: ReplySlot) -> list[EngineEffect]:
         client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
         return self._book.discard_reply(client_id, slot.generation)
+
+
+def _own_content(packed: Packed) -> int:
+    """Makes memory for a reply to a frontend of this process, which has no slots; returns its address."""
+    nbytes = max(packed.slot_nbytes, packed.region_nbytes)
+    if not nbytes:
+        return 0
+    packed.content = np.zeros(nbytes, np.uint8)  # zeros: between the tensors stand no old bytes
+    return int(packed.content.ctypes.data)
 
 
 def _content_start(slot: ReplySlot) -> int:

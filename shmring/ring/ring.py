@@ -18,6 +18,7 @@ from shmring.core.compiled import Awaited, EngineCalls
 from shmring.errors import ClosedError, WouldBlock
 from shmring.ring.claim import Claim
 from shmring.ring.handling import handle_batches, handle_claims
+from shmring.ring.injecting import Injector
 from shmring.ring.shell import Shell
 from shmring.snapshot import RingSnapshot
 from shmring.statistics import RingStatistics
@@ -118,6 +119,20 @@ class Ring(EngineCalls, Generic[_Payload]):
         """
         self._shell.life.check_process()
         await handle_batches(lambda: self.claim_many(most, linger_s=linger_s), handler)
+
+    def injector(self, name: str = "") -> Injector:
+        """Returns a frontend that is a part of this process, for requests that another transport has brought here.
+
+        Its requests have no slots. They stand in order of arrival among those of all frontends, and are claimed and handled
+        like them; ``max_inflight`` bounds them, and :meth:`statistics` counts them.
+
+        Args:
+            name: what the log calls it.
+
+        Raises:
+            ClosedError: the ring is closed.
+        """
+        return self._shell.injector(name)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 

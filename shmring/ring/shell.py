@@ -38,13 +38,14 @@ from shmring.core.effects import (
 )
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.messages import SLOT_HEADER_NBYTES, Failed, FailureKind, LeaseRecall, Release
-from shmring.core.printable import printable_lines
+from shmring.core.printable import printable, printable_lines
 from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import AbortedError, ClosedError, RemoteProtocolError, StaleDescriptorError
-from shmring.gpu.cuda import Cuda, CudaError, Stream
+from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.upload import NOTHING_GIVEN, Given
 from shmring.line import Line
+from shmring.memory.bundles import Bundle
 from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
 from shmring.memory.tensors import make_decoder
@@ -52,6 +53,7 @@ from shmring.ring import limits
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
 from shmring.ring.handshakes import Handshakes
 from shmring.ring.host_claims import ClaimedMemory, HostClaims
+from shmring.ring.injecting import Injector
 from shmring.ring.inspection import Inspection
 from shmring.ring.life import Life
 from shmring.ring.replies import Replies
@@ -121,7 +123,9 @@ class Shell:
         self._geometry = geometry
         self._book = EngineBook(geometry, _limits(config, geometry))
         self._copier = copier = Copier(_COPY_THREADS, life.offload_nbytes)
-        self._frontends: dict[int, Frontend] = {}
+        self._frontends: dict[int, Frontend | Injector] = {}
+        self._cuda = cuda
+        self._payload_type = payload_type
         self._claimers: Line[None] = Line()
         self._counters = _Counters()
         self._is_draining = False  # nothing more is claimed
@@ -222,6 +226,27 @@ class Shell:
         if not self.life.is_over:
             self.end.begin_turn()
             self.request_arrived()
+
+    def injector(self, name: str) -> Injector:
+        """See :meth:`Ring.injector`."""
+        self.life.check_open()
+        self.life.check_loop()
+        client_id = self._handshakes.next_client_id()
+        lease = self._book.connect(client_id, 0)
+        if lease is not None:  # the smallest there is: it needs none
+            self.carry_out(self._book.return_leases(client_id, (lease.lease_id,)))
+        injector = Injector(self.life, self.end, self.carry_out, self._geometry.reply_nbytes, client_id, printable(name))
+        self._frontends[client_id] = injector
+        return injector
+
+    def open_bundle(self, bundle: Bundle) -> Any:
+        """For the end: decodes the payload of a request of this process's own."""
+        return bundle.open(self._payload_type)
+
+    async def move_bundle(self, bundle: Bundle, device: torch.device | str | int) -> Any:
+        """Decodes such a payload with its tensors copied to a GPU, on a thread."""
+        target = torch.device("cuda", cuda_index(self._cuda, device))
+        return await self._copier.run(lambda: bundle.open(self._payload_type, lambda tensor: tensor.to(target)))
 
     def claim_on_device(self, client_id: int, submit: Submit) -> Placement:
         """For the end: a request has slots in device memory. Returns where their tensors are made."""

@@ -209,6 +209,7 @@ class Engine:
         self._shake_hands(wire, lambda peer, welcome, *descriptors: welcomes.append(welcome))
         [welcome] = welcomes
         frontend = self.shell._frontends[welcome.client_id]
+        assert isinstance(frontend, Frontend), "nobody has injected anything"
         self._clients[welcome.client_id] = Client(process, wire, frontend, cast(Any, frontend.watch))
         return wire, welcome
 
