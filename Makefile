@@ -9,6 +9,7 @@
 #                 JSON, JSON=gpu-hour.json. ENVIRONMENT=none takes the Python that is there (PYTHON=python3), and fetches nothing
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
 #   make test-sglang the plug-in for SGLang with the real thing on the CPU: makes .venv-sglang, once (3 minutes, 2 GB), and tests in it
+#   make test-ray the engine in a Ray cluster of two nodes on this machine: makes .venv-ray, once (2 minutes, 1.5 GB), and tests in it
 #   make test-clients the clients that people call such a server with (openai, langchain, litellm, instructor): makes .venv-clients, once
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
@@ -22,7 +23,7 @@
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make format   rewrites the sources in the project's style
-#   make clean    removes .venv, .venv-vllm, .venv-sglang, .venv-clients and what the tools cached
+#   make clean    removes .venv, .venv-vllm, .venv-sglang, .venv-ray, .venv-clients and what the tools cached
 
 PYTHON ?= python3
 VENV := .venv
@@ -38,7 +39,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-clients demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants \
+.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants \
 	fuzz wheel format clean install
 
 demo: $(INSTALLED)
@@ -123,6 +124,20 @@ $(SGLANG_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_se
 	@touch $@
 	@echo '  installed'
 
+# Ray starts many processes, and what it brings nobody else here needs.
+RAY := .venv-ray
+RAY_INSTALLED := $(RAY)/.installed
+
+test-ray: $(RAY_INSTALLED)
+	$(RAY)/bin/python -m pytest tests/ray
+	$(RAY)/bin/python tests/leftovers.py
+
+$(RAY_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/ray/install.py $(COMPILED)
+	@echo 'Installing into $(RAY), once; this takes about two minutes and 1.5 GB.'
+	@$(PYTHON) -m tests.ray.install $(RAY)
+	@touch $@
+	@echo '  installed'
+
 # Clients bring many packages, which the server must do without.
 CLIENTS := .venv-clients
 
@@ -202,5 +217,5 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@echo '  installed'
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(RAY) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

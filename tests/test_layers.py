@@ -52,7 +52,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.client": ENDS_STAND_ON,
     "shmring.worker": ENDS_STAND_ON,
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
-    "shmring.integrations": ("shmring", "shmring.threads", "shmring.errors", "shmring.config"),
+    "shmring.integrations": (
+        *("shmring", "shmring.threads", "shmring.errors", "shmring.config", "shmring.memory.bundles", "shmring.ring.injecting"),
+        # an actor of Ray hosts an engine
+        *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
+    ),
 }
 PARTS = ("shmring", *ALLOWED)
 ALLOWED |= {

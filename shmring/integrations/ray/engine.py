@@ -1,0 +1,276 @@
+"""The engine's side: a Ray actor that hosts a ring.
+
+Theory of operation: the actor's loop has the ring. Clients on its node connect to its socket, without Ray. Each client on
+another node has an injector of the ring (:meth:`shmring.Ring.injector`). A call of the actor is a request there, and cancelling
+it aborts the request. Errors of requests travel as values beside the replies, so that they arrive as what they are.
+
+A client's *lifeline* is a reference that belongs to its process, and that is never fulfilled. Ray tells whoever waits for it
+when that process has died; then the client's requests are aborted.
+
+The engine watches its node's raylet, and ends with it: Ray starts an actor elsewhere when its raylet has died, and does not end
+the old one for long, which would keep its GPU and answer clients on its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import ray
+
+import shmring
+from shmring.config import parse_nbytes, validate_name
+from shmring.engine.core import EngineCore
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import ExecutorOptions
+from shmring.engine.scheduler import SchedulerConfig
+from shmring.errors import EngineDeadError, LocalProtocolError, RemoteError, ShmringError
+from shmring.integrations.ray.directory import NAMESPACE, Where, actor_name, node_id, store_nbytes
+from shmring.memory.bundles import Bundle
+from shmring.ring.injecting import Injected, Injector
+
+__all__ = ["EngineActor", "Engines", "UnknownClientError"]
+
+logger = logging.getLogger("shmring.ray")
+
+#: Calls that an engine carries out at a time, each of which may be a request, and one for each client on another node.
+_MAX_CALLS = 10_000
+
+_NODE_CHARACTERS = 12  # of a node's id, in the name of a ring: test clusters have several nodes on a machine
+
+Handler = Callable[[shmring.Claim[Any]], Awaitable[object]]
+
+#: What a call returns: replies, and why no more will come.
+Outcome = tuple[list[Bundle], Exception | None]
+
+
+class UnknownClientError(EngineDeadError):
+    """This life of the engine does not know the client: it must look the engine up again. Nothing was done."""
+
+
+class _Engine:
+    """The actor. Ray makes it anew when its process has died."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, name: str, handler: Handler | None, executor: str | None, options: dict[str, Any]
+    ) -> None:
+        self._name = name
+        self._node = node_id()
+        self._injectors: dict[str, Injector] = {}
+        self._watching: set[asyncio.Task[None]] = set()
+        self._end_with_raylet()
+        ring_name = f"ray-{self._node[:_NODE_CHARACTERS]}-{name}"
+        options.setdefault("socket_dir", f"/tmp/shmring-{os.getuid()}")  # of all processes, whatever their environment says
+        if handler is not None:
+            max_concurrency = options.pop("max_concurrency", 64)
+            self._ring: shmring.Ring[Any] = await shmring.serve(ring_name, **options)
+            running: Awaitable[None] = self._ring.run(handler, max_concurrency)
+        else:
+            assert executor is not None
+            core = await _make_core(ring_name, executor, **options)
+            self._ring = core.ring
+            running = core.run()
+        config = self._ring.config
+        self._where = Where(
+            node=self._node,
+            ring=ring_name,
+            socket_dir=options["socket_dir"],
+            epoch=self._ring.epoch,
+            pid=os.getpid(),
+            max_inflight=config.max_inflight,
+            max_tensors=config.max_tensors,
+            max_payload_nbytes=parse_nbytes(config.max_payload_nbytes),
+            max_values=config.max_values,
+            store_nbytes=await asyncio.to_thread(store_nbytes, self._node),
+        )
+        self._start(self._run(running))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _run(self, running: Awaitable[None]) -> None:
+        """Runs the engine. When that ends, so does this process, and Ray starts another one."""
+        try:
+            await running
+        except Exception:
+            logger.critical("engine %r has ended, and its process with it", self._name, exc_info=True)
+            os._exit(1)
+
+    def _end_with_raylet(self) -> None:
+        pid = os.environ.get("RAY_RAYLET_PID")  # this is how Ray tells its workers
+        if pid is None:
+            return
+        pidfd = os.pidfd_open(int(pid))
+
+        def ended() -> None:
+            os.write(2, f"engine {self._name!r}: the raylet of its node has died, and it ends\n".encode())
+            os._exit(1)
+
+        asyncio.get_running_loop().add_reader(pidfd, ended)
+
+    # -- for everybody -------------------------------------------------------------------------------------------------
+
+    async def where(self) -> bytes:
+        """Returns :class:`Where` this engine is, encoded."""
+        return msgspec.msgpack.encode(self._where)
+
+    async def statistics(self) -> shmring.RingStatistics:
+        """Returns those of its ring."""
+        return self._ring.statistics()
+
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        """Calls a control method, as a client of the ring does."""
+        try:
+            async with shmring.connect(self._where.ring, socket_dir=self._where.socket_dir, description="call") as client:
+                return await client.call(method, *arguments), None
+        except (ShmringError, TimeoutError, ValueError) as error:
+            return None, error.with_traceback(None)
+
+    # -- for clients on other nodes --------------------------------------------------------------------------------------
+
+    async def hold(self) -> None:
+        """A lifeline: its reference belongs to the client that has called this, and is never fulfilled."""
+        await asyncio.Event().wait()
+
+    async def enter(self, client: str, description: str, lifeline: list[Any]) -> None:
+        """A client begins.
+
+        Args:
+            client: by which its calls name it.
+            description: for the log.
+            lifeline: the reference, in a list: as an argument of its own, Ray would wait for it before calling.
+        """
+        self._injectors[client] = self._ring.injector(description)
+        self._start(self._watch(client, lifeline[0]))
+
+    async def _watch(self, client: str, lifeline: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, asyncio.CancelledError):  # whatever it is, the client has gone
+            await lifeline
+        await self.leave(client)
+
+    async def leave(self, client: str) -> None:
+        """A client has gone: its requests are aborted."""
+        injector = self._injectors.pop(client, None)
+        if injector is not None:
+            injector.close()
+
+    async def request(self, client: str, name: str, bundle: Bundle) -> Outcome:
+        """Carries a request out that has one reply."""
+        replies: list[Bundle] = []
+        try:
+            injected = self._inject(client, name, bundle)
+            del bundle  # or this frame would keep its memory in the object store
+            try:
+                while len(replies) < 2 and (more := await injected.read()):
+                    replies += more
+            finally:
+                injected.abort()
+            if not replies:
+                raise RemoteError(
+                    "NoReply",
+                    f"the engine finished request {injected.request_id} without a reply; use stream() if that is meant",
+                )
+            if len(replies) > 1:
+                raise LocalProtocolError(
+                    f"request {injected.request_id} has more than one reply; use stream() for such requests"
+                )
+        except (ShmringError, TimeoutError) as error:
+            return [], self._told(error)
+        return replies, None
+
+    async def stream(self, client: str, name: str, bundle: Bundle) -> AsyncGenerator[Outcome, None]:
+        """Carries a request out. All replies that are there travel in one object: Ray moves some thousand objects a second."""
+        try:
+            injected = self._inject(client, name, bundle)
+            del bundle
+            try:
+                while more := await injected.read():
+                    yield more, None
+            finally:
+                injected.abort()
+        except (ShmringError, TimeoutError) as error:
+            yield [], self._told(error)
+
+    def _inject(self, client: str, name: str, bundle: Bundle) -> Injected:
+        injector = self._injectors.get(client)
+        if injector is None:
+            raise UnknownClientError(f"engine {self._name!r} has started again", engine=self._name)
+        return injector.inject(bundle, request_id=name)
+
+    def _told(self, error: Exception) -> Exception:
+        """Returns an error as its client gets it."""
+        if isinstance(error, shmring.ClosedError):
+            return EngineDeadError(str(error), engine=self._name)
+        return error.with_traceback(None)
+
+
+async def _make_core(
+    ring_name: str,
+    executor: str,
+    *,
+    executor_options: ExecutorOptions | None = None,
+    scheduler: SchedulerConfig | None = None,
+    **options: Any,
+) -> EngineCore:
+    made = await asyncio.to_thread(create_executor, executor, executor_options)  # which may load a model for minutes
+    return await EngineCore.create(ring_name, made, None, scheduler, **options)
+
+
+class Engines:
+    """Starts engines. :data:`EngineActor` is one with Ray's defaults.
+
+    Args:
+        ray_options: of the actors, as ``ray.remote`` takes them.
+    """
+
+    def __init__(self, ray_options: dict[str, Any]) -> None:
+        self._ray_options = ray_options
+
+    def options(self, **ray_options: Any) -> Engines:
+        """Returns what starts engines with these options of a Ray actor (resources, ``max_restarts``, scheduling).
+
+        Raises:
+            ValueError: one of them is the engine's own: its name is the argument of :meth:`remote`, and no request is carried
+                out twice unless its client says so (``retry``).
+        """
+        for option in ("name", "namespace", "max_task_retries"):
+            if option in ray_options:
+                raise ValueError(f"{option} can't be set: an engine is named by remote(), and clients say retry= themselves")
+        return Engines(self._ray_options | ray_options)
+
+    def remote(self, name: str, handler: Handler | None = None, *, executor: str | None = None, **options: Any) -> Any:
+        """Starts an engine somewhere in the cluster. It goes on when this process has ended only if Ray is told so
+        (``options(lifetime="detached")``).
+
+        Args:
+            name: what clients connect to, on every node; one engine in the cluster may have it.
+            handler: a coroutine function, called with each claim (:meth:`shmring.Ring.run`).
+            executor: instead of that: the name of an executor of shmring's engine, or ``module:Class``.
+            options: with a handler, ``max_concurrency``; with an executor, ``executor_options``, ``scheduler`` and what
+                ``EngineCore.create`` takes; and arguments of :func:`shmring.serve`.
+
+        Returns:
+            The actor's handle: the engine ends when the last one is gone, unless it is detached.
+
+        Raises:
+            TypeError: it has neither a handler nor an executor, or both.
+            ValueError: the name can't be one, or another engine has it.
+        """
+        if (handler is None) == (executor is None):
+            raise TypeError("an engine has a handler, or an executor")
+        validate_name(name)
+        validate_name(f"ray-{'0' * _NODE_CHARACTERS}-{name}")
+        settings: dict[str, Any] = {"max_concurrency": _MAX_CALLS, "max_restarts": -1, **self._ray_options}
+        actor = ray.remote(_Engine).options(name=actor_name(name), namespace=NAMESPACE, **settings)
+        return actor.remote(name, handler, executor, options)
+
+
+#: ``EngineActor.remote("vision", handler)`` starts an engine; Ray starts it again as often as its process dies.
+EngineActor = Engines({})
