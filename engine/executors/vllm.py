@@ -24,7 +24,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
+import math
 import os
 import subprocess
 import time
@@ -143,6 +145,7 @@ class _Request:
 
     Attributes:
         inputs: how many prompts it has.
+        turn: its place among those of which prompts are made in a step; a later one when it has had its turn.
         trial: of the form of its answer, while it goes on.
         future: its next prompts, while they are prepared on a thread.
         prompt_tokens: how many it has.
@@ -152,6 +155,7 @@ class _Request:
     """
 
     inputs: int
+    turn: int
     trial: concurrent.futures.Future[None] | None = None
     future: concurrent.futures.Future[_Prepared] | None = None
     prompt_tokens: int = 0
@@ -206,6 +210,7 @@ class VllmExecutor:
         self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
         self._forms = concurrent.futures.ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="shmring-grammars")
         self._characters = 0  # of texts that this step has made into tokens
+        self._turns = itertools.count()
         self._requests: dict[int, _Request] = {}
         self._trials: set[subprocess.Popen[bytes]] = set()
         self._try_form = functools.lru_cache(_KEPT_FORMS)(functools.partial(try_form, trials=self._trials))
@@ -222,7 +227,7 @@ class VllmExecutor:
         """
         outputs: dict[int, StepOutput | Exception] = {}
         self._characters = 0
-        for part in batch:
+        for part in sorted(batch, key=self._turn_of):
             try:
                 outputs[part.request_id] = self._enter(part)
             except ExecutorDeadError:
@@ -262,6 +267,10 @@ class VllmExecutor:
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
+    def _turn_of(self, part: StepInput) -> float:
+        request = self._requests.get(part.request_id)
+        return math.inf if request is None else request.turn
+
     def _enter(self, part: StepInput) -> StepOutput:
         """Gives a request to vLLM, in its first step or as far as it is prepared."""
         request, payload = self._requests.get(part.request_id), part.payload
@@ -274,7 +283,7 @@ class VllmExecutor:
                 raise ValueError(f"the model {self._name!r} answers prompts; it does not embed")
             if isinstance(payload, EncodeRequest) and not payload.inputs:
                 raise ValueError("a request to encode has at least one input")
-            request = _Request(len(payload.inputs) if isinstance(payload, EncodeRequest) else 1)
+            request = _Request(len(payload.inputs) if isinstance(payload, EncodeRequest) else 1, next(self._turns))
             self._requests[part.request_id] = request
             if isinstance(payload, GenerateRequest) and (structure := payload.sampling.structured_outputs) is not None:
                 request.trial = self._forms.submit(self._try_form, form_of(structure))
@@ -314,6 +323,7 @@ class VllmExecutor:
         if self._characters and self._characters + cost > LONG_CHARACTERS:
             return False
         self._characters += cost
+        request.turn = next(self._turns)
         request.future = concurrent.futures.Future()
         request.future.set_result(self._prepare(payload, items))
         return True

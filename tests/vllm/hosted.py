@@ -112,12 +112,16 @@ def embed_in_pieces(executor: VllmExecutor, run: Run) -> dict[str, Any]:
     pictures, made[:] = [key for key, _ in made], []
     texts = [Text("long " * 90), *[Text(f"t{number:02}") for number in range(20)], Text("more " * 90)]
     [mixed], [alone] = run.all([EncodeRequest([*texts]), EncodeRequest([Text("t07")])])
+    mixed_texts, made[:] = list(made), []
+    run.all([EncodeRequest([Text(f"many {number:02} {'x' * 90}") for number in range(40)]), EncodeRequest([Text("one")])])
+    in_turn = [text for text, _ in made]
     vllm_module._MOST_AHEAD, vllm_module.LONG_CHARACTERS = most, callers_texts.LONG_CHARACTERS
     builder.build_input = build_input
     return {
         "pictures": pictures,
         "ahead": ahead,
-        "texts": made,
+        "texts": mixed_texts,
+        "in turn": in_turn,
         "shapes": [len(each.embeddings) for each in (first, second, mixed, alone)],
         "same": [float(first.embeddings[11] @ second.embeddings[0]), float(mixed.embeddings[8] @ alone.embeddings[0])],
         "left": len(executor._requests),

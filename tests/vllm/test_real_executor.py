@@ -197,6 +197,7 @@ def test_it_embeds_with_a_model_that_vllm_runs_for_that(model: Path) -> None:
     assert pieces["ahead"] <= 3
     assert {name for text, name in pieces["texts"] if text in ("long", "more")} == {"shmring-texts"}
     assert {name for text, name in pieces["texts"] if text not in ("long", "more")} == {""}
+    assert pieces["in turn"].index("one") <= 8, "it does not wait for all texts of the other request, either"
     assert pieces["shapes"] == [12, 1, 22, 1]
     assert pieces["same"] == pytest.approx([1.0, 1.0], abs=1e-3)
     assert pieces["left"] == 0
