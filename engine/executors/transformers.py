@@ -34,6 +34,7 @@ import copy
 import dataclasses
 import logging
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -283,8 +284,7 @@ class TransformersExecutor:
         self._long_prompts.input = self._prompts.input
         self._long = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
         self._preparing: dict[int, _Preparing] = {}
-        # Of requests to encode: the long texts among their inputs, as tokens; None: there are none.
-        self._long_inputs: dict[int, concurrent.futures.Future[dict[int, Text]] | None] = {}
+        self._long_inputs: dict[int, _LongInputs] = {}  # of requests to encode
         self._characters = 0  # of texts that this step has made into tokens
         self._embedder: Embedder | None = None
         if self._model.can_read:
@@ -362,8 +362,8 @@ class TransformersExecutor:
         waiting, _ = self._waiting.pop(request_id, (None, None))
         for answer in [*self._answers.pop(request_id, ()), *([waiting] if waiting is not None else [])]:
             self._model.close(answer.context)
-        if (reading := self._long_inputs.pop(request_id, None)) is not None:
-            reading.cancel()
+        if (long := self._long_inputs.pop(request_id, None)) is not None and long.future is not None:
+            long.future.cancel()
         self._grammars.forget(request_id)
         self._line.forget(request_id)
 
@@ -444,7 +444,8 @@ class TransformersExecutor:
         mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
         if is_idle and not any(self._answers.get(request_id) for request_id in outputs):
             futures: list[concurrent.futures.Future[Any]] = [preparing.future for preparing in mine.values()]
-            futures += [reading for reading in map(self._long_inputs.get, outputs) if reading is not None]
+            reading = [self._long_inputs[request_id].future for request_id in outputs if request_id in self._long_inputs]
+            futures += [future for future in reading if future is not None]
             concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
         for request_id, preparing in mine.items():
             if not preparing.future.done():
@@ -555,31 +556,40 @@ class TransformersExecutor:
     ) -> None:
         """Has a request encoded in this step, or its long texts made into tokens first."""
         if request_id not in self._long_inputs:
-            texts = {number: item for number, item in enumerate(request.inputs) if isinstance(item, Text)}
-            long = {number: text for number, text in texts.items() if len(text.text) > LONG_CHARACTERS}
+            texts = [(number, item) for number, item in enumerate(request.inputs) if isinstance(item, Text)]
+            long = [(number, text) for number, text in texts if len(text.text) > LONG_CHARACTERS]
             try:
-                for text in long.values():
+                for _, text in long:
                     self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0, None)
             except ContextLengthError as error:
                 outputs[request_id] = _report(error)
                 return
-            self._long_inputs[request_id] = self._long.submit(self._read_texts, long) if long else None
-        reading = self._long_inputs[request_id]
-        if reading is None:
-            to_encode[request_id] = request
-        elif not reading.done():
+            self._long_inputs[request_id] = _LongInputs(deque(long))
+        try:
+            is_read = self._read_texts(self._long_inputs[request_id])
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
+            outputs[request_id] = _report(error)
+            return
+        if not is_read:
             outputs[request_id] = _COMES_AGAIN
-        else:
-            try:
-                tokens = reading.result()
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-                outputs[request_id] = _report(error)
-                return
+        elif tokens := self._long_inputs[request_id].tokens:
             inputs = [tokens.get(number, item) for number, item in enumerate(request.inputs)]
             to_encode[request_id] = msgspec.structs.replace(request, inputs=inputs)
+        else:
+            to_encode[request_id] = request
 
-    def _read_texts(self, texts: Mapping[int, Text]) -> dict[int, Text]:
-        return {number: Text(self._long_prompts.read_text(text)) for number, text in texts.items()}
+    def _read_texts(self, long: _LongInputs) -> bool:
+        """Has the next long text of a request made into tokens; returns whether all of them are."""
+        if long.future is not None:
+            if not long.future.done():
+                return False
+            future, long.future = long.future, None
+            number, _ = long.left.popleft()
+            long.tokens[number] = Text(future.result())
+        if not long.left:
+            return True
+        long.future = self._long.submit(self._long_prompts.read_text, long.left[0][1])
+        return False
 
     def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
         if self._embedder is None:
@@ -602,6 +612,21 @@ class _Preparing:
 
     request: list[GenerateRequest]
     future: concurrent.futures.Future[_Prepared]
+
+
+@dataclasses.dataclass(slots=True)
+class _LongInputs:
+    """The long texts of a request to encode. They are made into tokens one by one: those of other requests come between.
+
+    Attributes:
+        left: texts that are not tokens yet, with their numbers.
+        tokens: of the others, by their numbers.
+        future: the tokens of the first that is left, while they are made.
+    """
+
+    left: deque[tuple[int, Text]]
+    tokens: dict[int, Text] = dataclasses.field(default_factory=dict)
+    future: concurrent.futures.Future[list[int]] | None = None
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:

@@ -564,3 +564,50 @@ def test_long_texts_are_made_into_tokens_beside_steps(
     executor.execute([StepInput(4, request)])
     executor.forget(4)
     assert executor._long_inputs == {}
+
+
+def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llava")
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    read_text = executor._long_prompts.read_text
+    read: list[str] = []
+
+    def note(text: Text) -> list[int]:
+        assert isinstance(text.text, str)
+        read.append(text.text[:4])
+        return read_text(text)
+
+    monkeypatch.setattr(executor._long_prompts, "read_text", note)
+    many, one = EncodeRequest([Text("many " * 30)] * 12), EncodeRequest([Text("one, " * 30)])
+    running = {1: many, 2: one}
+    while running:
+        outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
+        for number, output in zip(list(running), outputs, strict=True):
+            assert isinstance(output, StepOutput)
+            if output.finished:
+                del running[number]
+    assert read.index("one,") <= 1, "it does not wait for all texts of the other request"
+    assert len(read) == 13
+
+
+def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_more(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llava")
+    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    go_on = threading.Event()
+    read: list[Text] = []
+
+    def wait(text: Text) -> list[int]:
+        read.append(text)
+        assert go_on.wait(60)
+        return [1]
+
+    monkeypatch.setattr(executor._long_prompts, "read_text", wait)
+    executor.execute([StepInput(1, EncodeRequest([Text("many " * 30)] * 12))])
+    executor.forget(1)
+    go_on.set()
+    executor._long.submit(lambda: None).result(60)
+    assert len(read) <= 1
