@@ -34,9 +34,10 @@ import copy
 import dataclasses
 import logging
 import traceback
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import torch
@@ -585,7 +586,7 @@ class TransformersExecutor:
                 return False
             future, long.future = long.future, None
             number, _ = long.left.popleft()
-            long.tokens[number] = Text(future.result())
+            long.tokens[number] = Text(cast("list[int]", array("i", future.result())))
         if not long.left:
             return True
         long.future = self._long.submit(self._long_prompts.read_text, long.left[0][1])
@@ -620,7 +621,7 @@ class _LongInputs:
 
     Attributes:
         left: texts that are not tokens yet, with their numbers.
-        tokens: of the others, by their numbers.
+        tokens: of the others, by their numbers; arrays, which take a ninth of a list's memory.
         future: the tokens of the first that is left, while they are made.
     """
 

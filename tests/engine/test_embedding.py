@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -586,6 +587,9 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
         outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
         for number, output in zip(list(running), outputs, strict=True):
             assert isinstance(output, StepOutput)
+            if number == 1 and not output.finished:
+                for text in executor._long_inputs[1].tokens.values():
+                    assert sys.getsizeof(text.text) < 6 * len(text.text) + 100, "tokens take no more memory than their text"
             if output.finished:
                 del running[number]
     assert read.index("one,") <= 1, "it does not wait for all texts of the other request"
