@@ -45,6 +45,20 @@ async def test_time_that_is_over_already_ends_the_first_wait(timeout: float) -> 
         await asyncio.Event().wait()
 
 
+@pytest.mark.both_loops
+async def test_one_whose_time_is_over_already_harms_no_other() -> None:
+    deadlines = Deadlines()
+
+    async def wait_long_enough() -> None:
+        with deadlines.within(5, nothing):
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(wait_long_enough())
+    with pytest.raises(TimeoutError), deadlines.within(-1.0, nothing):
+        await asyncio.Event().wait()
+    await other
+
+
 async def test_who_needs_no_wait_is_not_late() -> None:
     deadlines = Deadlines()
     with deadlines.within(5, nothing):

@@ -33,6 +33,7 @@ class Deadlines:
         self._numbers = itertools.count()
         self._over = 0  # entries of blocks that were left
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0  # when it goes off; uvloop's can't be asked if that is at once
 
     def within(self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None) -> Deadline:
         """Bounds a ``with`` block in time.
@@ -50,7 +51,7 @@ class Deadlines:
     def add(self, deadline: Deadline, until_s: float) -> None:
         """For a deadline: its block was entered."""
         heapq.heappush(self._heap, (until_s, next(self._numbers), deadline))
-        if self._timer is None or until_s < self._timer.when():
+        if self._timer is None or until_s < self._timer_s:
             self._set_timer(until_s)
 
     def left(self) -> None:
@@ -64,7 +65,7 @@ class Deadlines:
     def _set_timer(self, until_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(until_s, self._expire)
+        self._timer, self._timer_s = asyncio.get_running_loop().call_at(until_s, self._expire), until_s
 
     def _expire(self) -> None:
         self._timer = None
