@@ -247,7 +247,8 @@ class EngineCore:
         self.metrics.running_requests = len(batch)
         async with self._boundary:
             self._boundary.notify_all()
-        if batch or (self._to_forget and not await self._work_comes_soon()):
+        # A method may be called as soon as a pause has ended; it does not find requests that the pause has given up.
+        if batch or (self._to_forget and (self._paused or not await self._work_comes_soon())):
             await self._step(batch)
             await asyncio.sleep(0)  # aborts and calls that came during the step go first
         elif not self._to_forget:

@@ -721,6 +721,21 @@ async def test_paused_at_once_it_gives_up_what_runs(socket_dir: Path) -> None:
         assert await generate(client, question(2)) == "1 2 "
 
 
+async def test_what_a_pause_gives_up_is_forgotten_before_a_method_is_called(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CallbackExecutor, "add", lambda self: list(self.forgotten))
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        running = asyncio.create_task(generate(client, question(100_000)))
+        await until(lambda: core._scheduler.running)
+        gate.let()
+        await client.pause_generation()
+        assert await client.collective_rpc("add") == [[1]]
+        with pytest.raises(shmring.RemoteError, match="PausedError"):
+            await running
+
+
 async def test_a_pause_that_is_taken_back_ends_for_its_caller(socket_dir: Path) -> None:
     gate = Gate(Counting())
     async with engine_and_client(gate, socket_dir) as (core, client):
