@@ -27,7 +27,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -194,6 +194,8 @@ class _ErrorAnswers:
         scope["app"] = self  # a router that is part of an application raises its refusals
         try:
             await self._app(scope, receive, send)
+            return
+        except ClientDisconnect:  # while an operator's body was read
             return
         except Exception as error:
             if scope["type"] != "http" or answer_has_begun(scope):

@@ -75,6 +75,25 @@ async def test_no_other_key_opens_them_and_theirs_opens_nothing_else(http: httpx
     assert operation["security"] == [{"admin_key": []}]
 
 
+async def test_an_operator_who_hangs_up_within_a_body_is_told_nothing_and_no_bug_is_logged(
+    engine: Any, start_app: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = await start_app(engine, admin_keys=("admin",))
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    sent = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer admin")]
+    await app({"type": "http", "method": "POST", "path": "/abort_requests", "headers": headers}, receive, send)
+    assert not sent
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 # -- pause --------------------------------------------------------------------------------------------------------------
 
 
@@ -93,12 +112,12 @@ async def test_while_it_is_paused_requests_wait(http: httpx.AsyncClient, engine:
     assert (await http.post("/resume", headers=KEY)).status_code == 200
 
 
-async def test_deadlines_go_on_while_it_is_paused(engine: Any, open_app: OpenApp) -> None:
+async def test_deadlines_go_on_while_it_is_paused(engine: Any, open_app: OpenApp, eventually: Any) -> None:
     http = await open_app(engine, admin_keys=("admin",), request_timeout_s=0.2)
     assert (await http.post("/pause", headers=KEY)).status_code == 200
     answer = await ask(http)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
-    assert engine.core._scheduler.waiting == 0
+    await eventually(lambda: engine.core._scheduler.waiting == 0)
 
 
 @for_each(
