@@ -1,8 +1,12 @@
 """``python -m bench steps``: what a step of the executor ``transformers`` costs, without a ring and without HTTP.
 
 The model is a LLaVA with random weights, of 61 million parameters: what is measured is how requests share a step, and no answer
-is read. Another checkout can be measured beside this one (``--beside``). Each measurement has a process of its own, of one
-thread, so that CPU time does not depend on how many cores wait for each other; the two checkouts take turns.
+is read. Another checkout can be measured beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each
+measurement has a process of its own, of one thread, so that CPU time does not depend on how many cores wait for each other; the
+peers take turns.
+
+A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
+answers are long enough for the first to go on when the last one begins.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
 from rich.table import Table
 
-from bench.command_line import DIRECTORY, SETTINGS, NotMeasured, console, measuring
+from bench.command_line import DIRECTORY, SETTINGS, NotMeasured, console, measuring, missing_program
 from bench.machine import ROOT
-from shmring.engine.executors.interface import ExecutorOptions, StepInput
-from shmring.engine.executors.transformers import TransformersExecutor
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
@@ -41,7 +45,8 @@ from shmring.engine.protocol import (
 #: Tokens of a prompt, and answers that are written at the same time.
 CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
 
-_TOKENS = 24  # of an answer; the last third of the steps is measured, when all prompts have been read
+_TOKENS = 128  # of an answer: when the last prompt has been read, piece by piece, the first answer goes on for some time
+_MEASURED = 24  # steps; the first in which each of the answers gets a token and no prompt is read
 _STREAMS, _JOINING = 4, 12  # answers, and questions about a picture that come meanwhile
 _CALLERS, _TEXTS, _CHARACTERS = 16, 4, 32  # who have texts embedded
 _LIMIT_S = 900  # for a process to measure everything
@@ -98,24 +103,51 @@ def write_model(directory: Path) -> None:
 # -- in a process of its own -----------------------------------------------------------------------------------------------
 
 
-def measure_steps(model: str, cases: Sequence[Sequence[int]] = CASES, answer_tokens: int = _TOKENS) -> dict[str, float]:
-    """Measures everything once; returns numbers by what they are of."""
+class _Step(NamedTuple):
+    """What a step cost, and of how many requests it was."""
+
+    wall_s: float
+    cpu_s: float
+    requests: int
+
+
+def measure_steps(
+    model: str, cases: Sequence[Sequence[int]] = CASES, answer_tokens: int = _TOKENS, name: str = "transformers"
+) -> dict[str, float]:
+    """Measures everything once; returns numbers by what they are of. Of the executor ``vllm``, answers to texts alone."""
     torch.set_num_threads(1)
-    executor = TransformersExecutor(ExecutorOptions(model=model, options={"max_num_seqs": 32}))
+    options: dict[str, Any] = {"max_num_seqs": 32}
+    if name == "vllm":  # which does not read weights of this name, and whose answers nobody reads
+        options |= {"load_format": "dummy", "enforce_eager": True, "max_model_len": 8192, "gpu_memory_utilization": 0.1}
+    executor = create_executor(name, ExecutorOptions(model=model, options=options))
     _execute(executor, [_question("x" * 16, 4)])
     found: dict[str, float] = {}
     for prompt, streams in cases:
-        steps = _execute(executor, [_question("x" * prompt, answer_tokens) for _ in range(streams)])
-        measured = [cpu_s for _, cpu_s in steps[-max(6, answer_tokens // 3) :]]
-        found[f"CPU ms a step, {prompt} x {streams}"] = 1000 * statistics.median(measured)
+        found |= _measure_case(executor, prompt, streams, answer_tokens)
+    if name == "vllm":
+        return found
     joining = [_question("What is it?", 8, _picture(seed)) for seed in range(_JOINING)]
     steps = _execute(executor, [_question("x" * 32, 4 * answer_tokens) for _ in range(_STREAMS)], joining)
-    found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(wall_s for wall_s, _ in steps[1:])
+    found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(step.wall_s for step in steps[1:])
     texts = [EncodeRequest([Text(chr(97 + caller) * _CHARACTERS)] * _TEXTS) for caller in range(_CALLERS)]
     steps = _execute(executor, texts)
-    found[f"embeddings/s of CPU, {_CALLERS} callers"] = _CALLERS * _TEXTS / sum(cpu_s for _, cpu_s in steps)
+    found[f"embeddings/s of CPU, {_CALLERS} callers"] = _CALLERS * _TEXTS / sum(step.cpu_s for step in steps)
     executor.close()
     return found
+
+
+def _measure_case(executor: Executor, prompt: int, streams: int, answer_tokens: int) -> dict[str, float]:
+    """Measures steps of which each of the answers gets a token, and all CPU time from the first prompt to the last answer."""
+    steps = _execute(executor, [_question("x" * prompt, answer_tokens) for _ in range(streams)])
+    # An answer gets a token a step: so many steps before the last one, the last prompt had been read.
+    full = [step.cpu_s for step in steps[len(steps) - answer_tokens + 1 :] if step.requests == streams]
+    if not full:
+        raise RuntimeError(f"{prompt} x {streams}: the first answer has ended before the last one began")
+    case = f"{prompt} x {streams}"
+    return {
+        f"CPU ms a step, {case}": 1000 * statistics.median(full[:_MEASURED]),
+        f"all CPU s, {case} + {answer_tokens}": sum(step.cpu_s for step in steps),
+    }
 
 
 def _question(text: str, max_tokens: int, picture: Picture | None = None) -> GenerateRequest:
@@ -129,16 +161,16 @@ def _picture(seed: int) -> Picture:
     return Picture(torch.randint(0, 256, (600, 800, 3), dtype=torch.uint8, generator=generator))
 
 
-def _execute(executor: TransformersExecutor, requests: Sequence[Any], joining: Sequence[Any] = ()) -> list[tuple[float, float]]:
-    """Executes steps until all requests are over, as the engine does; some join at the tenth. Returns wall and CPU time."""
+def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any] = ()) -> list[_Step]:
+    """Executes steps until all requests are over, as the engine does; some join at the tenth."""
     batch = [StepInput(number, request) for number, request in enumerate(requests)]
-    steps: list[tuple[float, float]] = []
+    steps: list[_Step] = []
     while batch:
         if len(steps) == 10:
             batch += [StepInput(len(requests) + number, request) for number, request in enumerate(joining)]
         wall, cpu = time.perf_counter(), time.process_time()
         outputs = executor.execute(batch)
-        steps.append((time.perf_counter() - wall, time.process_time() - cpu))
+        steps.append(_Step(time.perf_counter() - wall, time.process_time() - cpu, len(batch)))
         following = []
         for part, output in zip(batch, outputs, strict=True):
             if isinstance(output, Exception):
@@ -151,48 +183,72 @@ def _execute(executor: TransformersExecutor, requests: Sequence[Any], joining: S
     return steps
 
 
+class _Peer(NamedTuple):
+    """What is measured: a checkout, in an environment."""
+
+    checkout: Path
+    python: str = sys.executable
+    executor: str = "transformers"
+
+
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
 @click.command("steps", context_settings=SETTINGS)
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
 @click.option("--model", default=None, type=DIRECTORY, help="A directory that holds a LLaVA.  [default: one that is made up]")
+@click.option(
+    "--vllm",
+    default=None,
+    type=DIRECTORY,
+    help="An environment that has vLLM, whose executor is measured in turn, too; see `make test-vllm`.",
+)
 @click.option("--repetitions", default=3, type=click.IntRange(min=1), help="Of each checkout.")
-def steps_command(beside: Path | None, model: Path | None, repetitions: int) -> None:
+def steps_command(beside: Path | None, model: Path | None, vllm: Path | None, repetitions: int) -> None:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
-    checkouts = {"this": ROOT} | ({} if beside is None else {"beside": beside.resolve()})
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
-    with tempfile.TemporaryDirectory() as scratch, measuring(repetitions * len(checkouts)) as progress:
+    peers = {"this": _Peer(ROOT)}
+    if beside is not None:
+        if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured
+            raise click.UsageError(f"{beside} is no checkout of shmring")
+        peers["beside"] = _Peer(beside.resolve())
+    if vllm is not None:
+        if (missing := missing_program(vllm, "vllm", "vLLM")) is not None:
+            raise click.UsageError(missing)
+        peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+    with tempfile.TemporaryDirectory() as scratch, measuring(repetitions * len(peers)) as progress:
         if model is None:
             model = Path(scratch) / "llava"
             write_model(model)
         for repetition in range(repetitions):
-            for name, checkout in checkouts.items():
+            for name, peer in peers.items():
                 progress(f"{name}, {repetition + 1} of {repetitions}")
-                runs[name].append(_measure_in(checkout, model))
-    table = Table("", *checkouts, *(["this / beside"] if beside else []), title="medians (minimum to maximum)")
+                runs[name].append(_measure(peer, model))
+    others = list(peers)[1:]
+    table = Table("", *peers, *(f"this / {name}" for name in others), title="medians (minimum to maximum)")
     for what in runs["this"][0]:
-        values = {name: [run[what] for run in found] for name, found in runs.items()}
-        medians = [statistics.median(numbers) for numbers in values.values()]
-        ratio = [f"{medians[0] / medians[1]:.3f}"] if beside else []
-        table.add_row(what, *map(_spread, values.values()), *ratio)
+        values = {name: [run[what] for run in found if what in run] for name, found in runs.items()}
+        medians = {name: statistics.median(numbers) for name, numbers in values.items() if numbers}
+        ratios = [f"{medians['this'] / medians[name]:.3f}" if name in medians else "" for name in others]
+        table.add_row(what, *map(_spread, values.values()), *ratios)
     console().print(table)
 
 
 def _spread(numbers: Sequence[float]) -> str:
-    return f"{statistics.median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})"
+    return f"{statistics.median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})" if numbers else ""
 
 
-def _measure_in(checkout: Path, model: Path) -> dict[str, float]:
-    """Measures a checkout, by the functions of this file."""
-    command = [sys.executable, "-P", __file__, str(model.resolve())]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=_LIMIT_S)
+def _measure(peer: _Peer, model: Path) -> dict[str, float]:
+    """Measures a peer, by the functions of this file."""
+    command = [peer.python, "-P", __file__, str(model.resolve()), peer.executor]
+    environment = os.environ | {"PYTHONPATH": str(peer.checkout), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=peer.checkout, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:
-        raise NotMeasured(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, float] = json.loads(done.stdout)
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise NotMeasured(f"{peer.executor} of {peer.checkout}: {said[-1]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # vLLM says something before
     return found
 
 
 if __name__ == "__main__":
-    json.dump(measure_steps(sys.argv[1]), sys.stdout)
+    json.dump(measure_steps(sys.argv[1], name=sys.argv[2]), sys.stdout)

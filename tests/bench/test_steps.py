@@ -1,0 +1,64 @@
+"""``bench steps`` measures steps in which each answer gets a token and no prompt is read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench import steps
+from shmring.engine.executors.interface import ExecutorOptions
+
+pytest.importorskip("transformers")
+
+from shmring.engine.executors import transformers as executor_module
+
+
+@pytest.fixture
+def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[executor_module.TransformersExecutor]:
+    """Reads prompts in small pieces, by a clock that it moves: a step costs 1,000 s if it reads a prompt, or 1 s an answer."""
+    monkeypatch.setattr(executor_module, "_PIECE_TOKENS", 7)
+    monkeypatch.setattr(executor_module, "_IDLE_TOKENS", 20)
+    path = importlib.import_module("tests.engine.tiny_models").write_tiny_model(tmp_path / "llama", "llama")
+    executor = executor_module.TransformersExecutor(ExecutorOptions(model=str(path)))
+    clock = SimpleNamespace(now=0)
+    advance = executor._model.advance
+
+    def cost(pieces: Any) -> Any:
+        clock.now += 1000 if any(context.prompt is not None for context, _ in pieces) else len(pieces)
+        return advance(pieces)
+
+    monkeypatch.setattr(executor._model, "advance", cost)
+    now = lambda: clock.now  # noqa: E731 - two clocks, of which one would do
+    monkeypatch.setattr(steps, "time", SimpleNamespace(process_time=now, perf_counter=now))
+    yield executor
+    executor.close()
+
+
+def test_steps_count_in_which_all_answers_are_written(executor: executor_module.TransformersExecutor) -> None:
+    found = steps._measure_case(executor, 40, 3, 50)
+    assert found["CPU ms a step, 40 x 3"] == 3000
+    assert found["all CPU s, 40 x 3 + 50"] > 3000, "prompts, too, which were read in several steps"
+
+
+def test_a_case_without_such_a_step_is_no_measurement(executor: executor_module.TransformersExecutor) -> None:
+    with pytest.raises(RuntimeError, match="40 x 3: the first answer has ended before the last one began"):
+        steps._measure_case(executor, 40, 3, 4)
+
+
+def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
+    vllm = f"{tmp_path} has no vLLM; `make test-vllm` makes an environment that has"
+    for option, reason in (("--vllm", vllm), ("--beside", f"{tmp_path} is no checkout of shmring")):
+        result = CliRunner().invoke(steps.steps_command, [option, str(tmp_path)])
+        assert result.exit_code == 2
+        assert reason in result.output
+
+
+def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(steps.NotMeasured, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
+        steps._measure(steps._Peer(steps.ROOT), tmp_path)
