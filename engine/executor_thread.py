@@ -28,7 +28,7 @@ class ExecutorThread:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)  # one that nobody closed keeps no process
         self._is_started = False
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
@@ -53,9 +53,12 @@ class ExecutorThread:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             ended, function = call
-            result = error = None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 result = function()
+            except StopIteration:  # no future takes it
+                error = RuntimeError("the call raised StopIteration")
             except BaseException as raised:  # noqa: BLE001 - it is raised where the call was made
                 error = raised
             ended.get_loop().call_soon_threadsafe(_end, ended, result, error)
