@@ -28,7 +28,7 @@ CORE = tuple(sorted(f"tests/core/{path.name}" for path in (ROOT / "tests/core").
 BESIDE = (
     *(
         f"tests/memory/test_{name}.py"
-        for name in ("codec", "copier", "copying", "huge_pages", "layout", "payload", "tensors", "upload", "views")
+        for name in ("bundles", "codec", "copier", "copying", "huge_pages", "layout", "payload", "tensors", "upload", "views")
     ),
     *(
         f"tests/memory/test_{name}.py"  # with the made-up driver
@@ -39,7 +39,8 @@ BESIDE = (
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
 ENDS = (
     *("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py"),
-    *("tests/test_workers.py", "tests/test_kept.py", "tests/test_ring.py", "tests/integration/test_forged.py"),
+    *("tests/test_workers.py", "tests/test_kept.py", "tests/test_ring.py", "tests/test_injecting.py"),
+    "tests/integration/test_forged.py",
 )
 COMPILED = (*CORE, *BESIDE, *ENDS)
 #: What uses the compiled core and is not run, and why.
