@@ -240,3 +240,13 @@ async def test_a_full_slab_is_one_line_that_names_who_waits_and_who_has_it(
     with await ring.claim() as claim:
         await claim.reply(2)
     assert await waiting == 2
+
+
+async def test_who_looks_may_connect_in_the_turn_in_which_a_ring_closes(serve: Any, turns: Any) -> None:
+    """Nothing is logged: asyncio accepted it for the cancelled task, and failed."""
+    ring = await serve()
+    await turns()  # it waits for connections
+    with socket.socket(socket.AF_UNIX) as late:
+        late.connect(ring._shell._handshakes._listener.socket.getsockname())
+        await asyncio.sleep(0)  # its event is next in the loop
+        await ring._shell._handshakes.close()

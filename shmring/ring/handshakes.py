@@ -97,6 +97,9 @@ class Handshakes:
 
     async def close(self) -> None:
         """Accepts no more connections, and waits until the peers in a handshake have gone."""
+        if self._accepting is not None:
+            # asyncio would accept once more for the cancelled task if a connection has come in this turn of the loop, and fail.
+            self._life.loop.remove_reader(self._listener.socket)
         tasks = [task for task in (self._accepting, *self._running) if task is not None]
         for task in tasks:
             task.cancel()
