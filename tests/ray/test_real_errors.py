@@ -10,7 +10,7 @@ from shmring.integrations.ray.far_client import FarClient
 
 exceptions = pytest.importorskip("ray.exceptions")
 
-WHERE = Where("node", "ring", "/tmp", 1, 1, 8, 16, 1 << 20, 1 << 20, 150 << 20)
+WHERE = Where("node", "ring", "/tmp", 1, 8, 16, 1 << 20, 1 << 20, 150 << 20)
 
 
 def translated(error: Exception, nbytes: int = 7) -> Exception:

@@ -30,7 +30,6 @@ class Where(msgspec.Struct, frozen=True):
         node: Ray's id of its node.
         ring: the name of its ring there.
         socket_dir: where that ring's socket lives.
-        epoch: identity of this life of the engine.
         pid: of its process.
         max_inflight, max_tensors, max_payload_nbytes, max_values: bounds of its ring, for requests.
         store_nbytes: the size of Ray's object store on its node.
@@ -39,7 +38,6 @@ class Where(msgspec.Struct, frozen=True):
     node: str
     ring: str
     socket_dir: str
-    epoch: int
     pid: int
     max_inflight: int
     max_tensors: int

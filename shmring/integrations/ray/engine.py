@@ -80,7 +80,6 @@ class _Engine:
             node=self._node,
             ring=ring_name,
             socket_dir=options["socket_dir"],
-            epoch=self._ring.epoch,
             pid=os.getpid(),
             max_inflight=config.max_inflight,
             max_tensors=config.max_tensors,

@@ -104,8 +104,6 @@ class FarClient:
         flight: what is in flight.
     """
 
-    is_near = False
-
     def __init__(self, name: str, actor: Any, where: Where, max_nbytes: int) -> None:
         self.flight = Flight(where.max_inflight, max_nbytes)
         self._name = name
