@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 
 from bench.children import BenchError
 from bench.machine import ROOT, Machine
-from bench.modes import MODES, Mode
+from bench.modes import MODES
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.config import parse_nbytes
 
@@ -30,7 +30,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 #: Of every command.
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
-_WHERE_RESULTS_GO = ("--json", "--plot")
+_WHERE_RESULTS_GO = "--json"
 _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -80,35 +80,6 @@ def peer_option(names: Collection[str]) -> Callable[[_Function], _Function]:
     return click.option("--peer", "peers", multiple=True, type=kind, help="Beside shmring; repeatable.  [default: all]")
 
 
-def repetitions_option(text: str, mode: Mode | None = None) -> Callable[[_Function], _Function]:
-    """How often; None if it is not said, and then what a mode does."""
-    if mode is not None:
-        text = f"{text}  {mode.defaults('repetitions')}"
-    return click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text)
-
-
-def seconds_option(mode: Mode) -> Callable[[_Function], _Function]:
-    """How long each repetition is timed; None if it is not said, and then what a mode does."""
-    text = f"Timed in each repetition.  {mode.defaults('timed_s')}"
-    return click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text)
-
-
-def json_option(function: _Function) -> _Function:
-    """Where results go, too."""
-    return click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")(function)
-
-
-def plot_option(text: str = "Also draw FILE.png and FILE.svg.") -> Callable[[_Function], _Function]:
-    """Where plots go, and how their names begin. That none can be drawn is said before the run, not an hour later."""
-
-    def checked(context: click.Context, option: click.Parameter, stem: Path | None) -> Path | None:
-        if stem is not None:
-            check_plotter()
-        return stem
-
-    return click.option("--plot", "plot_stem", default=None, type=FILE, callback=checked, help=text)
-
-
 def environment_option(program: str, title: str) -> Callable[[_Function], _Function]:
     """Where a server that is not ours is installed, by the name of its program."""
 
@@ -138,43 +109,47 @@ def versions(environment: Path, *packages: str) -> str:
 
 
 def benchmark(
-    mode: str,
-    *,
-    quick: str = "",
-    repetitions: str = "Of each case, interleaved.",
-    seconds: bool = True,
-    draw: Callable[[Findings, Path], object] | None = None,
-) -> Callable[[Callable[..., Findings]], click.Command]:
-    """Makes a command of a function that measures: what it returns is stored, printed, drawn and judged.
+    mode: str, *, quick: str = "", repetitions: str = "Of each case, interleaved.", seconds: bool = True
+) -> Callable[[Callable[..., Findings | Iterator[Findings]]], click.Command]:
+    """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
     Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
-    options that all have, and with ``quick`` where there is such a run.
+    options that all have, and with ``quick`` where there is such a run. What takes long yields what there is so far, again and
+    again; the last one counts.
 
     Args:
         mode: a name in the table of modes, and of the command.
         quick: help of ``--quick``; empty: there is no quick run.
-        repetitions: help of ``--repetitions``.
+        repetitions: help of ``--repetitions``; empty: there is no such option.
         seconds: whether somebody may say how long a repetition is timed.
-        draw: draws a plot of what it returns.
     """
     timings = MODES[mode]
+    options = [click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")]
+    if seconds:
+        text = f"Timed in each repetition.  {timings.defaults('timed_s')}"
+        options.append(click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text))
+    if repetitions:
+        text = f"{repetitions}  {timings.defaults('repetitions')}"
+        options.append(click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text))
 
-    def decorate(measure: Callable[..., Findings]) -> click.Command:
+    def decorate(measure: Callable[..., Findings | Iterator[Findings]]) -> click.Command:
         @functools.wraps(measure)
-        def run(
-            repetitions: int | None,
-            json_path: Path | None,
-            seconds: float | None = None,
-            plot_stem: Path | None = None,
-            **options: Any,
-        ) -> None:
-            options["timing"] = timings.timing(options.get("quick", False), repetitions, seconds)
-            finish(measure(**options), json_path, plot_stem, draw)
+        def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
+            if timings.full is not None:
+                options["timing"] = timings.timing(options.get("quick", False), repetitions, seconds)
+            # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
+            told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
+            found = measure(**options)
+            for findings in (found,) if isinstance(found, Findings) else found:
+                findings = msgspec.structs.replace(findings, **told)
+                if json_path is not None:
+                    write_json(findings, json_path)
+            show(findings)
+            conclude(findings)
 
         own, run.__click_params__ = getattr(run, "__click_params__", []), []  # type: ignore[attr-defined] # click's
-        run = json_option(run if draw is None else plot_option()(run))
-        run = seconds_option(timings)(run) if seconds else run
-        run = repetitions_option(repetitions, timings)(run)
+        for option in options:
+            run = option(run)
         run.__click_params__ += own  # type: ignore[attr-defined] # the last stands first
         run = click.option("--quick", is_flag=True, help=quick)(run) if quick else run
         return click.command(mode, context_settings=SETTINGS)(run)
@@ -216,27 +191,6 @@ def measuring(steps: int) -> Iterator[Callable[[str], None]]:
             yield progress
     except BenchError as error:
         raise NotMeasured(str(error)) from error
-
-
-def deliver(findings: Findings, json_path: Path | None) -> None:
-    """Writes a run, with the machine and the command that was typed, to where that asked for it; and prints it."""
-    findings = msgspec.structs.replace(findings, machine=findings.machine or Machine.here())
-    if json_path is not None:
-        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
-    show(findings)
-
-
-def finish(
-    findings: Findings,
-    json_path: Path | None,
-    plot_stem: Path | None = None,
-    draw: Callable[[Findings, Path], object] | None = None,
-) -> None:
-    """Delivers a run, draws it if that was asked for, and ends the command as :func:`bench.command_line.conclude` says."""
-    deliver(findings, json_path)
-    if plot_stem is not None and draw is not None:
-        draw(findings, plot_stem)
-    conclude(findings.failures, findings.targets)
 
 
 def show(findings: Findings) -> None:
@@ -284,7 +238,7 @@ def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
     return table
 
 
-def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:
+def conclude(findings: Findings) -> None:
     """Ends a command that was to measure and to judge: as it should, if nothing failed and no target was missed.
 
     A target that is missed as far as a decision says, and no further, does not count: who runs it can do nothing about that.
@@ -293,9 +247,9 @@ def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:
         NotMeasured: something failed.
         click.ClickException: a target was missed.
     """
-    if failures:
+    if failures := findings.failures:
         raise NotMeasured(f"{failures} measurements failed: see the table")
-    if missed := sum(verdict.fails for verdict in verdicts):
+    if missed := sum(verdict.fails for verdict in findings.targets):
         raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
 
 
@@ -310,8 +264,8 @@ def typed() -> str:
     words = iter(sys.argv[sys.argv.index(name) + 1 :] if name in sys.argv else ())
     kept = []
     for word in words:
-        if word in _WHERE_RESULTS_GO:
+        if word == _WHERE_RESULTS_GO:
             next(words, None)
-        elif word.partition("=")[0] not in _WHERE_RESULTS_GO:
+        elif word.partition("=")[0] != _WHERE_RESULTS_GO:
             kept.append(word)
     return shlex.join(["python", "-m", "bench", str(name), *kept])

@@ -156,7 +156,6 @@ def measure(
         tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The program stamps nothing."],
         targets=_verdicts(costs),
-        results=list(costs.values()),
         coverage=runs.coverage(),
     )
 

@@ -1,14 +1,14 @@
-"""The machine a result comes from: what it is, how fast it copies and reads, and what importing torch takes.
+"""The machine a result comes from: what it is, how fast it copies, and what importing torch takes.
 
-What a copying transport can reach at most is one ``memcpy`` into shared memory that has been touched before. How fast that
-is depends on whether the target is in a cache: a slot that was just used is, the next one of many is not. Both are measured,
-with glibc's memcpy, into a mapping of the kind that a slab is; and how fast a consumer could read what is in no cache.
+What a transport that copies once can reach is about one ``memcpy`` into shared memory that has been touched before, and is in
+no cache: glibc's, into a mapping of the kind that a slab is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import platform
@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +30,6 @@ _GIT_TIMEOUT_S = 60.0
 _IMPORT_TIMEOUT_S = 120.0  # for torch, on a machine that does much else
 _CACHES_ROTATED = 4  # the region that copies rotate through, in caches: little of it is left there on the next turn
 _ALIGNMENT = 64  # of every payload in a slab; glibc's memcpy is up to 15 times slower at some other distances
-_ABSENT = 0xA5  # a byte that the source has none of
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -92,8 +90,8 @@ def torch_resident_nbytes() -> int:
     return int(done.stdout)
 
 
-class CopyLimits:
-    """Times copies and reads of one size. Use it with ``with``: it holds up to four last-level caches of memory.
+class Copies:
+    """Copies of one size, each to the next place of a region of four last-level caches.
 
     Args:
         nbytes: size of a copy; both ends are 64-byte aligned and touched before.
@@ -102,44 +100,20 @@ class CopyLimits:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._source = np.full(nbytes + _ALIGNMENT, 0, np.uint8)  # which touches it, as np.zeros does not
-        self._source_address = int(self._source.ctypes.data)
-        self._source_address += -self._source_address % _ALIGNMENT
-        self._stride = nbytes + -nbytes % _ALIGNMENT
-        self._places = max(1, -(-_CACHES_ROTATED * last_level_cache_nbytes() // self._stride))
-        self._region = mmap.mmap(-1, self._places * self._stride)  # shared and anonymous: tmpfs, as a slab is
-        touched = np.frombuffer(self._region, np.uint8)
-        touched[:] = 0
-        self._region_address = int(touched.ctypes.data)
-        self._memchr = ctypes.CDLL(None).memchr
-        self._memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+        stride = nbytes + -nbytes % _ALIGNMENT
+        places = max(1, -(-_CACHES_ROTATED * last_level_cache_nbytes() // stride))
+        self._region = np.frombuffer(mmap.mmap(-1, places * stride), np.uint8)  # shared and anonymous: tmpfs, as a slab is
+        self._region[:] = 0
+        first = int(self._region.ctypes.data)
+        self._places = itertools.cycle(range(first, first + places * stride, stride))
 
-    def measure(self, seconds: float) -> tuple[float, float, float]:
-        """Returns how often a second so many bytes are copied to another place each time, through more than the cache; to the
-        same place; and read at another place each time, by ``memchr``, in vain.
-
-        Args:
-            seconds: for each of the three.
-        """
-        cold = self._per_s(lambda turn: self._copy(turn % self._places), seconds)
-        hot = self._per_s(lambda turn: self._copy(0), seconds)
-        return cold, hot, self._per_s(self._read, seconds)
-
-    def __enter__(self) -> CopyLimits:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._region.close()
-
-    def _copy(self, place: int) -> None:
-        ctypes.memmove(self._region_address + place * self._stride, self._source_address, self._nbytes)
-
-    def _read(self, turn: int) -> None:
-        self._memchr(self._region_address + turn % self._places * self._stride, _ABSENT, self._nbytes)
-
-    def _per_s(self, once: Callable[[int], None], seconds: float) -> float:
-        turn = 0
-        started = time.perf_counter()
-        while (elapsed := time.perf_counter() - started) < seconds or not turn:
-            once(turn)
-            turn += 1
-        return turn / elapsed
+    def measure(self, seconds: float) -> tuple[int, float]:
+        """Copies for so long; returns how often, and the seconds that it took."""
+        source = int(self._source.ctypes.data)
+        source += -source % _ALIGNMENT
+        started_s = time.perf_counter()
+        copies, elapsed_s = 0, 0.0
+        while elapsed_s < seconds:
+            ctypes.memmove(next(self._places), source, self._nbytes)
+            copies, elapsed_s = copies + 1, time.perf_counter() - started_s
+        return copies, elapsed_s

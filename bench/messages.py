@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, MutableSequence
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -48,34 +48,23 @@ class Case(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         nbytes: size of a message's tensor, a multiple of 4.
-        dtype: of the tensor: a key of :data:`DTYPES`.
         producers: processes that send at the same time, to one consumer.
         window: messages in flight of each producer.
-        copies_out: whether the consumer copies every byte of a tensor into a warm buffer of its own before it counts as
-            received, as an engine would.
     """
 
     nbytes: int
-    dtype: str = "float32"
     producers: int = 1
     window: int = 16
-    copies_out: bool = False
 
     @property
     def title(self) -> str:
         """The case in words."""
-        several = f"{self.producers} producers" if self.producers > 1 else "1 producer"
-        copies = ", copied out" if self.copies_out else ""
-        return f"{format_nbytes(self.nbytes)} of {self.dtype}, {several}, window {self.window}{copies}"
-
-    def bounded(self) -> Case:
-        """Returns the case with a window that keeps what is in flight within memory, if it can be."""
-        window = min(self.window, _MAX_IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
-        return msgspec.structs.replace(self, window=max(1, window))
+        return f"{format_nbytes(self.nbytes)}, {self.producers} producer{'s' * (self.producers > 1)}, window {self.window}"
 
     def cell(self, **timing: Any) -> Cell:
-        """Returns what processes need to run the case."""
-        return Cell(**msgspec.structs.asdict(self), **timing)
+        """Returns what processes need to run the case, with a window that keeps what is in flight within memory."""
+        window = max(1, min(self.window, _MAX_IN_FLIGHT_NBYTES // (self.nbytes * self.producers)))
+        return Cell(**msgspec.structs.asdict(self) | {"window": window}, **timing)
 
 
 class Cell(Case, frozen=True, kw_only=True):
@@ -85,6 +74,7 @@ class Cell(Case, frozen=True, kw_only=True):
         warm_up_s, timed_s: how long a producer sends in each phase.
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
+        dtype: of the tensor: a key of :data:`DTYPES`. Engines are not told beforehand, so it travels with each tensor.
         reply_nbytes: size of a reply's tensor, where messages are requests.
     """
 
@@ -92,6 +82,7 @@ class Cell(Case, frozen=True, kw_only=True):
     timed_s: float
     limit_s: float
     directory: str
+    dtype: str = "float32"
     reply_nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -136,16 +127,15 @@ class Measurement:
     Attributes:
         messages: how many were received and checked after the first one, in ``elapsed_s``, of all producers together.
         latencies_ns: of each message: from before the producer handed it to the transport until the consumer had the
-            tensor in its hands (or its copy); its wait behind earlier messages of the window included. Of requests, what
-            their clients saw: until the reply was there.
-        consumer: what it cost the consumer.
-        producers: what it cost each producer. Empty until the processes that ran it have reported.
+            tensor in its hands; its wait behind earlier messages of the window included. Of requests, what their clients saw:
+            until the reply was there. Empty where only time was taken.
+        consumer, producers: what it cost the consumer, and each producer. Empty until the processes that ran it have reported.
     """
 
     messages: int
     elapsed_s: float
     latencies_ns: NDArray[np.int64]
-    consumer: Cost | None = None
+    consumer: tuple[Cost, ...] = ()
     producers: tuple[Cost, ...] = ()
 
     @property
@@ -153,15 +143,28 @@ class Measurement:
         return self.messages / self.elapsed_s
 
     @property
-    def consumer_us(self) -> float:
+    def consumer_us(self) -> float | None:
         """Microseconds of CPU that a message takes in the consumer's process."""
-        assert self.consumer is not None, "it has reported"
-        return self.consumer.cpu_s / self.consumer.messages * 1e6
+        return _cpu_us(self.consumer)
 
     @property
-    def producer_us(self) -> float:
+    def producer_us(self) -> float | None:
         """The same in its producer's process."""
-        return sum(cost.cpu_s for cost in self.producers) / sum(cost.messages for cost in self.producers) * 1e6
+        return _cpu_us(self.producers)
+
+    @property
+    def both_us(self) -> float | None:
+        """The same at both sides together."""
+        ours, theirs = self.consumer_us, self.producer_us
+        return None if ours is None or theirs is None else ours + theirs
+
+    def latency_us(self, percent: float) -> float | None:
+        """Returns a percentile of the latencies."""
+        return float(np.percentile(self.latencies_ns, percent)) / 1e3 if len(self.latencies_ns) else None
+
+
+def _cpu_us(costs: Sequence[Cost]) -> float | None:
+    return sum(cost.cpu_s for cost in costs) / sum(cost.messages for cost in costs) * 1e6 if costs else None
 
 
 #: When messages of a phase had arrived of all producers, which the consumer sets and the producers read; 0 until then. One for
@@ -260,13 +263,12 @@ class Sink:
         self._unseen = cell.producers  # producers of which no message has come
         self._untimed = set(range(cell.producers))  # of which no timed message has come
         self._unfinished = cell.producers  # of which the last message has not come
-        self._copy = torch.ones(cell.shape, dtype=cell.torch_dtype) if cell.copies_out else None  # filled, so that it is warm
-        self.meter = Meter(cell.nbytes if cell.copies_out else 0)
+        self.meter = Meter(0)
         self._latencies_ns: list[int] = []
         self._first_ns = self._last_ns = 0
 
     def take(self, header: Header, tensor: torch.Tensor) -> bool:
-        """Copies out a message that has just been received, if the cell says so, checks it, and records it.
+        """Checks a message that has just been received, and records it.
 
         Returns:
             Whether it is the last one of the last producer.
@@ -281,9 +283,6 @@ class Sink:
             self._sequences[producer] = sequence + 1
         else:
             self._out_of_turn(sequence, producer)
-        if self._copy is not None:
-            self._stamps.check_form("message", tensor, sequence, self._whose[producer])
-            tensor = self._copy.copy_(tensor)
         received_ns = time.perf_counter_ns()
         self._stamps.check("message", tensor, producer, sequence, self._whose[producer])
         if not sequence:
@@ -306,7 +305,7 @@ class Sink:
             messages=len(self._latencies_ns) - 1,
             elapsed_s=(self._last_ns - self._first_ns) / 1e9,
             latencies_ns=np.array(self._latencies_ns, dtype=np.int64),
-            consumer=self.meter.cost,
+            consumer=() if self.meter.cost is None else (self.meter.cost,),
         )
 
     def _out_of_turn(self, sequence: int, producer: int) -> None:

@@ -61,12 +61,13 @@ MODES: dict[str, Mode] = {
     "isolation": Mode(_ALL, Timing(2, 1.5)),
     "request": Mode(_ENDS, Timing(7, 1.0, 0.25), Timing(5, 0.2, 0.1)),
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
-    "serve": Mode(_ALL),
+    "serve": Mode(_ALL, Timing(3)),
     "sglang": Mode(_shmring_without("gpu"), Timing(7)),
     "steps": Mode(("engine/executors",)),
     "soak": Mode(_ENDS, command="python -m tests.soak"),
-    # A quick run has 10 cases in about 5 minutes: 14 peers, 3 repetitions, and what connecting and closing take besides.
-    "transport": Mode(_ENDS, Timing(5, 0.5, 0.15), Timing(3, 0.15, 0.05)),
+    "transport": Mode(_ENDS, Timing(5, 0.5, 0.15)),
+    # 11 cases in about 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.
+    "quick": Mode(_ENDS, Timing(3, 0.15, 0.05)),
     "vllm": Mode(_shmring_without("gpu", "worker"), Timing(12), Timing(12)),
     "vllm-workers": Mode(_shmring_without("gpu", "worker"), Timing(7), command="python -m bench vllm --workers"),
 }

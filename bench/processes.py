@@ -1,8 +1,10 @@
-"""The processes of one peer: one that receives, and those that send to it; see :mod:`bench.children` for their life.
+"""The processes of peers: of each one that receives, and those that send to it; see :mod:`bench.children` for their life.
 
 Of a transport of streams they are a consumer and its producers, of one of requests an engine and its clients. Their parent
 has the receiver listen, and then the senders send in all phases. A consumer ends by itself after the last message, an engine
 when it is told that all clients have gone.
+
+Those of all peers that are compared live at the same time (:class:`Groups`), and are measured in turn.
 """
 
 from __future__ import annotations
@@ -11,18 +13,27 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from bench.children import BenchError, Child, Children, Parent
-from bench.messages import Cell, Measurement, Sink, Source
+from bench.messages import Case, Cell, Measurement, Sink, Source
 from bench.meter import Cost, Meter
+from bench.modes import Timing
 from bench.peers import Peer, RequestPeer
+from bench.repetitions import Repetitions
 from bench.request.questions import Client, Desk
+from bench.results import Status
+
+_PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
+_LIMIT_S = 120.0  # after which a repetition has failed. A peer that moves 1 GB/s takes some 20 s for the largest case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +115,82 @@ class PeerGroup(Children):
                 measurement = dataclasses.replace(measurement, latencies_ns=np.concatenate(latencies_ns))
             result: Measurement = dataclasses.replace(measurement, producers=tuple(costs))
             return result
+
+
+class Groups:
+    """The processes of peers that are compared. Use it with ``with``, which leaves no process and no file.
+
+    Args:
+        peers: by name.
+        timing: of each measurement.
+    """
+
+    def __init__(self, peers: Mapping[str, Peer | RequestPeer], timing: Timing) -> None:
+        self._peers, self._timing = peers, timing
+        self._groups: dict[tuple[str, int], PeerGroup] = {}
+        self._directory = tempfile.TemporaryDirectory(prefix="shmring-bench-")
+
+    def prepare(self, runs: Repetitions[Any, Measurement], cases: Sequence[Case]) -> None:
+        """Has the processes that cases need, and no others. What can't be measured is said to the runs, with the reason."""
+        needed: dict[tuple[str, int], list[Case]] = {}
+        for case in cases:
+            for name in (name for name in runs.subjects[case] if name in self._peers):
+                peer = self._peers[name]
+                if (reason := peer.missing() or peer.limits(self._cell(case))) is not None:
+                    runs.fail([case], [name], reason, Status.EXCLUDED)
+                else:
+                    needed.setdefault((name, case.producers), []).append(case)
+        for key in self._groups.keys() - needed.keys():
+            self._groups.pop(key).close()
+        room = psutil.virtual_memory().available // _PROCESS_NBYTES
+        new = [key for key in needed if key not in self._groups]
+        for key in new:
+            room -= key[1] + 1
+            if room < 0:
+                runs.fail(needed[key], [key[0]], "there is too little memory for its processes", Status.EXCLUDED)
+                continue
+            try:
+                self._groups[key] = PeerGroup(self._peers[key[0]], key[1])
+            except BenchError as error:
+                runs.fail(needed[key], [key[0]], str(error))
+        for key in new:
+            if key in self._groups:
+                try:
+                    self._groups[key].start()
+                except BenchError as error:
+                    runs.fail(needed[key], [key[0]], str(error))
+                    self._groups.pop(key).kill()
+
+    def run(self, case: Case, name: str) -> Measurement:
+        """Measures a case with a peer, once; with new processes, if those that it had have failed in another case.
+
+        Raises:
+            BenchError: that failed.
+        """
+        key = name, case.producers
+        if key not in self._groups:
+            self._groups[key] = PeerGroup(self._peers[name], case.producers)
+            self._groups[key].start()
+        try:
+            return self._groups[key].run(self._cell(case))
+        except BenchError:
+            self._groups.pop(key).kill()
+            raise
+
+    def _cell(self, case: Case) -> Cell:
+        timing = self._timing
+        return case.cell(warm_up_s=timing.warm_up_s, timed_s=timing.timed_s, limit_s=_LIMIT_S, directory=self._directory.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with self._directory:
+            for group in self._groups.values():
+                if kind is None:
+                    group.close()
+                else:
+                    group.kill()
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

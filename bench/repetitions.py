@@ -34,18 +34,19 @@ class Repetitions(Generic[_Case, _Run]):
         title: a case in words.
 
     Attributes:
+        subjects: as given.
         measured: the repetitions of each subject, by case.
     """
 
     def __init__(self, subjects: Mapping[_Case, Sequence[str]], count: int, title: Callable[[_Case], str]) -> None:
         self.measured: dict[_Case, dict[str, list[_Run]]] = {}
-        self._subjects, self._count, self._title = subjects, count, title
+        self.subjects, self._count, self._title = subjects, count, title
         self._failed: dict[Key, tuple[Status, str]] = {}
 
     @property
     def steps(self) -> int:
         """How many lines of progress there will be."""
-        return self._count * sum(map(len, self._subjects.values()))
+        return self._count * sum(map(len, self.subjects.values()))
 
     def parts(self, most: int) -> list[slice]:
         """So many parts of the repetitions, of even length if there are enough, or fewer where there are few repetitions."""
@@ -75,7 +76,7 @@ class Repetitions(Generic[_Case, _Run]):
             part: of the repetitions; all of them, if there is nothing to do between them.
         """
         for repetition, case in itertools.product(range(self._count)[part], cases):
-            for subject in self._subjects[case][:: -1 if repetition % 2 else 1]:
+            for subject in self.subjects[case][:: -1 if repetition % 2 else 1]:
                 words = (titles or {}).get(subject, subject)
                 progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self._count}")
                 if (self._title(case), subject) not in self._failed:
@@ -86,14 +87,14 @@ class Repetitions(Generic[_Case, _Run]):
                     else:
                         self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
 
-    def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str) -> None:
+    def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str, status: Status = Status.FAILED) -> None:
         """Says why subjects have no result in cases; if there are several reasons, the first one counts."""
         for case, subject in itertools.product(cases, list(subjects)):
-            self._failed.setdefault((self._title(case), subject), (Status.FAILED, reason))
+            self._failed.setdefault((self._title(case), subject), (status, reason))
 
     def coverage(self) -> Coverage:
         """What was planned, and what of it is missing."""
-        planned = [Planned(self._title(case), list(subjects), self._count) for case, subjects in self._subjects.items()]
+        planned = [Planned(self._title(case), list(subjects), self._count) for case, subjects in self.subjects.items()]
         counts = {(self._title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
         return Coverage.of(planned, counts, self._failed)
 
@@ -207,3 +208,20 @@ def compare(
         for subject, runs in of_case.items()
     ]
     return Table(title, [*named, *(column.title for column in columns)], rows, texts=named[1:], grouped=True)
+
+
+def cross(
+    title: str,
+    corner: str,
+    measured: Measured,
+    column: Column,
+    case_title: Callable[[Any], str] = str,
+    titles: Mapping[str, str] | None = None,
+) -> Table:
+    """Returns a table of one number, with a row for each subject and a column for each case; see :func:`compare`."""
+    cells = [
+        ((titles or {}).get(subject, subject), case_title(case), column.text(Row(measured, case, subject, runs)))
+        for case, of_case in measured.items()
+        for subject, runs in of_case.items()
+    ]
+    return Table.crossed(title, corner, cells)

@@ -59,15 +59,10 @@ class Gap(msgspec.Struct, frozen=True):
 
 
 class Coverage(msgspec.Struct, frozen=True):
-    """What was planned, and the gaps in it.
-
-    Attributes:
-        derived: whether the plan was read from the recorded command: a run that is older than this record did not keep it.
-    """
+    """What was planned, and the gaps in it."""
 
     planned: list[Planned]
     gaps: list[Gap]
-    derived: bool = False
 
     @classmethod
     def of(
@@ -94,9 +89,8 @@ class Coverage(msgspec.Struct, frozen=True):
         expected = _expected(self.planned)
         counts = collections.Counter(gap.status for gap in self.gaps)
         rest = "".join(f", {counts[status]} {status.value}" for status in Status if counts[status])
-        source = "; planned by the recorded command" if self.derived else ""
         in_cases = f"{cases} case{'s' * (cases > 1)}"
-        return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}{source}"
+        return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """Yields rows: the cases, the subjects that they lack, what became of them; cases that lack the same share a row."""
@@ -244,9 +238,8 @@ class Findings(msgspec.Struct, frozen=True):
         mode: which benchmark.
         tables, notes: as shown to people.
         targets: what the run says of those that it measured.
-        results: what the mode's plot draws, or what a later run is compared with; None where there is neither. Nothing else is
-            ever read again, so nothing else is stored: no single repetitions, and no single requests.
-        plan: what was asked for, where that is more than the command.
+        results: what a plot draws, or what a later run is compared with; None where there is neither. Nothing else is ever
+            read again, so nothing else is stored: no single repetitions, and no single requests.
         command: what was typed; empty where it was not kept.
         coverage: what was planned, and what is missing of it; None in results that are older than the record.
     """
@@ -257,14 +250,14 @@ class Findings(msgspec.Struct, frozen=True):
     notes: list[str] = []
     targets: list[Verdict] = []
     results: Any = None
-    plan: Any = None
     command: str = ""
     coverage: Coverage | None = None
 
     @property
     def failures(self) -> int:
-        """How much of what was planned is not there, for whatever reason."""
-        return len(self.coverage.gaps) if self.coverage is not None else 0
+        """How much was tried and went wrong, or was not tried; not what is not possible here."""
+        gaps = self.coverage.gaps if self.coverage is not None else []
+        return sum(gap.status is not Status.EXCLUDED for gap in gaps)
 
 
 def write_json(findings: msgspec.Struct, path: Path) -> None:

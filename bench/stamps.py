@@ -57,8 +57,8 @@ class Stamps:
         stamp = -1 - (sender << _BITS | sequence & _MASK)
         words[0] = words[-1] = words[sequence * 40_503 % length] = words[(sequence * 9_973 + self._half) % length] = stamp
 
-    def check_form(self, what: str, tensor: torch.Tensor, sequence: int, whose: str = "") -> None:
-        """Compares dtype and shape of a tensor with what was sent.
+    def check(self, what: str, tensor: torch.Tensor, sender: int, sequence: int, whose: str = "") -> None:
+        """Compares a tensor with what was sent: its dtype and shape, and its stamp in all its places.
 
         Args:
             what, sequence, whose: name it in errors.
@@ -69,14 +69,6 @@ class Stamps:
         if tensor.dtype is not self._dtype or tensor.shape != self._shape or not tensor.is_contiguous():
             asked = f"{self._dtype}{list(self._shape)} in one piece"
             raise CheckError(f"{what} {sequence} is {tensor.dtype}{list(tensor.shape)}, not {asked}{whose}")
-
-    def check(self, what: str, tensor: torch.Tensor, sender: int, sequence: int, whose: str = "") -> None:
-        """Compares a tensor with what was sent: its form, and its stamp in all its places.
-
-        Raises:
-            CheckError: it is another.
-        """
-        self.check_form(what, tensor, sequence, whose)
         words = self._words.from_address(tensor.data_ptr())
         length = self._length
         stamp = -1 - (sender << _BITS | sequence & _MASK)

@@ -1,27 +1,24 @@
-"""The targets of the project as data, and whether a transport run meets them.
+"""The targets of the project as data: what is compared, where, and the threshold; and those of ``bench transport``.
 
-A target says what is compared, where, and the threshold. Ratios are taken within each repetition and their median counts;
-where a target spans several sizes, the worst of them does. What a run did not measure is neither met nor missed: a verdict
-says so. What other modes measure (requests, serving, the allocator, soaking) they judge themselves.
+Ratios are taken within each repetition and their median counts; where a target spans several places, the worst of them does.
+What a run did not measure is neither met nor missed: a verdict says so. The targets of other modes stand beside their
+measuring.
 
-Throughput is that of one producer with 16 messages in flight, latency that with one, both of float32: the base of the sweeps in
-:mod:`bench.transport`.
+Throughput is that of one producer with 16 messages in flight, latency that with one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from bench.messages import Case
-from bench.peers import PEERS
-from bench.records import Result, Results, Side
-from bench.repetitions import median_ratio
-from bench.results import Spread, Verdict, format_nbytes
+from bench.machine import torch_resident_nbytes
+from bench.messages import Case, Measurement
+from bench.meter import Cost
+from bench.peers import MEMCPY, PEERS
+from bench.repetitions import Measured, Number, median, medians, ratio, ratios
+from bench.results import Verdict, format_nbytes
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -105,55 +102,30 @@ def judge(
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
 
 
-# -- what is compared ----------------------------------------------------------------------------------------------------
-
-#: Numbers of results at a size, one of each repetition or of all together; none if they have not measured it.
-_Runs = Callable[[Results, int], Sequence[float]]
+# -- of transports ---------------------------------------------------------------------------------------------------------
 
 
-def _by_size(sizes: Sequence[int], ours: _Runs, theirs: _Runs | None = None) -> Callable[[Results], Numbers]:
-    """A number of each size, as a multiple of another if there is one: the median over the repetitions that have both."""
-
-    def numbers(results: Results) -> Numbers:
-        for nbytes in sizes:
-            runs = ours(results, nbytes)
-            others = itertools.repeat(1.0) if theirs is None else theirs(results, nbytes)
-            yield format_nbytes(nbytes), median_ratio(runs, others)
-
-    return numbers
-
-
-def _of(peer: str, number: Callable[[Result], Sequence[float]], window: int = 16) -> _Runs:
-    """A number of a peer's base case."""
-
-    def runs(results: Results, nbytes: int) -> Sequence[float]:
-        result = results.base(peer, nbytes, window)
-        return () if result is None else number(result)
-
-    return runs
-
-
-def _speed(peer: str) -> _Runs:
+def per_s(run: Measurement) -> float:
     """Messages a second."""
-    return _of(peer, lambda result: result.runs)
+    return run.messages_per_s
 
 
-def _p50_us(peer: str) -> _Runs:
+def p50_us(run: Measurement) -> float | None:
     """One-way latency, in microseconds."""
-    return _of(peer, lambda result: (result.latency_p50_us.median,), window=1)
+    return run.latency_us(50)
 
 
-def _cpu_us(peer: str) -> _Runs:
+def both_us(run: Measurement) -> float | None:
     """CPU time of a message at both sides, in microseconds."""
-    return _of(peer, lambda result: (result.cpu_us,))
+    return run.both_us
 
 
-def _memcpy(results: Results, nbytes: int) -> Sequence[float]:
-    """Copies a second into memory that is in no cache."""
-    return next((limit.copies_cold_runs for limit in results.limits if limit.nbytes == nbytes), ())
+def _at(sizes: Sequence[int], window: int = 16) -> dict[str, Case]:
+    """The cases of one producer, by size."""
+    return {format_nbytes(nbytes): Case(nbytes, window=window) for nbytes in sizes}
 
 
-def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Results], Numbers]:
+def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Measured], Numbers]:
     """The least one-way latency of any event-driven peer, or of any that spins, as a multiple of ours.
 
     Where ours copies, only peers that copy are looked at.
@@ -165,55 +137,52 @@ def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = 
         if not name.startswith(_COPY) and peer.event_driven is event_driven and (in_place or not peer.in_place)
     ]
 
-    def numbers(results: Results) -> Numbers:
-        for nbytes in sizes:
-            mine_us = _p50_us(ours)(results, nbytes)
-            others_us = {name: us for name in peers for us in _p50_us(name)(results, nbytes)}
-            if not mine_us or not others_us:
-                yield format_nbytes(nbytes), None
-            else:
-                nearest = min(others_us, key=others_us.__getitem__)
-                yield f"{format_nbytes(nbytes)} ({nearest})", others_us[nearest] / mine_us[0]
+    def numbers(measured: Measured) -> Numbers:
+        for size, case in _at(sizes, window=1).items():
+            of_case = {name: median(runs, p50_us) for name, runs in measured.get(case, {}).items()}
+            others = {name: us for name in peers if (us := of_case.get(name)) is not None}
+            nearest = min(others, key=others.__getitem__, default="")
+            mine = of_case.get(ours)
+            yield f"{size} ({nearest})" if nearest else size, others[nearest] / mine if nearest and mine else None
 
     return numbers
 
 
 def _sides(
-    peers: Sequence[str], number: Callable[[Side, Results], float | None], chosen: Callable[[Case], bool] = lambda case: True
-) -> Callable[[Results], Numbers]:
-    """A number of both sides of ours, in every case of a kind."""
+    peers: Sequence[str], number: Callable[[Cost], float | None], chosen: Callable[[Case], bool] = lambda case: True
+) -> Callable[[Measured], Numbers]:
+    """A number of both sides of ours, in every case of a kind: of the worst process of a side."""
 
-    def numbers(results: Results) -> Numbers:
-        for result in results.results:
-            if result.peer in peers and chosen(result.case):
-                where = f"{'in place' if result.peer == _IN_PLACE else 'copy'}, {result.case.title}"
-                for side, name in ((result.producer, "producer"), (result.consumer, "consumer")):
-                    if (value := number(side, results)) is not None:
-                        yield f"{name} of {where}", value
+    def worst(costs: Sequence[Cost]) -> float | None:
+        return max((value for cost in costs if (value := number(cost)) is not None), default=None)
+
+    sides: dict[str, Number] = {"producer": lambda run: worst(run.producers), "consumer": lambda run: worst(run.consumer)}
+
+    def numbers(measured: Measured) -> Numbers:
+        for case, of_case in measured.items():
+            for peer in peers if chosen(case) else ():
+                for side, of_side in sides.items():
+                    if (value := median(of_case.get(peer, ()), of_side)) is not None:
+                        yield f"{side} of {'in place' if peer == _IN_PLACE else 'copy'}, {case.title}", value
 
     return numbers
 
 
 def _alone(sizes: Sequence[int]) -> Callable[[Case], bool]:
-    """The cases of these sizes with one producer, whose consumer copies nothing out."""
-    return lambda case: case.nbytes in sizes and not case.copies_out and case.producers == 1
+    """The cases of these sizes with one producer."""
+    return lambda case: case.nbytes in sizes and case.producers == 1
 
 
-def _together(producers: int, peer: str = _COPY, others: int = 1) -> Callable[[Results], Numbers]:
-    """What several producers of ours move together, as a multiple of what so many others of a peer do, at the same size."""
+def _together(theirs: str = _COPY, others: int = 1) -> Callable[[Measured], Numbers]:
+    """What 8 producers of ours move together, as a multiple of what so many others of a peer do, at the same size."""
 
-    def numbers(results: Results) -> Numbers:
-        for result in results.results:
-            if result.peer == _COPY and result.case.producers == producers:
-                theirs = results.find(peer, msgspec.structs.replace(result.case, producers=others))
-                if theirs is not None:
-                    yield format_nbytes(result.case.nbytes), median_ratio(result.runs, theirs.runs)
+    def numbers(measured: Measured) -> Numbers:
+        for case in measured:
+            if case.producers == 8:
+                times = ratio(measured, case, _COPY, theirs, per_s, Case(case.nbytes, others, case.window))
+                yield format_nbytes(case.nbytes), times
 
     return numbers
-
-
-def _median(spread: Spread | None) -> float | None:
-    return None if spread is None else spread.median
 
 
 def _than(
@@ -222,8 +191,11 @@ def _than(
     """Yields a target for each peer."""
     for peer, limit in limits.items():
         what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
-        yield Target(what, at, limit, "x", _by_size(sizes, _speed(ours), _speed(peer)), known=known)
+        yield Target(what, at, limit, "x", ratios(ours, peer, per_s, _at(sizes)), known=known)
 
+
+_MEMCPY = "shmring, one copy: speed of memcpy, cold"
+_STALL = "longest stall of an event loop, without waits for a core"
 
 #: In the order of the table.
 TARGETS: tuple[Target, ...] = (
@@ -234,66 +206,58 @@ TARGETS: tuple[Target, ...] = (
     *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05}),
     *_than("1 MB", _LARGE[:1], {"pyzmq": 3.0}, known=Known(25, 2.5)),
     *_than("8 MB, 64 MB", _LARGE[1:], {"pyzmq": 3.0}),
-    Target("shmring, one copy: speed of memcpy, cold", "1 MB", 0.65, "x", _by_size(_LARGE[:1], _speed(_COPY), _memcpy)),
-    Target("shmring, one copy: speed of memcpy, cold", "8 MB, 64 MB", 1.05, "x", _by_size(_LARGE[1:], _speed(_COPY), _memcpy)),
+    Target(_MEMCPY, "1 MB", 0.65, "x", ratios(_COPY, MEMCPY, per_s, _at(_LARGE[:1]))),
+    Target(_MEMCPY, "8 MB, 64 MB", 1.05, "x", ratios(_COPY, MEMCPY, per_s, _at(_LARGE[1:]))),
     *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
     *_than("1 MB", _LARGE[:1], {"spinning-arena": 1.0}, ours=_BUSY_POLL),
     *_than("8 MB, 64 MB", _LARGE[1:], {"spinning-arena": 1.2}),
     *_than("64 KB to 64 MB", (_SMALL[1], *_LARGE), {"iceoryx2-loaned": 1.5}, ours=_IN_PLACE),
     Target(
         "one copy: CPU of both sides, of iceoryx2's", "4 KB, 64 KB", 0.75, "x",
-        _by_size(_SMALL, _cpu_us(_COPY), _cpu_us("iceoryx2")),
-        at_least=False,
+        ratios(_COPY, "iceoryx2", both_us, _at(_SMALL)), at_least=False,
     ),
     Target(
         "in place: CPU of both sides, of iceoryx2's", "64 KB to 64 MB", 0.6, "x",
-        _by_size((_SMALL[1], *_LARGE), _cpu_us(_IN_PLACE), _cpu_us("iceoryx2-loaned")), at_least=False,
+        ratios(_IN_PLACE, "iceoryx2-loaned", both_us, _at((_SMALL[1], *_LARGE))), at_least=False,
     ),
     Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
     Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
     Target(
         "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x",
-        _by_size([8 * _MB], _p50_us(_IN_PLACE), lambda results, _: _p50_us(_IN_PLACE)(results, 4 * _KB)),
+        ratios(_IN_PLACE, _IN_PLACE, p50_us, {"8 MB": Case(8 * _MB, window=1)}, {"8 MB": Case(4 * _KB, window=1)}),
         at_least=False,
     ),
-    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _by_size(_SMALL, _p50_us(_BUSY_POLL)), at_least=False),
+    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", medians(_BUSY_POLL, p50_us, _at(_SMALL, 1)), at_least=False),
     Target(
         "busy polling: p50 of the nearest peer that spins", "4 KB, 64 KB", 1.0, "x",
         _sooner(_BUSY_POLL, _SMALL, event_driven=False),
     ),
     Target(
         "busy polling: CPU of an end with nothing to do", "each side", 1.0, "% of a core",
-        _sides((_BUSY_POLL,), lambda side, results: _median(side.idle_percent)), at_least=False,
+        _sides((_BUSY_POLL,), lambda cost: None if cost.idle_share is None else cost.idle_share * 100), at_least=False,
     ),
     Target(
         "CPU time per message, in place", "each side, any size", 20.0, "us",
         _sides(
-            (_IN_PLACE,), lambda side, results: side.cpu_us_per_message.median,
-            lambda case: not case.copies_out and case.producers == 1 and case.window > 1,
+            (_IN_PLACE,), lambda cost: cost.cpu_s / cost.messages * 1e6, lambda case: case.producers == 1 and case.window > 1
         ),
         at_least=False,
     ),
-    Target(
-        "8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8), known=Known(21, 0.25)
-    ),
-    Target("8 producers together, of 8 producers of iceoryx2", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
+    Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(), known=Known(21, 0.25)),
+    Target("8 producers together, of 8 producers of iceoryx2", "any size", 0.95, "x", _together("iceoryx2", others=8)),
     *(
         Target(
-            "longest stall of an event loop, without waits for a core", f"each side, {at}", limit_ms, "ms",
-            _sides(
-                _OURS, lambda side, results: _median(side.lag_max_on_core_ms),
-                _alone(sizes),
-            ),
-            at_least=False,
+            _STALL, f"each side, {at}", limit_ms, "ms",
+            _sides(_OURS, lambda cost: None if cost.lag is None else cost.lag.max_on_core_ms, _alone(sizes)), at_least=False,
         )
         for at, sizes, limit_ms in (("up to 1 MB", _UP_TO_1_MB, 1.0), ("64 MB", _LARGE[2:], 5.0))
     ),
     Target(
         "resident memory without the slab, above a process that only imported torch", "each side, any size", 64.0, "MB",
-        _sides(_OURS, lambda side, results: (side.resident_nbytes - results.torch_resident_nbytes) / _MB), at_least=False,
+        _sides(_OURS, lambda cost: (cost.resident_nbytes - torch_resident_nbytes()) / _MB), at_least=False,
     ),
     Target(
         "connecting, once the slab exists", "any size", 5.0, "ms",
-        _sides(_OURS, lambda side, results: _median(side.connect_ms), lambda case: case.producers == 1), at_least=False,
+        _sides(_OURS, lambda cost: cost.connect_s and cost.connect_s * 1e3, lambda case: case.producers == 1), at_least=False,
     ),
 )  # fmt: skip

@@ -1,221 +1,234 @@
 """``python -m bench transport``, and ``quick``: streams of messages by every peer.
 
-A case is one kind of message stream. Every combination of sizes, dtypes, producers, windows and copying out would take a
-day, so each dimension is varied by itself around a base (:func:`sweeps`). What is compared with each other stands in one round,
-so that whatever else the machine does hits all of it alike: :mod:`bench.interleaving`.
+A case is a size, a number of producers, and how many messages each has in flight. The cases of one size are measured beside
+each other: the processes of all peers live at the same time, and their repetitions take turns, so that whatever else the
+machine does hits all alike. A peer that is not installed, can't do a case or fails in it is reported as such, with the reason.
+Each repetition warms up first, is timed at the receiver, and checks every message (:mod:`bench.messages`). Beside shmring,
+copies of as many bytes are timed, too: a shared machine's memory is not equally fast for long.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 import msgspec
+import numpy as np
 
-from bench import command_line, interleaving, plots, targets
-from bench.interleaving import Plan, Round
-from bench.messages import DTYPES, Case
-from bench.modes import MODES, Mode
-from bench.peers import BASELINE, PEERS
-from bench.records import Results, transport_tables
-from bench.results import Findings, Key, Verdict
+from bench.command_line import benchmark, measuring, peer_option, size_option
+from bench.machine import Copies
+from bench.messages import Case, Measurement
+from bench.modes import MODES, Timing
+from bench.peers import BASELINE, MEMCPY, PEERS
+from bench.processes import Groups
+from bench.repetitions import Column, Measured, Number, Repetitions, cross, median, median_column, ratio
+from bench.results import Coverage, Findings, Table, format_nbytes, format_rate, format_times
 from bench.stamps import ITEM_NBYTES
-from bench.targets import Target
+from bench.targets import TARGETS, Target, both_us, p50_us, per_s
 
-#: The sizes of the full benchmark, and of the quick one.
-SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
-QUICK_SIZES = SIZES[:-1]
+#: Who is measured in a case.
+Plan = dict[Case, Sequence[str]]
 
-_QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
-_QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
-#: Small enough for the fixed cost of a message to show, and no case of another round: ratios are taken within one.
-_QUICK_SCALING = Case(64 << 10, "uint8")
-_QUICK_SCALING_PRODUCERS = 8
-
-
-def sweeps(
-    peers: Sequence[str],
-    sizes: Sequence[int] = SIZES,
-    dtypes: Sequence[str] = ("float32", "bfloat16", "uint8"),
-    producers: Sequence[int] = (1, 2, 4, 8),
-    windows: Sequence[int] = (16, 1),
-    copies_out: Sequence[bool] = (False, True),
-) -> list[Round]:
-    """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers.
-
-    Args:
-        peers: in every case.
-        sizes, dtypes, producers, windows, copies_out: the first value of each is the base.
-    """
-    rounds: list[Round] = []
-    for number, nbytes in itertools.product(producers, sizes):
-        base = Case(nbytes, dtypes[0], number, windows[0], copies_out[0])
-        cases = [base]
-        if number == producers[0]:
-            cases += [msgspec.structs.replace(base, window=window) for window in windows[1:]]
-            cases += [msgspec.structs.replace(base, copies_out=copies) for copies in copies_out[1:]]
-            cases += [msgspec.structs.replace(base, dtype=dtype) for dtype in dtypes[1:]]
-        # With windows as large as memory allows, each once.
-        distinct = tuple(dict.fromkeys(case.bounded() for case in cases))
-        rounds.append(Round(distinct, tuple(peers), limits=number == producers[0]))
-    return rounds
+_SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+_WINDOWS, _PRODUCERS = (16, 1), (1, 8)
+_SEVERAL = (BASELINE, "iceoryx2")  # whose producers are several, unless peers were chosen
+_QUICK_LARGE = ("shmring", MEMCPY, "shmring-in-place", "iceoryx2", "iceoryx2-loaned", "spinning-arena", "pyzmq")
+_COPIES_S = 0.1  # in each repetition
+_BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
+_TITLES = {name: peer.title for name, peer in PEERS.items()} | {MEMCPY: "memcpy, cold"}
 
 
-def quick_rounds(peers: Sequence[str]) -> list[Round]:
-    """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
-    *small, large_nbytes, largest_nbytes = QUICK_SIZES
-    return [  # in an order in which no process is started twice
-        *(Round((Case(nbytes), Case(nbytes, window=1)), tuple(peers), limits=True) for nbytes in small),
-        Round((Case(large_nbytes),), tuple(peers), limits=True),
-        # Where most peers take seconds for two windows; those stay that a target is about.
-        Round((Case(largest_nbytes),), tuple(name for name in peers if name in _QUICK_LARGE_PEERS), limits=True),
-        # Where latency is compared with that of smaller ones, not with that of others.
-        Round((Case(large_nbytes, window=1),), tuple(name for name in peers if name in _QUICK_LATENCY_PEERS)),
-        Round((msgspec.structs.replace(_QUICK_SCALING, producers=_QUICK_SCALING_PRODUCERS), _QUICK_SCALING), (BASELINE,)),
-    ]
+class Stored(msgspec.Struct, frozen=True):
+    """Medians of a peer in a case, as they are stored, drawn, and quoted by the README."""
+
+    case: Case
+    peer: str
+    messages_per_s: float
+    p50_us: float
+    shmring_ratio: float
 
 
-def quick_without(peers: Sequence[str]) -> dict[Key, str]:
-    """Returns what a quick run leaves out of those peers, by case and peer, and why."""
+def plan(
+    sizes: Sequence[int] = (), producers: Sequence[int] = (), windows: Sequence[int] = (), peers: Sequence[str] = ()
+) -> Plan:
+    """Returns the cases of what the options of ``bench transport`` mean, by size."""
+    names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
+    with_copies = [BASELINE, MEMCPY, *names[1:]]
+    cases: Plan = {}
+    for nbytes, number in itertools.product(sizes or _SIZES, producers or _PRODUCERS):
+        for window in (windows or _WINDOWS) if number == 1 else _WINDOWS[:1]:
+            cases[Case(nbytes, number, window)] = names
+        if number > 1 and not peers:
+            cases[Case(nbytes, number)] = _SEVERAL
+        elif (base := Case(nbytes)) in cases:
+            cases[base] = with_copies
+    return cases
+
+
+def quick_plan() -> Plan:
+    """Returns the cases that tell whether targets are met: where peers take seconds, only those that a target is about."""
+    cases = plan(_SIZES[:4], (1,)) | {Case(_SIZES[4]): _QUICK_LARGE, Case(64 << 10, 8): [BASELINE]}
+    return cases | {Case(8 << 20, window=1): ["shmring", "shmring-in-place"]}
+
+
+def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> Iterator[tuple[Measured, Coverage]]:
+    """Measures cases, a size after the other; yields what there is after each, lest a run that is ended was for nothing."""
+    runs = Repetitions[Case, Measurement](cases, timing.repetitions, lambda case: case.title)
+    with measuring(runs.steps) as progress, Groups(peers, timing) as groups:
+        for nbytes in dict.fromkeys(case.nbytes for case in cases):
+            of_size = [case for case in cases if case.nbytes == nbytes]
+            groups.prepare(runs, of_size)
+            copies = functools.cache(Copies)
+
+            def once(case: Case, name: str, copies: Callable[[int], Copies] = copies) -> Measurement:
+                if name == MEMCPY:
+                    return Measurement(*copies(case.nbytes).measure(_COPIES_S), np.empty(0, np.int64))
+                return groups.run(case, name)
+
+            runs.measure(of_size, once, progress, _TITLES)
+            yield runs.measured, runs.coverage()
+
+
+def decisive(measured: Measured, missed: Sequence[Target]) -> Plan:
+    """Returns the cases and peers without which those targets would miss something else."""
+
+    def misses(measured: Measured) -> list[list[tuple[str, float]]]:
+        return [target.misses(measured) for target in missed]
+
+    all_of_it = misses(measured)
+
+    def decides(case: Case, *names: str) -> bool:
+        left = {name: runs for name, runs in measured[case].items() if name not in names}
+        return misses({**measured, case: left}) != all_of_it
+
     return {
-        (case.title, name): "left out: no target is about it in this case"
-        for part in quick_rounds(peers)[:-1]  # the last one is about the baseline alone
-        for case, name in itertools.product(part.cases, peers)
-        if name not in part.peers
+        case: [name for name in of_case if name == BASELINE or decides(case, name)]
+        for case, of_case in measured.items()
+        if decides(case, *of_case)
     }
 
 
-def again(plan: Plan, results: Results, missed: Sequence[Target]) -> Plan:
-    """Returns a plan of what misses: the cases and peers that decide it, with the repetitions of a full run."""
+# -- as it is read ---------------------------------------------------------------------------------------------------------
 
-    def misses(results: Results) -> list[list[tuple[str, float]]]:
-        return [target.misses(results) for target in missed]
+_RATIO = Column("", lambda row: _times(ratio(row.measured, row.case, BASELINE, row.subject, per_s)))
+_SPEED = Column("", lambda row: format_rate(median(row.runs, per_s) or 0.0))
+_IN_FLIGHT: Mapping[str, Column] = {
+    "messages per second": _SPEED,
+    "shmring with one copy, as multiples of the peer's messages per second": _RATIO,
+    "CPU microseconds per message, both sides": median_column("", both_us),
+}
+_ONE_BY_ONE: Mapping[str, Column] = {
+    "median one-way latency in microseconds": median_column("", p50_us),
+    "99th percentile of it": median_column("", lambda run: run.latency_us(99)),
+}
 
-    all_of_it = misses(results)
 
-    def decides(case: Case, *peers: str) -> bool:
-        others = [result for result in results.results if result.case != case or result.peer not in peers]
-        return misses(msgspec.structs.replace(results, results=others)) != all_of_it
+def _times(value: float | None) -> str:
+    return "" if value is None else format_times(value)
 
-    rounds = []
-    for part in plan.rounds:
-        cases = tuple(case for case in part.cases if decides(case, *part.peers))
-        peers = tuple(name for name in part.peers if name == BASELINE or any(decides(case, name) for case in cases))
-        if cases:
-            rounds.append(dataclasses.replace(part, cases=cases, peers=peers))
-    return Plan(rounds=rounds, **_MODE.timing()._asdict())
+
+def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
+    """Returns what a run has found."""
+    tables = []
+    for producers, window in dict.fromkeys((case.producers, case.window) for case in measured):
+        group = {case: of for case, of in measured.items() if (case.producers, case.window) == (producers, window)}
+        what = f"{producers} producer{'s' * (producers > 1)}, {window} in flight" + " of each" * (producers > 1)
+        for title, column in (_IN_FLIGHT if window > 1 else _ONE_BY_ONE).items():
+            tables.append(
+                cross(f"{title}, {what}", "transport", group, column, lambda case: format_nbytes(case.nbytes), _TITLES)
+            )
+    versions = sorted({f"{peer.requires} {peer.version()}" for peer in PEERS.values() if peer.version() is not None})
+    return Findings(
+        mode="transport",
+        tables=[*tables, *_not_best(measured)],
+        notes=[
+            f"{timing.repetitions} repetitions of {timing.timed_s:g} s. Load {os.getloadavg()[0]:.1f} at the end of the run. "
+            f"{', '.join(versions)}."
+        ],
+        targets=[target.judge(measured) for target in TARGETS],
+        results=[
+            Stored(case, name, median(runs, per_s) or 0.0, p50, ratio(measured, case, BASELINE, name, per_s) or 0.0)
+            for case, of_case in measured.items()
+            for name, runs in of_case.items()
+            if (p50 := median(runs, p50_us)) is not None
+        ],
+        coverage=coverage,
+    )
+
+
+_MEASURES: Mapping[str, Number] = {
+    "messages/s": lambda run: 1 / run.messages_per_s,
+    "median latency": p50_us,
+    "CPU per message": both_us,
+}
+
+
+def _not_best(measured: Measured) -> Iterator[Table]:
+    """Each case in which a peer was better: the best one, and how many times better. Who copies is compared with who copies."""
+    for ours in ("shmring", "shmring-in-place"):
+        peers = [name for name, peer in PEERS.items() if peer.in_place == PEERS[ours].in_place and "shmring" not in name]
+        rows = []
+        for case, of_case in measured.items():
+            numbers = ({name: median(of_case.get(name, ()), of) for name in (ours, *peers)} for of in _MEASURES.values())
+            if any(cells := [_best_other(of_peers, ours) for of_peers in numbers]):
+                rows.append([case.title, *cells])
+        if rows:
+            yield Table(f"where {PEERS[ours].title}, is not the best choice", ["case", *_MEASURES], rows, tuple(_MEASURES))
+
+
+def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
+    others = {name: number for name, number in numbers.items() if number is not None and name != ours}
+    mine, best = numbers[ours], min(others, key=others.__getitem__, default="")
+    if mine is None or not best or mine / others[best] <= _BETTER:
+        return ""
+    return f"{PEERS[best].title}{'' if PEERS[best].event_driven else ' (spins)'}: {format_times(mine / others[best])}"
 
 
 # -- commands --------------------------------------------------------------------------------------------------------------
 
-_MODE = MODES["transport"]
-_PLOTS = "Also draw FILE-*.png and FILE-*.svg."
 
-
-@click.command("transport", context_settings=command_line.SETTINGS)
-@command_line.size_option(
+@benchmark("transport", repetitions="Of each case and peer, interleaved.")
+@size_option(
     "--size", "sizes", item_nbytes=ITEM_NBYTES, item="a stamp", text="Of a tensor; repeatable.  [default: 4KiB to 256MiB]"
 )
-@click.option(
-    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="Of a tensor; repeatable.  [default: all]"
-)
-@click.option("--producers", multiple=True, type=click.IntRange(1, 127), help="Repeatable.  [default: 1, 2, 4, 8]")
+@click.option("--producers", multiple=True, type=click.IntRange(1, 127), help="Repeatable.  [default: 1, 8]")
 @click.option(
     "--window",
     "windows",
     multiple=True,
     type=click.IntRange(1, 1024),
-    help="Messages in flight of each producer; repeatable.  [default: 16, 1]",
+    help="Messages in flight of one producer; repeatable.  [default: 16, 1]",
 )
-@click.option(
-    "--copies-out/--no-copies-out",
-    default=None,
-    help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
-)
-@command_line.peer_option(PEERS)
-@command_line.repetitions_option("Of each case and peer, interleaved.", _MODE)
-@command_line.seconds_option(_MODE)
-@command_line.json_option
-@command_line.plot_option(_PLOTS)
-def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
+@peer_option(PEERS)
+def transport_command(timing: Timing, **choices: Any) -> Iterator[Findings]:
     """One-way messages from producer processes to a consumer process, every one checked."""
-    _measure(transport_plan(**choices), json_path, plot_stem)
+    for measured, coverage in measure(plan(**choices), timing):
+        yield report(measured, coverage, timing)
 
 
-def transport_plan(
-    copies_out: bool | None,
-    peers: tuple[str, ...],
-    repetitions: int | None,
-    seconds: float | None,
-    **dimensions: tuple[Any, ...],
-) -> Plan:
-    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`sweeps`."""
-    names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
-    dimensions["copies_out"] = () if copies_out is None else (copies_out,)
-    rounds = sweeps(names, **command_line.chosen({}, **dimensions))
-    return Plan(rounds=rounds, **_MODE.timing(False, repetitions, seconds)._asdict())
-
-
-def quick_plan(repetitions: int | None, seconds: float | None) -> Plan:
-    """Returns what the options of ``bench quick`` mean."""
-    names, timing = tuple(PEERS), _MODE.timing(True, repetitions, seconds)
-    return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing._asdict())
-
-
-@click.command("quick", context_settings=command_line.SETTINGS)
-@command_line.repetitions_option("Of each case and peer.", Mode((), _MODE.quick))
-@command_line.seconds_option(Mode((), _MODE.quick))
-@command_line.json_option
-@command_line.plot_option(_PLOTS)
-def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
+@benchmark("quick", repetitions="Of each case and peer.")
+def quick_command(timing: Timing) -> Iterator[Findings]:
     """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it.
 
     Ends with 1 if a target that this measures is missed both times, with 3 if a measurement failed.
     """
-    _measure(quick_plan(repetitions, seconds), json_path, plot_stem, is_judged=True)
-
-
-def _measure(
-    plan: Plan,
-    json_path: Path | None,
-    plot_stem: Path | None,
-    is_judged: bool = False,
-) -> None:
-    """Runs a plan, prints its tables and what becomes of the targets, and draws its plots."""
-    results, _ = interleaving.carry_out(plan, json_path, lambda results: results)
-    verdicts = _judged(plan, results) if is_judged else []
-    load = f"Load {results.load_before:.1f} before the run."
-    shown = list(transport_tables(results))
-    command_line.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
-    if plot_stem is not None:
-        plots.draw(results, plot_stem)
-    command_line.conclude(len(results.failed), verdicts)
-
-
-def _judged(plan: Plan, results: Results) -> list[Verdict]:
-    """Returns a verdict on every target; where it is missed, after a second and longer look at what misses it."""
-    verdicts = {target: target.judge(results) for target in targets.TARGETS}
-    missed = [target for target, verdict in verdicts.items() if verdict.fails]
-    if missed and not results.failed:
-        second, _ = interleaving.carry_out(again(plan, results, missed), None, lambda results: results)
-        newer = _replaced(results, second)
-        for target in missed:
-            first, verdict = verdicts[target], target.judge(newer)
-            detail = f"{verdict.detail}; measured again, longer: at first {first.measured}"
-            verdicts[target] = msgspec.structs.replace(verdict, detail=detail)
-    return list(verdicts.values())
-
-
-def _replaced(results: Results, newer: Results) -> Results:
-    """Returns results with newer ones in the places of those that were measured again."""
-    found = {(result.case, result.peer): result for result in newer.results}
-    limits = {limit.nbytes: limit for limit in newer.limits}
-    return msgspec.structs.replace(
-        results,
-        results=[found.get((result.case, result.peer), result) for result in results.results],
-        limits=[limits.get(limit.nbytes, limit) for limit in results.limits],
-    )
+    for measured, coverage in measure(quick_plan(), timing):
+        yield (findings := report(measured, coverage, timing))
+    missed = {target: verdict for target, verdict in zip(TARGETS, findings.targets, strict=True) if verdict.fails}
+    if not missed or findings.failures:
+        return
+    first = dict(measured)
+    for newer, _ in measure(decisive(measured, list(missed)), MODES["transport"].timing()):
+        measured = {case: {**first[case], **newer.get(case, {})} for case in first}
+    verdicts = []
+    for target, verdict in zip(TARGETS, findings.targets, strict=True):
+        if target in missed:
+            again = target.judge(measured)
+            detail = f"{again.detail}; measured again, longer: at first {verdict.measured}"
+            verdict = msgspec.structs.replace(again, detail=detail)
+        verdicts.append(verdict)
+    yield msgspec.structs.replace(report(measured, coverage, timing), targets=verdicts)

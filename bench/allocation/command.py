@@ -5,231 +5,220 @@ A fill depends on nothing but the seeds and the code, so it may not be less than
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import click
 import msgspec
 
-from bench.allocation.measures import LIMIT, OURS, POLICIES, costs, evicting, first_failures
-from bench.allocation.traces import LIFETIMES, SIZES
-from bench.command_line import SETTINGS, conclude, deliver, json_option, shown_progress
+from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failures
+from bench.allocation.traces import LIFETIMES
+from bench.command_line import benchmark, shown_progress
 from bench.machine import ROOT
-from bench.results import Coverage, Findings, Planned, Table, Verdict
-from bench.targets import Known, judge
+from bench.repetitions import Column, Measured, Repetitions, compare, cross, median_column, spread_column
+from bench.results import Coverage, Findings, Verdict
+from bench.targets import Known, Numbers, Target
 
-#: The fill and the time that an allocator is to have; the share of the slab and microseconds.
-MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
-MANY_LIVE = 10_000
-#: What an operation of the lease book takes, of which one of the allocator is a part.
-_BOOK = Known(decision=8, limit=0.6)
+_MANY_LIVE = 10_000
+_SLAB_NBYTES, _LARGE_SLAB_NBYTES = 4 << 30, 32 << 30
 
 #: The run that the others are held against.
 STORED = ROOT / "bench" / "results" / "allocator.json"
 
-_LOG_UNIFORM = "log-uniform"
-_TITLES = {name: policy.title for name, policy in POLICIES.items()}
+_TITLES = {name: subject.title for name, subject in (FILLED | TIMED).items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-        seeds: traces of each kind.
-        slab_nbytes: of the slab in which all are compared.
-        slab_sizes: in which shmring's own is looked at, too; in bytes.
-        placements: by Mooncake's method.
-        live: numbers of live slots at which time is measured.
-        batches: of each timed subject.
-    """
+class Plan(NamedTuple):
+    """What to measure: traces of each kind, in slabs of which sizes; how many slots are live where time is taken; how often."""
 
     seeds: int = 300
-    slab_nbytes: int = 4 << 30
-    slab_sizes: Sequence[int] = (1 << 30, 2 << 30, 4 << 30, 8 << 30, 16 << 30, 32 << 30)
-    placements: int = 200_000
-    live: Sequence[int] = (10, 1_000, MANY_LIVE)
+    slabs: Sequence[int] = (_SLAB_NBYTES, _LARGE_SLAB_NBYTES)
+    live: Sequence[int] = (10, 1_000, _MANY_LIVE)
     batches: int = 15
 
-    @classmethod
-    def quick(cls) -> Plan:
-        """The same in half a minute of processor time."""
-        return cls(seeds=15, slab_sizes=(1 << 30, 4 << 30, 16 << 30), placements=10_000, live=(10, MANY_LIVE), batches=5)
-
-    def fills(self) -> Iterator[tuple[str, int, int, str]]:
-        """Yields the sizes of a trace, the slab's, the number of traces, and who fills it; each once."""
-        for sizes in SIZES:
-            for name, policy in POLICIES.items():
-                if policy.fills:
-                    yield sizes, self.slab_nbytes, self.seeds, name
-        for slab_nbytes in self.slab_sizes:
-            # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
-            seeds = max(10, min(self.seeds, self.seeds * self.slab_nbytes // slab_nbytes))
-            for name in (OURS, LIMIT) if slab_nbytes != self.slab_nbytes else ():
-                yield _LOG_UNIFORM, slab_nbytes, seeds, name
+    def fills(self) -> dict[Filled, list[str]]:
+        """Returns who fills which slabs, in which order slots go."""
+        return {
+            Filled(lifetime, nbytes): [name for name in FILLED if nbytes == _SLAB_NBYTES or name not in LEASED]
+            for nbytes, lifetime in itertools.product(self.slabs, LIFETIMES)
+        }
 
 
-class Result(msgspec.Struct, frozen=True):
-    """What was found of a subject.
+QUICK = Plan(seeds=15, slabs=(_SLAB_NBYTES,), live=(10, _MANY_LIVE), batches=5)
 
-    Attributes:
-        kind: ``filled``, ``evicting`` or ``cost``: see :mod:`bench.allocation.measures`.
-        at: where, by what it depends on.
-        numbers: what was found.
-    """
 
-    kind: str
+class Filled(NamedTuple):
+    """How slots come and go, and the slab's size."""
+
+    lifetime: str
+    slab_nbytes: int
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        return f"{LIFETIMES[self.lifetime].title}, slab of {self.slab_nbytes >> 30} GiB"
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """How full slabs got, as shares of them, in so many traces."""
+
+    mean: float
+    p1: float
+    minimum: float
+    samples: int
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A fill as it is stored, for later runs to be compared with."""
+
     subject: str
-    at: dict[str, Any]
-    numbers: dict[str, float]
+    filled: Filled
+    fill: Fill
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """What is read of a stored run."""
-
-    results: list[Result]
+class _StoredRun(msgspec.Struct, frozen=True):
+    results: list[Stored]
 
 
-#: A result, and where it stands: the title of its table, its column, and what it says there.
-_Shown = tuple[Result, str, str, str]
+def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored] = ()) -> Findings:
+    """Measures what a plan says, with a line before each step; and compares it with a stored run."""
+    fills = Repetitions[Filled, Fill](plan.fills(), 1, lambda filled: filled.title)
 
+    def fill(filled: Filled, name: str) -> Fill:
+        # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
+        seeds = max(10, min(plan.seeds, plan.seeds * _SLAB_NBYTES // filled.slab_nbytes))
+        shares = sorted(first_failures(FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes, range(seeds)))
+        return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
 
-def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Result] = ()) -> tuple[Findings, list[Verdict]]:
-    """Measures what a plan says, with a line before each step.
+    fills.measure(list(fills.subjects), fill, progress, _TITLES)
+    costs = Repetitions[int, float](dict.fromkeys(plan.live, tuple(TIMED)), plan.batches, _live)
+    for live in plan.live:
+        timed = {name: Timed(subject, live) for name, subject in TIMED.items()}
 
-    Returns:
-        What was found; and of its targets those of :func:`beside_stored`.
-    """
-    shown = list(_shown(plan, progress))
-    results = [result for result, *_ in shown]
-    tables: dict[str, list[tuple[str, str, str]]] = {}
-    cases: dict[str, list[str]] = {}
-    for result, title, column, cell in shown:
-        tables.setdefault(title, []).append((_TITLES[result.subject], column, cell))
-        cases.setdefault(f"{title}, {column}", []).append(result.subject)
-    planned = [Planned(case, subjects, 1) for case, subjects in cases.items()]  # a run that was ended before stores nothing
-    measured = {(case, subject): 1 for case, subjects in cases.items() for subject in subjects}
-    compared = beside_stored(results, stored)
-    findings = Findings(
+        def cost(live: int, name: str, timed: dict[str, Timed] = timed) -> float:
+            return timed[name].batch_us()
+
+        costs.measure([live], cost, progress, _TITLES)
+    coverages = fills.coverage(), costs.coverage()
+    return Findings(
         mode="allocator",
-        tables=[Table.crossed(title, "who places", cells) for title, cells in tables.items()],
+        tables=[
+            cross("fill at the first failure, mean / p1 / min", "who places", fills.measured, _FILL, _filled, _TITLES),
+            compare("processor time of an operation", ("slots live", "who places"), costs.measured, _COST, _live, _TITLES),
+        ],
         notes=_NOTES,
-        results=results,
-        targets=[*_targets(plan, results), *compared],
-        coverage=Coverage.of(planned, measured),
+        targets=[
+            *(target.judge(fills.measured) for target in FILL_TARGETS if target.slab_nbytes in plan.slabs),
+            *(target.judge(costs.measured) for target in COST_TARGETS),
+            *beside_stored(fills.measured, stored),
+        ],
+        results=[Stored(name, filled, run) for filled, of in fills.measured.items() for name, (run,) in of.items()],
+        coverage=Coverage([*coverages[0].planned, *coverages[1].planned], [*coverages[0].gaps, *coverages[1].gaps]),
     )
-    return findings, compared
 
 
-def beside_stored(results: Sequence[Result], stored: Sequence[Result]) -> list[Verdict]:
-    """Returns whether each slab got as full as in a stored run: one verdict of the means, and one of the minimums.
+def beside_stored(fills: Measured, stored: Sequence[Stored]) -> Iterator[Verdict]:
+    """Yields whether each slab got as full as in a stored run: one verdict of the means, and one of the minimums.
 
     Only the same traces have the same mean. A run of fewer has no lower minimum, since its traces are the first of the others.
     """
-    before = {(result.kind, result.subject, *sorted(result.at.items())): result.numbers for result in stored}
-    differences: dict[str, list[tuple[float, str]]] = {"mean": [], "minimum": []}
-    for result in results:
-        numbers = before.get((result.kind, result.subject, *sorted(result.at.items())))
-        if result.kind not in ("filled", "evicting") or numbers is None:
-            continue
-        where = ", ".join([_TITLES[result.subject], *map(str, result.at.values())])
-        if result.numbers["samples"] == numbers["samples"]:
-            differences["mean"].append((result.numbers["mean"] - numbers["mean"], where))
-            differences["minimum"].append((result.numbers["minimum"] - numbers["minimum"], where))
-        elif result.kind == "filled" and result.numbers["samples"] < numbers["samples"]:
-            differences["minimum"].append((result.numbers["minimum"] - numbers["minimum"], where))
-    return [_as_full(part, sorted(places)) for part, places in differences.items()]
-
-
-def _as_full(part: str, places: Sequence[tuple[float, str]]) -> Verdict:
-    what, asked = f"{part} fill, beside the stored run", "no less"
-    if not places:
-        return Verdict(what, "all that fill", asked, detail="the stored run has no such traces, or not as many")
-    worst, where = places[0]
-    measured = "the same or more" if worst >= 0 else f"{-worst:.3%} less"
-    return Verdict(what, f"{len(places)} slabs and lifetimes", asked, measured, worst >= 0, "" if worst >= 0 else where)
-
-
-def _shown(plan: Plan, progress: Callable[[str], None]) -> Iterator[_Shown]:
-    for sizes, slab_nbytes, seeds, name in plan.fills():
-        progress(f"fill: {SIZES[sizes].title}, {_TITLES[name]}, a slab of {_size(slab_nbytes)}")
-        title = f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_size(slab_nbytes)}"
-        for lifetime in LIFETIMES:
-            at = {"sizes": sizes, "lifetime": lifetime, "slab_nbytes": slab_nbytes}
-            fill = first_failures(POLICIES[name], SIZES[sizes], LIFETIMES[lifetime], slab_nbytes, range(seeds))
-            yield Result("filled", name, at, fill), title, LIFETIMES[lifetime].title, _fill(fill)
-    title = "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min"
-    for name, policy in POLICIES.items():
-        if policy.evicts:
-            progress(f"fill by Mooncake's method: {policy.title}")
-            fill = evicting(policy, plan.placements, seed=1)
-            yield Result("evicting", name, {}, fill), title, "fill", _fill(fill)
-    title = "microseconds of processor time per operation, median (minimum), by slots live"
-    timed = {name: policy for name, policy in POLICIES.items() if policy.timed}
-    for live in plan.live:
-        progress(f"time: {live:,} slots live")
-        all_costs = costs(list(timed.values()), SIZES[_LOG_UNIFORM], live, plan.batches)
-        for name, cost in zip(timed, all_costs, strict=True):
-            cell = f"{cost['median_us']:.2f} ({cost['minimum_us']:.2f})"
-            yield Result("cost", name, {"live": live}, cost), title, f"{live:,}", cell
+    means: list[tuple[float, str]] = []
+    minimums: list[tuple[float, str]] = []
+    for before in stored:
+        for run in fills.get(before.filled, {}).get(before.subject, ()):
+            where = f"{_TITLES[before.subject]}, {before.filled.title}"
+            if run.samples == before.fill.samples:
+                means.append((run.mean - before.fill.mean, where))
+            if run.samples <= before.fill.samples:
+                minimums.append((run.minimum - before.fill.minimum, where))
+    for part, differences in (("mean", means), ("minimum", minimums)):
+        what, at, asked = f"{part} fill, beside the stored run", "all that fill", "no less"
+        if not differences:
+            yield Verdict(what, at, asked, detail="the stored run has no such traces, or not as many")
+        else:
+            worst, where = min(differences)
+            measured = "the same or more" if worst >= 0 else f"{-worst:.3%} less"
+            yield Verdict(what, at, asked, measured, worst >= 0, "" if worst >= 0 else where)
 
 
 # -- as people read it -----------------------------------------------------------------------------------------------------
 
 
-def _fill(numbers: dict[str, float]) -> str:
-    return " / ".join(f"{numbers[part]:.1%}" for part in ("mean", "p1", "minimum"))
+def _live(live: int) -> str:
+    return f"{live:,}"
 
 
-def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:
-    slabs = (plan.slab_nbytes, *sorted(plan.slab_sizes)[-1:])
-    for result in results:
-        at, numbers = result.at, result.numbers
-        if (result.kind, result.subject) == ("filled", OURS):
-            if at["sizes"] == _LOG_UNIFORM and at["slab_nbytes"] in slabs:
-                where = f"log-uniform, {LIFETIMES[at['lifetime']].title}, slab of {_size(at['slab_nbytes'])}"
-                for part, target in (("mean", MEAN_FILL), ("minimum", MINIMUM_FILL)):
-                    what = f"{part} fill at the first failure"
-                    yield Verdict(what, where, f">= {target:.0%}", f"{numbers[part]:.1%}", numbers[part] >= target)
-        elif result.kind == "cost" and result.subject in (OURS, "book") and at["live"] == MANY_LIVE:
-            what, where = f"time per operation: {_TITLES[result.subject]}", f"{MANY_LIVE:,} slots live"
-            known = _BOOK if result.subject == "book" else None
-            yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False, known=known)
+def _filled(filled: Filled) -> str:
+    return filled.title
 
+
+def _fill(fill: Fill) -> str:
+    return f"{fill.mean:.1%} / {fill.p1:.1%} / {fill.minimum:.1%}"
+
+
+_FILL = Column("", lambda row: _fill(row.runs[0]))
+_COST = (median_column("median us", float, 2), spread_column("least, most", float))
+
+
+class _FillTarget(NamedTuple):
+    """A target of the fill of a slab, whatever the order in which slots go."""
+
+    slab_nbytes: int
+    part: str
+    percent: float
+    known: Known | None = None
+
+    def judge(self, fills: Measured) -> Verdict:
+        """Returns whether slabs get so full."""
+
+        def numbers(fills: Measured) -> Numbers:
+            for lifetime in LIFETIMES:
+                for run in fills.get(Filled(lifetime, self.slab_nbytes), {}).get(OURS, ()):
+                    yield LIFETIMES[lifetime].title, 100 * getattr(run, self.part)
+
+        what, at = f"{self.part} fill at the first failure", f"slab of {self.slab_nbytes >> 30} GiB"
+        return Target(what, at, self.percent, "%", numbers, known=self.known).judge(fills)
+
+
+#: A slab of 4 GiB is too small beside its largest slots: no policy that leaves slots where they are fills it so.
+FILL_TARGETS = (
+    _FillTarget(_SLAB_NBYTES, "mean", 90, Known(8, 82)),
+    _FillTarget(_SLAB_NBYTES, "minimum", 75, Known(8, 65)),
+    _FillTarget(_LARGE_SLAB_NBYTES, "mean", 90),
+    _FillTarget(_LARGE_SLAB_NBYTES, "minimum", 75),
+)
+
+
+def _operation(name: str, known: Known | None = None) -> Target:
+    def numbers(costs: Measured) -> Numbers:
+        yield "median", None if not (runs := costs.get(_MANY_LIVE, {}).get(name)) else sorted(runs)[len(runs) // 2]
+
+    what = f"time per operation: {_TITLES[name]}"
+    return Target(what, f"{_MANY_LIVE:,} slots live", 0.5, "us", numbers, at_least=False, known=known)
+
+
+#: What an operation of the lease book takes, of which one of the allocator is a part.
+COST_TARGETS = (_operation(OURS), _operation("book", Known(8, 0.6)))
 
 _NOTES = [
-    "Fill: the bytes that were asked for, divided by the slab. In a trace, the slots that exist at the same time grow from "
-    "half of the slab to more than it holds. Meanwhile its content is replaced four or five times, and a tenth of the slots "
-    "is aborted at once.",
+    "Fill: the bytes that were asked for, divided by the slab. Sizes are log-uniform, from 64 KB to 200 MB. In a trace, the "
+    "slots that exist at the same time grow from half of the slab to more than it holds. Meanwhile its content is replaced "
+    "four or five times, and a tenth of the slots is aborted at once.",
     "The limit is a slab whose content is moved together all the time. It does not reach 100 %, because the slot that did not "
     "fit was large.",
     "Leases: the ledger, and the lease books of frontends that ask in turn. A failure there is a slot that has to wait. Memory "
     "that a frontend has and does not use counts as empty.",
-    "For its allocator, with its own method, Mooncake publishes a mean of 84.2 %, a p1 of 71.3 % and a minimum of 54.4 % (of a "
-    "million). docs/decisions/0008-allocation-policy.md says how other policies did.",
+    "docs/decisions/0008-allocation-policy.md says how other policies, sizes and slabs did.",
 ]
 
 
-def _size(nbytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} B"
-
-
-@click.command("allocator", context_settings=SETTINGS)
-@click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
-@json_option
-def allocator_command(quick: bool, json_path: Path | None) -> None:
+@benchmark("allocator", quick="Fewer traces: half a minute on an idle machine.", repetitions="", seconds=False)
+def allocator_command(quick: bool) -> Findings:
     """How full the slab gets, and what placing a slot costs.
 
-    Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json.
+    Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json, or a target is missed.
     """
-    plan = Plan.quick() if quick else Plan()
-    evicted = sum(policy.evicts for policy in POLICIES.values())
-    with shown_progress(len(list(plan.fills())) + evicted + len(plan.live)) as progress:
-        findings, compared = measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_Stored).results)
-    deliver(findings, json_path)
-    conclude(findings.failures, compared)
+    plan = QUICK if quick else Plan()
+    steps = sum(map(len, plan.fills().values())) + len(plan.live) * len(TIMED) * plan.batches
+    with shown_progress(steps) as progress:
+        return measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_StoredRun).results)

@@ -17,7 +17,9 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 
-KIB, MIB = 1 << 10, 1 << 20
+LARGEST_NBYTES = 200 << 20
+_LEAST_NBYTES = 64 << 10
+_SIZES = "64 KB..200 MB log-uniform"  # of which each trace's seed is made
 
 _ABORTED = 0.1  # of all slots: more than a server sees on a good day, fewer than on a bad one
 _ABORTED_WITHIN = 2.0  # arrivals
@@ -29,40 +31,16 @@ _TAIL = 1.5  # Pareto's exponent: a finite mean, no finite variance
 _MEAN_DRAWS = 20_000
 
 
-def _log_uniform(chance: random.Random, low: int, high: int) -> int:
-    return int(math.exp(chance.uniform(math.log(low), math.log(high))))
+def draw_size(chance: random.Random) -> int:
+    """Returns a size in bytes."""
+    return int(math.exp(chance.uniform(math.log(_LEAST_NBYTES), math.log(LARGEST_NBYTES))))
 
 
-def _mixed(chance: random.Random) -> int:
-    """What a multimodal server is sent: mostly pictures, some recordings, few clips."""
-    kind = chance.random()
-    if kind < 0.6:  # pictures, decoded and scaled: 0.5 to 10 MB
-        return _log_uniform(chance, 512 * KIB, 10 * MIB)
-    if kind < 0.85:  # spectrograms of seconds to a minute: 100 KB to 2 MB
-        return _log_uniform(chance, 100 * KIB, 2 * MIB)
-    return _log_uniform(chance, 10 * MIB, 150 * MIB)  # clips: 8 to 64 frames
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """A distribution of sizes, of which ``draw`` returns one in bytes."""
-
-    title: str
-    draw: Callable[[random.Random], int]
-    largest_nbytes: int
-
-    @functools.cached_property
-    def mean_nbytes(self) -> float:
-        chance = random.Random("mean")
-        return sum(self.draw(chance) for _ in range(_MEAN_DRAWS)) / _MEAN_DRAWS
-
-
-SIZES: Mapping[str, Sizes] = {
-    "log-uniform": Sizes("64 KB..200 MB log-uniform", lambda chance: _log_uniform(chance, 64 * KIB, 200 * MIB), 200 * MIB),
-    "uniform": Sizes("64 KB..200 MB uniform", lambda chance: chance.randint(64 * KIB, 200 * MIB), 200 * MIB),
-    "mix": Sizes("pictures, recordings, clips", _mixed, 150 * MIB),
-}
-"""By name."""
+@functools.cache
+def mean_nbytes() -> float:
+    """Returns the mean of many sizes."""
+    chance = random.Random("mean")
+    return sum(draw_size(chance) for _ in range(_MEAN_DRAWS)) / _MEAN_DRAWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +69,10 @@ class Arrival:
     gone: tuple[int, ...]
 
 
-def trace(sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> Iterator[Arrival]:
+def trace(lifetime: Lifetime, slab_nbytes: int, seed: int) -> Iterator[Arrival]:
     """Yields slots until more are there than fit a slab of this size, however they were placed."""
-    chance = random.Random(f"{seed}/{sizes.title}/{lifetime.title}")
-    held = slab_nbytes / sizes.mean_nbytes  # slots that fill the slab
+    chance = random.Random(f"{seed}/{_SIZES}/{lifetime.title}")
+    held = slab_nbytes / mean_nbytes()  # slots that fill the slab
     ends: list[tuple[float, int]] = []
     nbytes_of: dict[int, int] = {}
     live_nbytes = 0
@@ -108,7 +86,7 @@ def trace(sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> Iter
             gone += sorted(struck)
             ends = [end for end in ends if end[1] not in struck]
             heapq.heapify(ends)
-        nbytes = sizes.draw(chance)
+        nbytes = draw_size(chance)
         yield Arrival(nbytes, tuple(gone))
         live_nbytes += nbytes - sum(nbytes_of.pop(slot) for slot in gone)
         nbytes_of[number] = nbytes

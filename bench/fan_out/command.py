@@ -15,7 +15,7 @@ from bench.children import BenchError
 from bench.command_line import DIRECTORY
 from bench.fan_out.host import Outcome
 from bench.fan_out.plan import SIZES, SUBJECTS, TITLES, WORKERS, Run, measurable, planned
-from bench.fan_out.report import Case, draw, report, title
+from bench.fan_out.report import Case, report, title
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
@@ -57,7 +57,7 @@ def _missing(environment: Path) -> dict[str, str]:
     return missing
 
 
-@command_line.benchmark("fan-out", quick="1 and 4 workers, one repetition of 0.3 s; under four minutes.", draw=draw)
+@command_line.benchmark("fan-out", quick="1 and 4 workers, one repetition of 0.3 s; under four minutes.")
 @click.option("--workers", multiple=True, type=click.IntRange(1, 32), help="Repeatable.  [default: 1, 2, 4, 8; 1, 4 if quick]")
 @command_line.size_option(
     "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 256, 4KiB, 1MiB, 64MiB]"

@@ -20,23 +20,21 @@ class Subject(NamedTuple):
         gathers: whether it brings replies back.
         only_steps: it has no event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
         needs: a module that must be there.
-        colour: of what is ours, in plots.
     """
 
     title: str
     gathers: bool = False
     only_steps: bool = False
     needs: str = ""
-    colour: str = ""
 
 
 #: In the order of tables.
 SUBJECTS = {
-    OURS: Subject("shmring", gathers=True, colour="#c1121f"),
-    POLLING: Subject("shmring, busy_poll_s", gathers=True, colour="#b5179e"),
-    IN_PLACE: Subject("shmring, in a slot already", colour="#f77f00"),
-    CALLERS: Subject("shmring, served by callers", gathers=True, only_steps=True, colour="#3a0ca3"),
-    BACKS: Subject("shmring, a ring back from each", gathers=True, only_steps=True, colour="#4361ee"),
+    OURS: Subject("shmring", gathers=True),
+    POLLING: Subject("shmring, busy_poll_s", gathers=True),
+    IN_PLACE: Subject("shmring, in a slot already"),
+    CALLERS: Subject("shmring, served by callers", gathers=True, only_steps=True),
+    BACKS: Subject("shmring, a ring back from each", gathers=True, only_steps=True),
     MESSAGE_QUEUE: Subject("vLLM MessageQueue", gathers=True, needs="vllm"),
     ARENA: Subject("vLLM MessageQueue, its arena", needs="vllm"),
     QUEUES: Subject("torch.multiprocessing queues"),

@@ -1,4 +1,4 @@
-"""The tables, the targets and the plot of ``bench fan-out``.
+"""The table and the targets of ``bench fan-out``.
 
 Ratios are taken within each repetition, and their median counts. Where a target spans several cases, the worst of them
 decides.
@@ -6,14 +6,10 @@ decides.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from bench import plots
 from bench.fan_out.plan import (
     ARENA,
     BACKS,
@@ -28,7 +24,6 @@ from bench.fan_out.plan import (
     PUBLISHED,
     SMALL,
     STEP,
-    SUBJECTS,
     TITLES,
     WORKERS,
 )
@@ -43,22 +38,11 @@ from bench.repetitions import (
     ratios,
     spread_column,
 )
-from bench.results import Coverage, Findings, Verdict, format_nbytes, format_rate
+from bench.results import Coverage, Findings, format_nbytes, format_rate
 from bench.targets import Numbers, Target
 
 #: Workers, and bytes of a message.
 Case = tuple[int, int]
-
-_OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """Messages a second of a subject in a case, the median, as they are stored and drawn."""
-
-    workers: int
-    nbytes: int
-    subject: str
-    per_s: float
 
 
 def title(case: Case) -> str:
@@ -108,11 +92,6 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
         tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, title, TITLES)],
         notes=notes,
         targets=[target.judge(measured) for target in TARGETS],
-        results=[
-            Stored(workers, nbytes, subject, statistics.median(map(_per_s, runs)))
-            for (workers, nbytes), found in measured.items()
-            for subject, runs in found.items()
-        ],
         coverage=coverage,
     )
 
@@ -199,43 +178,3 @@ TARGETS = (
     _alone("CPU of the workers, idle", 1, "%", lambda run: run.idle_percent),
     _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", lambda run: run.stopped_ratio),
 )  # fmt: skip
-
-
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    return [target.judge({}) for target in TARGETS]
-
-
-# -- the plot ------------------------------------------------------------------------------------------------------------
-
-
-def _figure(stored: Sequence[Stored]) -> Any:
-    stored = [entry for entry in stored if entry.subject in SUBJECTS]  # some were measured once, and are no more
-    sizes = sorted({entry.nbytes for entry in stored})
-    if not sizes:
-        return None
-    figure, axes = plots.panels(len(sizes), "messages to several workers: messages per second")
-    subjects = [subject for subject in SUBJECTS if any(entry.subject == subject for entry in stored)]
-    others = [subject for subject in subjects if not SUBJECTS[subject].colour]
-
-    def style(subject: str) -> dict[str, Any]:
-        colour = SUBJECTS[subject].colour
-        width = 2.5 if colour else 1.2
-        colour = colour or _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
-        return {"color": colour, "marker": "o", "linewidth": width, "label": TITLES[subject]}
-
-    ordered = sorted(stored, key=lambda entry: subjects.index(entry.subject))
-    for nbytes, panel in zip(sizes, axes, strict=True):
-        here = [entry for entry in ordered if entry.nbytes == nbytes]
-        points = [(entry.subject, entry.workers, entry.per_s) for entry in here]
-        plots.draw_lines(panel, points, style)
-        panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log")
-        counts = sorted({entry.workers for entry in stored})
-        panel.set_xticks(counts, [str(count) for count in counts])
-        panel.set_xticks([], minor=True)
-    axes[-1].legend(fontsize="small", loc="center right")
-    return figure
-
-
-#: Draws messages per second by workers.
-draw = functools.partial(plots.draw_stored, list[Stored], _figure)

@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 import numpy as np
 
-from bench import command_line, plots, targets
+from bench import command_line, targets
 from bench.children import BenchError
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, TO, WAYS
 from bench.gpu.device import Accelerator
-from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
+from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
 from bench.repetitions import (
@@ -34,19 +33,17 @@ from bench.repetitions import (
     Number,
     Repetitions,
     compare,
-    median,
     median_column,
     medians,
     ratio,
     ratios,
     spread_column,
 )
-from bench.results import Coverage, Findings, Verdict, format_nbytes
+from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target
 
 _MODE = MODES["gpu"]
 _KB, _MB = 1 << 10, 1 << 20
-_HAND_OVER_US = 100.0  # that one may take
 
 #: Of ways and routes.
 TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.items())}
@@ -86,34 +83,6 @@ def _of(name: str) -> Number:
 
 
 _RATE, _USABLE, _HAND_OVER = _of("gb_per_s"), _of("usable_us"), _of("us")
-
-#: A line's name, the size of a tensor in bytes, and the median.
-_Point = tuple[str, int, float]
-
-
-class Plotted(msgspec.Struct, frozen=True):
-    """What is stored and drawn of a run.
-
-    Attributes:
-        gpu: its name.
-        gb_per_s: from host memory to the GPU, by way and size.
-        hand_over_us: from submit until usable in the other process, by route and size.
-    """
-
-    gpu: str
-    gb_per_s: list[_Point]
-    hand_over_us: list[_Point]
-
-    @classmethod
-    def of(cls, gpu: Accelerator, measured: Measured) -> Plotted:
-        """Takes the medians of a run."""
-
-        def points(number: Number) -> list[_Point]:
-            found = ((name, nbytes, median(runs, number)) for nbytes, of in measured.items() for name, runs in of.items())
-            return [(name, nbytes, value) for name, nbytes, value in found if value is not None]
-
-        return cls(gpu.name, points(_RATE), points(_HAND_OVER))
-
 
 # -- tables --------------------------------------------------------------------------------------------------------------
 
@@ -166,7 +135,6 @@ def report(results: Results) -> Findings:
         ],
         notes=_notes(results),
         targets=[target.judge(measured) for target in TARGETS],
-        results=Plotted.of(results.gpu, measured),
         coverage=results.coverage,
     )
 
@@ -231,49 +199,10 @@ TARGETS = (
         "pinned slot: GB/s of cloning, then copying", "64 MB", 3.0, "x",
         ratios(PINNED_SLOT, CLONED, _RATE, {"64 MB": 64 * _MB}),
     ),
-    Target("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _handed_over, at_least=False),
+    Target("device slab: p50 of a hand-over", "any size", 100.0, "us", _handed_over, at_least=False),
     # "Independent of size", as for what is written in place in host memory.
     Target("device slab: p50 over that of the smallest size", "any size", 1.3, "x", _of_smallest, at_least=False),
 )  # fmt: skip
-
-
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    return [target.judge({}) for target in TARGETS]
-
-
-# -- plot ----------------------------------------------------------------------------------------------------------------
-
-_OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
-_OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f", "#17becf")
-
-
-def _figure(plotted: Plotted) -> Any:
-    figure, (bandwidth, hand_overs) = plots.panels(2, plotted.gpu, (12.8, 5.2))
-    _draw_lines(bandwidth, plotted.gb_per_s)
-    bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
-    _draw_lines(hand_overs, plotted.hand_over_us)
-    hand_overs.axhline(_HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
-    hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
-    return figure
-
-
-def _draw_lines(axes: Any, points: Sequence[_Point]) -> None:
-    """Draws a line for each name: its numbers by size."""
-    others = iter(_OTHERS)
-
-    def style(name: str) -> dict[str, Any]:
-        look: dict[str, Any] = {"color": _OURS[name], "linewidth": 3.0} if name in _OURS else {"color": next(others)}
-        return (look if name != CEILING else {"color": "black", "linestyle": "--"}) | {"marker": "o", "label": TITLES[name]}
-
-    plots.draw_lines(axes, points, style)
-    plots.lay_sizes_across(axes, (nbytes for _, nbytes, _ in points))
-    if points:
-        axes.legend(fontsize="small")
-
-
-#: Draws bandwidth and hand-overs by size, a line for each way and route.
-draw = functools.partial(plots.draw_stored, Plotted, _figure)
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------
@@ -379,7 +308,6 @@ class _NoGpu(click.ClickException):
     quick="The sizes that targets are about, 3 repetitions, in a minute.",
     repetitions="Interleaved.",
     seconds=False,
-    draw=draw,
 )
 @command_line.size_option(
     "--size",

@@ -194,16 +194,6 @@ def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
         yield targets.judge("longest wait of a small request", "beside all of them", allowed, "ms", longest, at_least=False)
 
 
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    asked = f"<= {_TIMES:g} x that beside a neutral load, or {_LEAST_MS:g} ms ({_LEAST_LARGE_MS:g} ms if bodies are over 1 MB)"
-    longest = f"<= {_LONGEST_MS:g} ms, or the longest beside a neutral load"
-    return [
-        *(Verdict(f"p99 of small requests beside: {attack}", "one frontend", asked) for attack in ATTACKS),
-        Verdict("longest wait of a small request", "beside all of them", longest),
-    ]
-
-
 @benchmark("isolation")
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(ATTACKS)), help="Repeatable.  [default: all]")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:

@@ -8,19 +8,18 @@ from bench.peers.pyzmq_sockets import PyzmqMultipart, PyzmqRequest
 from bench.peers.queues import (
     FasterFifoQueue,
     MultiprocessingQueue,
-    TorchQueueByDescriptor,
-    TorchQueueByName,
+    TorchQueue,
 )
 from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlace, ShmringRequest
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
 from bench.peers.unix_stream import InlineMsgpack, InlineRequest, SharedMemorySegments
 
-__all__ = ["BASELINE", "FORMER", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
+__all__ = ["BASELINE", "MEMCPY", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
 
 _STREAMS: tuple[Peer, ...] = (
     ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), SpinningRing(), SpinningArena(),
-    InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueueByDescriptor(),
-    TorchQueueByName(), MultiprocessingQueue(),
+    InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueue(),
+    MultiprocessingQueue(),
 )  # fmt: skip
 _REQUESTS: tuple[RequestPeer, ...] = (ShmringRequest(), InlineRequest(), PyzmqRequest())
 
@@ -28,8 +27,7 @@ _REQUESTS: tuple[RequestPeer, ...] = (ShmringRequest(), InlineRequest(), PyzmqRe
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _STREAMS}
 REQUEST_PEERS: dict[str, RequestPeer] = {peer.name: peer for peer in _REQUESTS}
 
-#: The titles of peers that stored results have, and that are measured no more.
-FORMER = {"zenoh": "zenoh, shared memory", "ray": "Ray object store"}
-
 #: What the others are compared with, in both.
 BASELINE = _STREAMS[0].name
+#: Beside the peers of streams: copies of as many bytes, in this process (:class:`bench.machine.Copies`).
+MEMCPY = "memcpy"

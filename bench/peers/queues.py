@@ -11,9 +11,8 @@ authors recommend. The window is smaller than asked for where the ring can't hol
 ``torch.multiprocessing.Queue`` is used as by vLLM's ``torch_shm`` transport (``v1/engine/tensor_ipc.py``):
 ``tensor.share_memory_()`` copies the tensor into a new segment and ``put`` sends its handle. ``share_memory_`` moves a tensor's
 own storage, and each of vLLM's is a new one; here each is a new storage over the same memory (``torch.from_numpy``), for the
-price of one copy. Two sharing strategies are measured: ``file_descriptor``, the default on Linux, in which the consumer fetches
-each descriptor from a thread of the producer, and ``file_system``, in which segments have names, for servers that run out of
-descriptors.
+price of one copy. The sharing strategy is ``file_descriptor``, the default on Linux, in which the consumer fetches each
+descriptor from a thread of the producer.
 
 ``multiprocessing.Queue`` is for who stays with the standard library: a feeder thread pickles and writes to a pipe under a lock
 that all producers share. A stream puts the tensor's ``tobytes``, since the feeder gets to it when the tensor has been stamped
@@ -31,7 +30,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import get_temp_dir
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -57,10 +56,6 @@ _Message = tuple[Header, torch.Tensor]
 class _QueueStream(WindowedPeer):
     """What streams by queues have in common; what differs is how each puts and gets."""
 
-    def prepare(self) -> None:
-        """What each process does before it uses a queue."""
-        allow_read_only_tensors()
-
     @abc.abstractmethod
     def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         """Sends the source's tensor."""
@@ -81,11 +76,10 @@ class _QueueStream(WindowedPeer):
 
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
-        self.prepare()
         yield lambda: self.put(own, source.stamp(), source, cell)
 
     async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
-        self.prepare()
+        allow_read_only_tensors()
         listening()
         try:
             await asyncio.to_thread(self._receive, cell, own, intake)
@@ -167,13 +161,9 @@ class MultiprocessingQueue(_QueueStream):
         return [(Header(*fields), torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape))]
 
 
-class TorchQueueByDescriptor(_QueueStream):
+class TorchQueue(_QueueStream):
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
-    strategy: ClassVar[str] = "file_descriptor"
-
-    def prepare(self) -> None:
-        _torch_multiprocessing.set_sharing_strategy(self.strategy)
 
     def create_own(self, context: SpawnContext, producers: int) -> Any:
         get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
@@ -186,9 +176,3 @@ class TorchQueueByDescriptor(_QueueStream):
     def get(self, queue: Any, cell: Cell) -> list[_Message]:
         message = queue.get(timeout=_TIMEOUT_S)
         return [] if message is None else [(Header(*message[0]), message[1])]
-
-
-class TorchQueueByName(TorchQueueByDescriptor):
-    name = "torch-queue-by-name"
-    title = "torch.multiprocessing.Queue, file_system"
-    strategy = "file_system"

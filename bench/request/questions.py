@@ -15,10 +15,11 @@ any time in between; and each reply is memory of its own, as the results of a mo
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import torch
 
 from bench import messages
@@ -27,9 +28,6 @@ from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, CheckError, Stamps
 
 MAX_CLIENTS = 64
-
-_CHECKS = 2000  # rounds over which the cost of the checks alone is taken: some ten milliseconds
-_NEVER_S = 3600.0  # until which they warm up
 
 
 class Case(messages.Case, frozen=True, kw_only=True):
@@ -47,6 +45,10 @@ class Case(messages.Case, frozen=True, kw_only=True):
     def title(self) -> str:
         """The case in words."""
         return f"{format_nbytes(self.nbytes)}, {self.window} in flight of {self.producers} client{'s' * (self.producers > 1)}"
+
+    def cell(self, **timing: Any) -> Cell:
+        """Returns what processes need to run the case: as many in flight as it says, or it does not fit, and that is said."""
+        return Cell(**msgspec.structs.asdict(self), **timing)
 
 
 class Client:
@@ -136,24 +138,3 @@ class Desk(Sink):
         if sequence < self._sequences[producer] or sequence in self._early[producer]:
             raise CheckError(f"message {sequence} came twice{self._whose[producer]}")
         self._early[producer].add(sequence)
-
-
-@functools.cache
-def checks_us(nbytes: int, reply_nbytes: int) -> tuple[float, float]:
-    """Returns microseconds of CPU that stamping and checking take by themselves: a client's, the engine's; per request."""
-    cell = Cell(nbytes, window=1, reply_nbytes=reply_nbytes, warm_up_s=_NEVER_S, timed_s=0.0, limit_s=0.0, directory="")
-    client, desk = Client(cell, 0), Desk(cell)
-    tensor, answers = client.source.tensor, []
-    started = time.thread_time()
-    for _ in range(_CHECKS):
-        header = client.source.stamp()
-        answers.append(Answer(header, desk.answer(header, tensor)))
-        client.check(header, answers[-1])
-    both_s = time.thread_time() - started
-    client = Client(cell, 0)
-    started = time.thread_time()
-    for answer in answers:
-        client.source.stamp()
-        client.check(answer.header, answer)
-    client_s = time.thread_time() - started
-    return client_s / _CHECKS * 1e6, max(0.0, both_s - client_s) / _CHECKS * 1e6

@@ -126,11 +126,15 @@ def _connect(cell: Cell) -> Connecting:
     return shmring.connect(RING, socket_dir=cell.directory, lease_nbytes=_LEASE_NBYTES)
 
 
-_GROUPS: tuple[tuple[RequestPeer, ...], ...] = (
-    (ConnectedClients(1, 1), ConnectedClients(_CLIENTS, 1), ConnectedClients(_CLIENTS, _CLIENTS)),
-    (SlotsInUse(_FEW_SLOTS), SlotsInUse(_SLOTS)),
+_ONE, _FEW = ConnectedClients(1, 1), SlotsInUse(_FEW_SLOTS)
+#: What is measured, with what it is compared with.
+_COMPARED: tuple[tuple[RequestPeer, RequestPeer], ...] = (
+    (_ONE, _ONE),
+    (ConnectedClients(_CLIENTS, 1), _ONE),
+    (ConnectedClients(_CLIENTS, _CLIENTS), _ONE),
+    (_FEW, _FEW),
+    (SlotsInUse(_SLOTS), _FEW),
 )
-
-#: By name; and the names in groups, of which the first is what the others of the group are compared with.
-VARIANTS = {variant.name: variant for group in _GROUPS for variant in group}
-VARIANT_GROUPS = [[variant.name for variant in group] for group in _GROUPS]
+#: By name; and the name of what each is compared with.
+VARIANTS = {variant.name: variant for variant, _ in _COMPARED}
+BASES = {variant.name: base.name for variant, base in _COMPARED}

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
@@ -16,7 +15,9 @@ import msgspec
 import uvloop
 
 from bench.children import BenchError
-from bench.command_line import SETTINGS, NotMeasured, deliver, json_option, shown_progress
+from bench.command_line import NotMeasured, benchmark, shown_progress
+from bench.modes import Timing
+from bench.results import Findings
 from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from shmring.engine.option_types import COUNT, SECONDS, FiniteRange
@@ -65,7 +66,7 @@ def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> 
     return click.option(flag, name, default=default, multiple=isinstance(default, tuple), type=kind, help=text)
 
 
-@click.command("serve", context_settings=SETTINGS)
+@benchmark("serve", repetitions="Of the load on each server, in turn.", seconds=False)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
 @click.option("--scale", default=1.0, type=_ABOVE_0, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
@@ -78,7 +79,6 @@ def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> 
 @click.option(
     "--compare-kept", is_flag=True, help="Start two servers, of which one keeps prepared media, and load them in turn."
 )
-@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 in a comparison, else 1]")
 @click.option("--num-prompts", "requests", default=100, type=COUNT, help="Requests.")
 @click.option(
     "--request-rate", default="inf", type=_rate, metavar="RATE", help="Requests that become due a second; inf: all at once."
@@ -107,13 +107,9 @@ def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> 
 @click.option("--disable-mm-shm", "copied", is_flag=True, help="The server decodes media into private memory, and copies them.")
 @click.option("--keep-media", "kept", is_flag=True, help="The server keeps what it has prepared, and uses it again.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")
-@json_option
-def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
+def serve_command(timing: Timing, preset: str | None, **values: Any) -> Findings:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; decoding into slots or copying."""
-    results = _run(_plan(preset, **values))
-    deliver(report.report(results), json_path)
-    if not all(measurement.completed for measurement in results.measurements):
-        raise NotMeasured("of a load, no request had an answer")
+    return report.report(_run(_plan(preset, repetitions=timing.repetitions, **values)))
 
 
 def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
@@ -138,7 +134,6 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         raise click.UsageError("--media none goes with no other --media")
     if "none" in values["kinds"]:
         values["kinds"] = ()
-    values["repetitions"] = values["repetitions"] or (3 if comparisons else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
     values["load"] = _taken(Load, values)
     return _taken(Plan, values)

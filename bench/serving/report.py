@@ -70,14 +70,13 @@ _NOT_COMPARED = ("peak concurrency", "generator's CPU, ms/request", "generator's
 
 def report(results: Results) -> Findings:
     """Returns a run as it is shown and stored."""
-    there = collections.Counter((LOAD, measurement.variant) for measurement in results.measurements)
+    there = collections.Counter((LOAD, measurement.variant) for measurement in results.measurements if measurement.completed)
     return Findings(
         mode="serve",
         machine=results.machine,
         tables=[_table(results)],
         notes=_notes(results),
         targets=list(_targets(results)),
-        plan=results.plan,
         coverage=Coverage.of(planned(results.plan), there),
     )
 
@@ -204,11 +203,6 @@ def _busy_notes(results: Results) -> Iterator[str]:
         yield f"CPU while the {variant} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
         if generator_share > _BUSY_SHARE:
             yield f"The load generator was busy {generator_share:.0%} of the {variant} load: it may be what was measured."
-
-
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    return [Verdict(target.what, target.at, f">= {target.limit:g} x") for target in _TARGETS]
 
 
 def _targets(results: Results) -> Iterator[Verdict]:

@@ -124,11 +124,6 @@ def report(measured: Measured, left: Left, coverage: Coverage, versions: str) ->
     return Findings(mode="sglang", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    return [*(target.judge({}) for target in TARGETS), _left({})]
-
-
 # -- the run -------------------------------------------------------------------------------------------------------------
 
 

@@ -7,17 +7,15 @@ import contextlib
 import functools
 import itertools
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import numpy as np
 
-from bench import command_line, plots
+from bench import command_line
 from bench.modes import MODES, Timing
 from bench.repetitions import (
     Column,
@@ -31,7 +29,7 @@ from bench.repetitions import (
     ratios,
     spread_column,
 )
-from bench.results import Coverage, Findings, Verdict
+from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target
 from bench.vllm import workers
@@ -55,28 +53,6 @@ from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
-_COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """Medians of a case and way, as they are stored and drawn.
-
-    Attributes:
-        cpu_ms: milliseconds of CPU for each request, of all processes.
-    """
-
-    fleet: str
-    case: str
-    way: str
-    requests_per_s: float
-    cpu_ms: float
-
-    @classmethod
-    def of(cls, case: Case, way: str, runs: Sequence[Measurement]) -> Stored:
-        """Sums the repetitions up."""
-        speed = statistics.median(run.requests_per_s for run in runs)
-        cpu_ms = statistics.median(sum(run.cpu_ms.values()) for run in runs)
-        return cls(case.fleet.title, case.title, way, speed, cpu_ms)
 
 
 def _speed(run: Measurement) -> float:
@@ -121,9 +97,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         "percentile. tensors: which way they went in the last repetition.",
         versions,
     ]
-    results = [Stored.of(case, way, runs) for case, of_case in measured.items() for way, runs in of_case.items()]
     verdicts = [target.judge(measured) for target in TARGETS]
-    return Findings(mode="vllm", tables=tables, notes=notes, targets=verdicts, results=results, coverage=coverage)
+    return Findings(mode="vllm", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
@@ -167,46 +142,6 @@ TARGETS = (
 )
 
 
-def announced() -> list[Verdict]:
-    """Returns the targets, of which nothing was measured."""
-    return [target.judge({}) for target in TARGETS]
-
-
-# -- the plot ------------------------------------------------------------------------------------------------------------
-
-
-def _figure(stored: Sequence[Stored]) -> Any:
-    cases = list(dict.fromkeys((entry.fleet, entry.case) for entry in stored))
-    figure, (speed, cpu) = plots.panels(2, "vLLM, by how its tensors travel", (12.8, 1.6 + 0.62 * len(cases)))
-    _draw_bars(speed, stored, cases, lambda entry: entry.requests_per_s)
-    speed.set(title="requests per second")
-    speed.set_yticks(range(len(cases)), [f"{fleet}:\n{case}" for fleet, case in cases])
-    _draw_bars(cpu, stored, cases, lambda entry: entry.cpu_ms)
-    cpu.set(title="CPU of all processes for a request, milliseconds: lower is better")
-    cpu.set_yticks([])
-    cpu.legend(fontsize="small")
-    return figure
-
-
-def _draw_bars(
-    axes: Any, stored: Sequence[Stored], cases: Sequence[tuple[str, str]], number: Callable[[Stored], float]
-) -> None:
-    """A group of bars for each case, the first on top; from zero, since what is seen of a bar is its length."""
-    height = 0.8 / len(_COLOURS)
-    for place, (way, colour) in enumerate(_COLOURS.items()):
-        medians = {(entry.fleet, entry.case): number(entry) for entry in stored if entry.way == way}
-        tops = [cases.index(case) + (place - 1) * height for case in medians]
-        bars = axes.barh(tops, list(medians.values()), height, color=colour, label=way)
-        axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.25)
-    axes.margins(x=0.08)
-    axes.set_xlim(left=0)
-
-
-#: Draws requests per second and CPU, a bar for each way.
-draw = functools.partial(plots.draw_stored, list[Stored], _figure)
-
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 _SIDES = [str(side) for side in SIDES]
@@ -217,7 +152,6 @@ _SIDES = [str(side) for side in SIDES]
     quick="What most targets speak about: 43 MB, two API servers; under ten minutes.",
     repetitions="Of each case and way, in alternating order; 7 with --workers.",
     seconds=False,
-    draw=draw,
 )
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")

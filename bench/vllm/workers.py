@@ -165,6 +165,5 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
             versions,
         ],
         targets=[target.judge(measured) for target in TARGETS],
-        results=[],
         coverage=coverage,
     )

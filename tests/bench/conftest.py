@@ -1,20 +1,40 @@
-"""Results of transports that were not measured, for the tests of what is made of results."""
+"""Repetitions that were not measured, for the tests of what is made of them; and messages that are spoiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bench.machine import Machine
-from bench.messages import Case, Header, Source
-from bench.records import Limit, Result, Results, Side
+from bench.messages import Header, Measurement, Source
+from bench.meter import Cost, Lag
 from bench.request.questions import Desk
-from bench.results import Spread
 
 MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def torch_has_200_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process that has only imported torch holds: looking takes seconds."""
+    monkeypatch.setattr("bench.targets.torch_resident_nbytes", lambda: 200 * MB)
+
+
+def made_run(per_s: float = 1.0, **numbers: Any) -> Measurement:
+    """A repetition of 1000 messages: ``p50_us=100.0``, ``cpu_us=10.0`` of each side, ``lag_ms=1.0``, ``idle_percent``, ..."""
+    cost = Cost(
+        messages=1000,
+        cpu_s=numbers.get("cpu_us", 10.0) / 1e3,
+        resident_nbytes=numbers.get("resident_nbytes", 220 * MB),
+        descriptors=30,
+        lag=Lag(1.0, numbers.get("lag_ms", 1.0)),
+        connect_s=numbers.get("connect_ms", 2.0) / 1e3,
+        idle_share=None if "idle_percent" not in numbers else numbers["idle_percent"] / 100,
+    )
+    latencies = np.full(1000, numbers.get("p50_us", 100.0) * 1e3, np.int64)
+    return Measurement(1000, 1000 / per_s, latencies, (cost,), (cost,))
 
 
 @pytest.fixture
@@ -42,66 +62,3 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(Desk, "answer", answer_wrongly)
 
     return spoil
-
-
-def _side(cpu_us: float, nbytes: int, **options: Any) -> Side:
-    return Side(
-        cpu_us_per_message=Spread.of([cpu_us]),
-        cpu_s_per_gb=cpu_us / nbytes * 1e3,
-        resident_nbytes=options.get("resident_nbytes", 220 * MB),
-        descriptors=30,
-        lag_max_on_core_ms=Spread.of([options.get("lag_ms", 1.0)]),
-        connect_ms=Spread.of([2.0]),
-        idle_percent=options.get("idle_percent"),
-    )
-
-
-@pytest.fixture
-def made_result() -> Callable[..., Result]:
-    """``made_result(peer, case, runs, p50_us=100.0, cpu_us=10.0, ratio=1.0, lag_ms=1.0, ...)``: see ``_side``."""
-
-    def make(peer: str, case: Case, runs: Sequence[float], **options: Any) -> Result:
-        speed = Spread.of(runs)
-        p50_us, cpu_us = options.pop("p50_us", 100.0), options.pop("cpu_us", 10.0)
-        return Result(
-            peer=peer,
-            case=case,
-            messages_per_s=speed,
-            runs=list(runs),
-            gb_per_s=speed.median * case.nbytes / 1e9,
-            shmring_ratio=Spread.of([options.pop("ratio", 1.0)]),
-            latency_p50_us=Spread.of([p50_us]),
-            latency_p99_us=2 * p50_us,
-            latency_p999_us=3 * p50_us,
-            consumer=_side(cpu_us, case.nbytes, **options),
-            producer=_side(cpu_us, case.nbytes, **options),
-        )
-
-    return make
-
-
-@pytest.fixture
-def made_results() -> Callable[..., Results]:
-    """``made_results(results, limits={nbytes: copies a second})``."""
-
-    def make(results: Sequence[Result], limits: dict[int, float] | None = None) -> Results:
-        return Results(
-            mode="transport",
-            started="2026-01-02T03:04:05+00:00",
-            machine=Machine(
-                cpu="A Processor", cores=2, memory_nbytes=8 << 30, kernel="6.1", python="3.11", torch="2.9", numpy="2.3",
-                msgspec="0.20", uvloop="0.22", shmring="0.1", commit="abc", libc="glibc 2.36", cache_nbytes=32 * MB,
-            ),
-            versions={"pyzmq": "27.1"},
-            load_before=0.5,
-            torch_resident_nbytes=200 * MB,
-            repetitions=3,
-            timed_s=0.5,
-            results=list(results),
-            limits=[
-                Limit(nbytes, Spread.of([speed]), Spread.of([2 * speed]), Spread.of([speed]), [speed] * 3)
-                for nbytes, speed in (limits or {}).items()
-            ],
-        )  # fmt: skip
-
-    return make

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.allocation.command import MANY_LIVE, MEAN_FILL, MINIMUM_FILL, STORED, Plan, Result, allocator_command, beside_stored
+from bench.allocation.command import FILL_TARGETS, STORED, Fill, Filled, Plan, Stored, allocator_command, beside_stored
 from bench.allocation.leased import Leased, lone_book
-from bench.allocation.measures import (
-    LIMIT,
-    OURS,
-    POLICIES,
-    Limit,
-    Policy,
-    costs,
-    evicting,
-    first_failures,
-    shares,
-)
-from bench.allocation.traces import LIFETIMES, SIZES, trace
+from bench.allocation.measures import FILLED, LIMIT, OURS, TIMED, Limit, Policy, Timed, first_failures
+from bench.allocation.traces import LARGEST_NBYTES, LIFETIMES, trace
+from bench.results import Verdict
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
 from tests.tables import for_each
@@ -96,25 +89,24 @@ def test_the_limit_loses_nothing_but_what_does_not_fit() -> None:
 # -- traces --------------------------------------------------------------------------------------------------------------
 
 
-@for_each("sizes", SIZES)
 @for_each("lifetime", LIFETIMES)
-def test_a_trace_fills_the_slab_and_every_slot_goes_at_most_once(sizes: str, lifetime: str) -> None:
-    arrivals = list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))
-    assert arrivals == list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 5))
-    assert arrivals != list(trace(SIZES[sizes], LIFETIMES[lifetime], SLAB_NBYTES, 6))
+def test_a_trace_fills_the_slab_and_every_slot_goes_at_most_once(lifetime: str) -> None:
+    arrivals = list(trace(LIFETIMES[lifetime], SLAB_NBYTES, 5))
+    assert arrivals == list(trace(LIFETIMES[lifetime], SLAB_NBYTES, 5))
+    assert arrivals != list(trace(LIFETIMES[lifetime], SLAB_NBYTES, 6))
     gone = [slot for arrival in arrivals for slot in arrival.gone]
     assert len(set(gone)) == len(gone)
     assert all(slot < number for number, arrival in enumerate(arrivals) for slot in arrival.gone)
-    assert all(1 <= arrival.nbytes <= SIZES[sizes].largest_nbytes for arrival in arrivals)
+    assert all(1 <= arrival.nbytes <= LARGEST_NBYTES for arrival in arrivals)
     live_nbytes = sum(arrival.nbytes for arrival in arrivals) - sum(arrivals[slot].nbytes for slot in gone)
     assert live_nbytes > SLAB_NBYTES
     assert gone  # it has come and gone before
 
 
 def test_a_storm_takes_half_of_what_is_there() -> None:
-    arrivals = list(trace(SIZES["mix"], LIFETIMES["storms"], SLAB_NBYTES, 5))
+    arrivals = list(trace(LIFETIMES["storms"], 4 * SLAB_NBYTES, 5))
     assert max(len(arrival.gone) for arrival in arrivals) > 20
-    assert max(len(arrival.gone) for arrival in trace(SIZES["mix"], LIFETIMES["fifo"], SLAB_NBYTES, 5)) < 10
+    assert max(len(arrival.gone) for arrival in trace(LIFETIMES["fifo"], 4 * SLAB_NBYTES, 5)) < 10
 
 
 # -- fill ------------------------------------------------------------------------------------------------------------------
@@ -122,31 +114,20 @@ def test_a_storm_takes_half_of_what_is_there() -> None:
 
 def test_nobody_is_fuller_on_average_than_what_moving_together_gives() -> None:
     """On a single trace one may be: what fails earlier may fail at a smaller slot."""
-    sizes, lifetime = SIZES["log-uniform"], LIFETIMES["random"]
-    limit = first_failures(POLICIES[LIMIT], sizes, lifetime, SLAB_NBYTES, range(20))
-    assert limit["minimum"] > 1 - (sizes.largest_nbytes + 2 * BLOCK_NBYTES) / SLAB_NBYTES - 0.001
-    for name, policy in POLICIES.items():
-        if policy.fills:
-            mean = first_failures(policy, sizes, lifetime, SLAB_NBYTES, range(20))["mean"]
-            assert 0 < mean <= limit["mean"], name
+    fills = {name: first_failures(subject, LIFETIMES["random"], SLAB_NBYTES, range(20)) for name, subject in FILLED.items()}
+    assert min(fills[LIMIT]) > 1 - (LARGEST_NBYTES + 2 * BLOCK_NBYTES) / SLAB_NBYTES - 0.001
+    for name, fill in fills.items():
+        assert 0 < statistics.fmean(fill) <= statistics.fmean(fills[LIMIT]), name
 
 
-def test_a_fill_says_mean_and_worst() -> None:
-    fill = shares([0.5, *[0.9] * 198, 1.0])
-    assert fill["mean"] == pytest.approx((0.5 + 0.9 * 198 + 1) / 200)
-    assert (fill["p1"], fill["minimum"], fill["samples"]) == (0.9, 0.5, 200)
-
-
-def test_ours_keeps_the_target_where_slots_go_in_order() -> None:
-    fill = first_failures(POLICIES[OURS], SIZES["log-uniform"], LIFETIMES["fifo"], 4 << 30, range(20))
-    assert fill["mean"] >= MEAN_FILL
-    assert fill["minimum"] >= MINIMUM_FILL
-
-
-def test_ours_is_fuller_by_mooncake_s_method_than_mooncake_says_of_its_own() -> None:
-    fill = evicting(POLICIES[OURS], 8_000, seed=1)
-    assert 0.8416 < fill["mean"] < evicting(POLICIES[LIMIT], 8_000, seed=1)["mean"]
-    assert fill["samples"] == 7_600  # the first twentieth is not counted
+def test_the_stored_run_is_what_this_code_gives_and_keeps_the_targets_where_slots_go_in_order() -> None:
+    stored = msgspec.convert(json.loads(STORED.read_bytes())["results"], list[Stored])
+    [fill] = [one.fill for one in stored if (one.subject, one.filled) == (OURS, Filled("fifo", 4 << 30))]
+    found = first_failures(FILLED[OURS], LIFETIMES["fifo"], 4 << 30, range(fill.samples))
+    assert statistics.fmean(found) >= fill.mean - 1e-12
+    assert min(found) >= fill.minimum
+    of_fifo = {Filled("fifo", 4 << 30): {OURS: [fill]}}
+    assert [target.judge(of_fifo).met for target in FILL_TARGETS] == [True, True, None, None]
 
 
 # -- time ------------------------------------------------------------------------------------------------------
@@ -164,59 +145,54 @@ def test_the_lease_book_that_is_timed_places_and_releases() -> None:
     book.book.check()
 
 
-def test_costs_are_of_all_subjects_at_once() -> None:
-    timed = [policy for policy in POLICIES.values() if policy.timed]
-    found = costs(timed, SIZES["log-uniform"], 10, 2)
-    assert len(found) == len(timed) == 3
-    assert all(0 < cost["minimum_us"] <= cost["median_us"] <= cost["maximum_us"] for cost in found)
+def test_an_operation_takes_time() -> None:
+    for subject in TIMED.values():
+        assert 0 < Timed(subject, 10).batch_us() < 1e4
 
 
 # -- beside the stored run ---------------------------------------------------------------------------------------------------
 
+FIFO, RANDOM = Filled("fifo", 1 << 30), Filled("random", 1 << 30)
 
-def filled(mean: float, minimum: float, samples: int = 300, kind: str = "filled", **at: object) -> Result:
-    return Result(kind, OURS, at, {"mean": mean, "p1": minimum, "minimum": minimum, "samples": samples})
+
+def compared(found: dict[Filled, Fill], stored: dict[Filled, Fill]) -> list[Verdict]:
+    fills = {filled: {OURS: [fill]} for filled, fill in found.items()}
+    return list(beside_stored(fills, [Stored(OURS, filled, fill) for filled, fill in stored.items()]))
+
+
+def fill(mean: float, minimum: float, samples: int = 300) -> Fill:
+    return Fill(mean, minimum, minimum, samples)
 
 
 def test_a_run_is_as_full_as_the_stored_one_or_says_by_how_much_it_is_not() -> None:
-    stored = [filled(0.9, 0.7, sizes="mixed"), filled(0.8, 0.6, sizes="large")]
-    assert [verdict.met for verdict in beside_stored(stored, stored)] == [True, True]
-    mean, minimum = beside_stored([stored[0], filled(0.799, 0.61, sizes="large")], stored)
-    assert (mean.met, mean.fails, mean.measured, mean.detail) == (False, True, "0.100% less", "shmring, large")
+    stored = {FIFO: fill(0.9, 0.7), RANDOM: fill(0.8, 0.6)}
+    assert [verdict.met for verdict in compared(stored, stored)] == [True, True]
+    mean, minimum = compared({**stored, RANDOM: fill(0.799, 0.61)}, stored)
+    assert (mean.met, mean.fails, mean.measured) == (False, True, "0.100% less")
+    assert mean.detail == "shmring, random, slab of 1 GiB"
     assert (minimum.met, minimum.measured) == (True, "the same or more")
-    mean, minimum = beside_stored([filled(0.9, 0.699, sizes="mixed"), stored[1]], stored)
+    mean, minimum = compared({**stored, FIFO: fill(0.9, 0.699)}, stored)
     assert (mean.met, minimum.met) == (True, False)
 
 
 def test_fewer_traces_have_a_minimum_to_be_compared_and_no_mean() -> None:
-    stored = [filled(0.9, 0.7), filled(0.9, 0.7, kind="evicting")]
-    mean, minimum = beside_stored([filled(0.1, 0.7, samples=15), filled(0.1, 0.1, samples=15, kind="evicting")], stored)
+    stored = {FIFO: fill(0.9, 0.7)}
+    mean, minimum = compared({FIFO: fill(0.1, 0.7, samples=15)}, stored)
     assert (mean.met, minimum.met) == (None, True)
-    _, minimum = beside_stored([filled(0.9, 0.699, samples=15)], stored)
+    _, minimum = compared({FIFO: fill(0.9, 0.699, samples=15)}, stored)
     assert minimum.fails
-    assert [verdict.met for verdict in beside_stored([filled(0.9, 0.1, samples=301)], stored)] == [None, None]
-    assert [verdict.met for verdict in beside_stored(stored, [])] == [None, None]
-
-
-def test_the_stored_run_is_what_this_code_gives() -> None:
-    stored = json.loads(STORED.read_bytes())["results"]
-    at = {"sizes": "log-uniform", "lifetime": "fifo", "slab_nbytes": 4 << 30}
-    [numbers] = [found["numbers"] for found in stored if (found["subject"], found["at"]) == (OURS, at)]
-    fill = first_failures(POLICIES[OURS], SIZES["log-uniform"], LIFETIMES["fifo"], 4 << 30, range(numbers["samples"]))
-    assert fill["mean"] >= numbers["mean"]
-    assert fill["minimum"] >= numbers["minimum"]
+    assert [verdict.met for verdict in compared({FIFO: fill(0.9, 0.1, samples=301)}, stored)] == [None, None]
+    assert [verdict.met for verdict in compared(stored, {})] == [None, None]
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = Plan(
-        seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(SLAB_NBYTES, 2 * SLAB_NBYTES), placements=200,
-        live=(10, MANY_LIVE), batches=1,
-    )  # fmt: skip
-    monkeypatch.setattr(Plan, "quick", lambda: tiny)
+def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "allocator.json"
+    monkeypatch.setattr("bench.allocation.command.QUICK", Plan(seeds=2, slabs=(SLAB_NBYTES,), live=(10,), batches=1))
     done = CliRunner().invoke(allocator_command, ["--quick", "--json", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert "fill at the first failure" in done.output
@@ -224,28 +200,17 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert found["coverage"]["planned"]
     assert found["coverage"]["gaps"] == []
     assert (found["mode"], found["command"]) == ("allocator", "python -m bench allocator")
-    limits = {f"{target['what']}, {target['at']}": target["asked"] for target in found["targets"]}
-    assert limits["time per operation: shmring, 10,000 slots live"] == "<= 0.5 us"
-    assert "time per operation: shmring" in done.output
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
-    asked = {target["what"]: target["met"] for target in found["targets"]}
-    assert (asked["mean fill, beside the stored run"], asked["minimum fill, beside the stored run"]) == (None, True)
-    assert {one["kind"] for one in found["results"]} == {"filled", "evicting", "cost"}
-    assert {one["subject"] for one in found["results"]} == set(POLICIES)
-    # 4 who fill with 3 kinds of sizes, 2 in a second slab, 3 who evict, 2 numbers of live slots
-    assert len([line for line in done.stderr.splitlines() if line]) == 12 + 2 + 3 + 2
-
-
-def test_a_run_that_is_less_full_than_the_stored_one_ends_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = Plan(seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(), placements=200, live=())
-    monkeypatch.setattr(Plan, "quick", lambda: tiny)
-    path = tmp_path / "allocator.json"
-    assert CliRunner().invoke(allocator_command, ["--quick", "--json", str(path)]).exit_code == 0
+    assert {target["what"]: target["met"] for target in found["targets"]} == {
+        "time per operation: shmring": None,
+        "time per operation: shmring: lease book, 1 lease": None,
+        "mean fill, beside the stored run": None,
+        "minimum fill, beside the stored run": None,
+    }
     monkeypatch.setattr("bench.allocation.command.STORED", path)
     done = CliRunner().invoke(allocator_command, ["--quick"])
     assert done.exit_code == 0, "a fill depends on nothing but the seeds"
-    fuller = json.loads(path.read_bytes())
-    fuller["results"][0]["numbers"]["mean"] += 1e-9
-    path.write_text(json.dumps(fuller))
+    found["results"][0]["fill"]["mean"] += 1e-9
+    path.write_text(json.dumps(found))
     done = CliRunner().invoke(allocator_command, ["--quick"])
     assert (done.exit_code, "1 target missed" in done.output) == (1, True)

@@ -21,9 +21,10 @@ SMALL = CASES[:3]
 def test_every_way_has_a_cost() -> None:
     lines: list[str] = []
     findings = measure(SMALL, 2, 0.05, 0.01, lines.append)
-    assert [cost.case for cost in findings.results] == ["4 KB, inline", "64 KB, copied", "64 KB, in place"]
-    assert all(1 < cost.cpu_us.minimum < 10_000 for cost in findings.results)
-    assert all(cost.messages >= 2 * 16 for cost in findings.results)
+    rows = findings.tables[0].rows
+    assert [row[0] for row in rows] == ["4 KB, inline", "64 KB, copied", "64 KB, in place"]
+    assert all(1 < float(row[1]) < 10_000 for row in rows)
+    assert all(int(row[3].replace(",", "")) >= 2 * 16 for row in rows)
     assert lines[:4:3] == [f"4 KB, inline, both ends, repetition {number} of 2" for number in (1, 2)]  # interleaved
     assert len(lines) == 6
     assert findings.failures == 0
@@ -34,7 +35,7 @@ def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
     assert (gap.case, gap.status) == ("-4 KB, broken", Status.FAILED)
-    assert [cost.case for cost in findings.results] == ["4 KB, inline"]
+    assert [row[0] for row in findings.tables[0].rows] == ["4 KB, inline"]
 
 
 async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +35,8 @@ from bench.fan_out.plan import (
     measurable,
     planned,
 )
-from bench.fan_out.report import draw, report
-from bench.results import Coverage, Findings
+from bench.fan_out.report import report
+from bench.results import Coverage
 
 QUEUE = MESSAGE_QUEUE
 
@@ -133,7 +132,7 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     assert played == [OURS, "torch-queues", "pyzmq-pub-sub", "pyzmq-pub-sub", OURS]  # in turns; what fails is not tried again
     stored = json.loads(path.read_bytes())
     assert (stored["mode"], len(stored["coverage"]["gaps"])) == ("fan-out", 1)
-    assert stored["results"][0] == {"workers": 1, "nbytes": SMALL, "subject": OURS, "per_s": 200.0}
+    assert stored["tables"][0]["rows"][0][:3] == ["4 KB to 1 worker", SUBJECTS[OURS].title, "200"]
 
 
 def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
@@ -216,11 +215,3 @@ def test_only_subjects_with_replies_are_measured_with_steps() -> None:
     assert not measurable(CALLERS, SMALL)
     assert planned(BACKS, 2, STEP, 0.5).sleeps
     assert not planned(OURS, 2, SMALL, 0.5).sleeps
-
-
-def test_the_plot_has_a_line_for_each_subject(tmp_path: Path) -> None:
-    measured = {(workers, SMALL): {OURS: [run(31.0)], QUEUE: [run(20.5)]} for workers in (1, 4)}
-    stored = msgspec.json.decode(msgspec.json.encode(report(measured, no_plan())), type=Findings)
-    (svg,) = draw(stored, tmp_path / "fan-out", kinds=("svg",))
-    assert stored.results[0] == {"workers": 1, "nbytes": SMALL, "subject": OURS, "per_s": 31.0}
-    assert {"4 KB", SUBJECTS[OURS].title, SUBJECTS[QUEUE].title} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))

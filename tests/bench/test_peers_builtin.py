@@ -30,7 +30,7 @@ from tests.tables import for_each
 
 BOUNDED = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
 OWN = ("shmring", "shmring-in-place", "shmring-busy-poll", "inline-msgpack", "torch-queue")
-NAMES = (*OWN, *BOUNDED)  # the other torch queue leaves a daemon to its process
+NAMES = (*OWN, *BOUNDED)
 SIZES = (4 << 10, 1 << 20)
 SMALL = Cell(nbytes=4 << 10, window=4, warm_up_s=0.01, timed_s=0.03, limit_s=20.0, directory="")
 LISTENING_S = 10.0  # for a consumer to listen, on a machine that does much else
@@ -78,7 +78,7 @@ def run(name: str, cell: Cell) -> list[Any]:
 @for_each("nbytes", SIZES)
 @for_each(
     ("producers", "options"),
-    [(1, {"dtype": "float32", "window": 1}), (2, {"dtype": "bfloat16"}), (2, {"dtype": "uint8", "copies_out": True})],
+    [(1, {"dtype": "float32", "window": 1}), (2, {"dtype": "bfloat16"}), (2, {"dtype": "uint8"})],
 )
 def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options: dict[str, Any], nbytes: int) -> None:
     cell = msgspec.structs.replace(cell, nbytes=nbytes, producers=producers, **options)
@@ -110,7 +110,7 @@ def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None
 def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shmring_ring, "_IDLE_S", 0.3)
     outcome, producer = run("shmring-busy-poll", msgspec.structs.replace(cell, window=1))
-    for cost in (outcome.consumer, producer):
+    for cost in (*outcome.consumer, producer):
         assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
     assert run("shmring-busy-poll", cell)[1].idle_share is None  # of a larger window
 

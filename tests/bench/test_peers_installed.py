@@ -49,7 +49,7 @@ END_S = 10.0  # for a process to end
 # Two producers come first: both have so been connected when they are told to end.
 CELLS = [
     (2, 4 << 10, {"dtype": "bfloat16"}),
-    (2, 1 << 20, {"dtype": "uint8", "copies_out": True}),
+    (2, 1 << 20, {"dtype": "uint8"}),
     (1, 4 << 10, {"dtype": "float32", "window": 1}),
     (1, 1 << 20, {"dtype": "float32"}),
 ]

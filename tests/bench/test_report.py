@@ -13,39 +13,33 @@ from click.testing import CliRunner
 
 from bench import plots, report
 from bench.__main__ import main
-from bench.allocation.command import Result as Filled
-from bench.cost import Cost
-from bench.fan_out import report as fan_out
-from bench.gpu.command import Plotted
-from bench.machine import ROOT
+from bench.allocation.command import Stored as Filled
+from bench.machine import ROOT, Machine
 from bench.messages import Case
-from bench.records import Results
-from bench.results import Coverage, Findings, Planned, Spread, Status, write_json
-from bench.vllm import command as vllm
+from bench.results import Coverage, Findings, Planned, Status, Table, Verdict, write_json
+from bench.transport import Stored
 from tests.tables import for_each
-
-Make = Callable[..., Any]
-KB = 1 << 10
 
 
 @pytest.fixture
-def stored(tmp_path: Path, made_result: Make, made_results: Make) -> Path:
-    """A directory with a transport run in which inline msgpack is faster at 4 KB and iceoryx2 nowhere."""
+def stored(tmp_path: Path) -> Path:
+    """A directory with a transport run."""
     directory = tmp_path / "results"
-    found = []
-    for window in (16, 1):
-        for nbytes, inline in ((4 * KB, 200.0), (64 * KB, 50.0)):
-            case = Case(nbytes, window=window)
-            found += [
-                made_result("shmring", case, [100.0] * 3),
-                made_result("shmring-in-place", case, [150.0] * 3, ratio=100 / 150),
-                made_result("inline-msgpack", case, [inline] * 3, ratio=100 / inline),
-                made_result("iceoryx2-loaned", case, [103.0] * 3, ratio=100 / 103, cpu_us=30.0),
-            ]
-    key, reason = (Case(4 * KB).title, "zenoh"), "not installed: pip install eclipse-zenoh"
-    coverage = Coverage.of([Planned(key[0], ["zenoh"], 3)], {}, {key: (Status.EXCLUDED, reason)})
-    results = msgspec.structs.replace(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}), coverage=coverage)
-    write_json(results, directory / "transport.json")
+    columns, reason = ["transport", "4 KB"], "not installed: pip install eclipse-zenoh"
+    findings = Findings(
+        "transport",
+        msgspec.convert(machine_of("abc"), Machine),
+        tables=[Table("messages per second, 1 producer, 16 in flight", columns, [["shmring, one copy", "100"]])],
+        targets=[Verdict("connecting", "any size", "<= 5 ms", "2 ms", True), Verdict("speed", "64 MB", ">= 1 x")],
+        results=[
+            Stored(Case(nbytes, window=window), peer, 100.0, 10.0, 1.0)
+            for nbytes in (4096, 1 << 20, 64 << 20)
+            for window in (16, 1)
+            for peer in ("shmring", "pyzmq")
+        ],
+        coverage=Coverage.of([Planned("4 KB", ["zenoh"], 3)], {}, {("4 KB", "zenoh"): (Status.EXCLUDED, reason)}),
+    )
+    write_json(findings, directory / "transport.json")
     return directory
 
 
@@ -57,12 +51,8 @@ def other(directory: Path, name: str, **content: Any) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the plots out, which take most of the time."""
-    monkeypatch.setattr(plots, "draw", lambda results, stem, kinds: [])
-    monkeypatch.setattr(plots, "draw_overview", lambda results, stem, kinds: [])
-
-
-def read(path: Path) -> Results:
-    return msgspec.json.decode(path.read_bytes(), type=Results)
+    monkeypatch.setattr(plots, "draw", lambda stored, path: False)
+    monkeypatch.setattr(plots, "draw_overview", lambda stored, machine, path: False)
 
 
 def current(mode: str, commit: str | None) -> int | None:
@@ -71,54 +61,32 @@ def current(mode: str, commit: str | None) -> int | None:
 
 
 def section(text: str, title: str) -> str:
-    return text.partition(f"{title}\n")[2].partition("\n#")[0]
-
-
-def test_results_are_read_back_as_they_were_written(stored: Path, made_results: Make) -> None:
-    results = read(stored / "transport.json")
-    assert results.find("shmring", Case(4 * KB)) is not None
-    write_json(results, stored / "again.json")
-    assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
+    return text.partition(f"\n{title}\n")[2].partition("\n#")[0]
 
 
 @for_each("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
-    """No field that no report, plot or comparison knows; no single repetition or request of a mode that draws none."""
-    content = json.loads(path.read_bytes())
-    if content["mode"] == "transport":
-        write_json(read(path), tmp_path / path.name)
-    else:
-        findings = msgspec.json.decode(path.read_bytes(), type=Findings)
-        drawn = {"vllm": list[vllm.Stored], "fan-out": list[fan_out.Stored], "gpu": Plotted, "cost": list[Cost]}
-        compared = {"allocator": list[Filled]}
-        kind: Any = (drawn | compared).get(findings.mode)
-        results = None if kind is None else msgspec.convert(findings.results, kind)
-        write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
-    assert json.loads((tmp_path / path.name).read_bytes()) == content
+    """No field that no report, plot or comparison knows; no single repetition or request."""
+    findings = msgspec.json.decode(path.read_bytes(), type=Findings)
+    kind: Any = {"allocator": list[Filled], "transport": list[Stored]}.get(findings.mode)
+    results = None if kind is None else msgspec.convert(findings.results, kind)
+    write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
+    assert json.loads((tmp_path / path.name).read_bytes()) == json.loads(path.read_bytes())
 
 
 def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None:
-    text = report.build(stored, tmp_path / "docs").read_text()
-    assert "A Processor, 2 cores" in text
-    assert "not installed: pip install eclipse-zenoh" in section(text, "### Not measured")
-    assert "**not measured**" in section(text, "## Targets")
-    assert "| shmring, one copy | 100 | 100 |" in section(text, "### By size")
-    every_case = section(text, "### Every case")
-    assert "4 KB of float32, 1 producer, window 16" in every_case
-    assert every_case.count("<details>") == every_case.count("</details>") == 1
-    for name in ("throughput", "latency"):
-        assert f"(benchmarks/transport-{name}.svg)" in text
-        assert (tmp_path / "docs" / "benchmarks" / f"transport-{name}.svg").exists()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_it_says_where_others_are_better(stored: Path, tmp_path: Path) -> None:
-    lost = section(report.build(stored, tmp_path / "docs").read_text(), "### Where shmring is not the best choice")
-    copy, _, in_place = lost.partition("In place:")
-    assert "| 4 KB of float32, 1 producer, window 16 | inline msgpack, same socket: 2.00 x |" in copy
-    assert "64 KB" not in copy
-    assert "iceoryx2" not in copy  # it copies nothing, so that it is no peer of what copies
-    assert "No peer was better" in in_place
+    text = report.build(stored, tmp_path / "docs", age=current).read_text()
+    transport = section(text, "## Transport")
+    assert "1, 2 cores" in transport
+    assert "not installed: pip install eclipse-zenoh" in transport
+    assert "| shmring, one copy | 100 |" in transport
+    assert "(benchmarks/transport.svg)" in transport
+    assert (tmp_path / "docs" / "benchmarks" / "transport.svg").exists()
+    assert (tmp_path / "docs" / "speed.svg").exists()
+    targets = section(text, "### Transport")
+    assert "| connecting | any size | <= 5 ms | 2 ms | **met** |  | transport |" in targets
+    assert "| speed | 64 MB | >= 1 x |  | **not measured** |  | transport |" in targets
+    assert "1 of 2 verdicts count: 1 met, 0 missed. Not counted: 0 stale, 0 of unknown age, 1 not measured." in text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -140,8 +108,7 @@ def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("undrawn")
 def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) -> None:
-    results = read(stored / "transport.json")
-    write_json(msgspec.structs.replace(results, command="python -m bench quick"), stored / "short.json")
+    other(stored, "short", mode="transport", results=[], command="python -m bench quick")
     other(stored, "serve", mode="serve", command="python -m bench serve --preset pr32104")
     again = report.build(stored, tmp_path / "docs").read_text().partition("## Measuring again")[2]
     assert "python -m bench quick --json bench/results/short.json" in again
@@ -149,47 +116,20 @@ def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) ->
     assert "python -m bench serve --preset pr32104 --json bench/results/serve.json" in again
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_path: Path) -> None:
-    results = read(stored / "transport.json")
-    faster = [
-        msgspec.structs.replace(one, producer=msgspec.structs.replace(one.producer, connect_ms=Spread(9.0, 9.0, 9.0)))
-        for one in results.results
-    ]
-    longer = msgspec.structs.replace(results, repetitions=results.repetitions + 1, results=faster)
-    write_json(longer, stored / "longer.json")
-    targets = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
-    [connecting] = [line for line in targets.splitlines() if line.startswith("| connecting")]
-    assert "**missed**" in connecting
-    assert targets.count("| connecting") == 1
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_targets_of_other_modes_stand_with_the_rest(stored: Path, tmp_path: Path) -> None:
-    target = {"what": "fill", "at": "a trace", "asked": ">= 90 %", "measured": "93 %", "met": True}
-    other(stored, "allocator", mode="allocator", tables=[], targets=[target])
-    found = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
-    assert "| fill | a trace | >= 90 % | 93 % | **met** | allocator |  |" in found
-    assert "fill at first failure" not in found  # what was only announced
-
-
-def test_of_a_mode_all_results_judge(stored: Path, tmp_path: Path) -> None:
-    for name in ("serve", "serve-repeated"):
-        target = {"what": f"target of {name}", "at": "all", "asked": ">= 1 x", "measured": "2 x", "met": True}
-        other(stored, name, mode="serve", targets=[target])
-    text = report.build(stored, tmp_path / "docs").read_text()
-    assert "target of serve |" in text
-    assert "target of serve-repeated |" in text
-
-
-def test_what_one_run_leaves_out_is_not_missing_if_another_measured_it(stored: Path, tmp_path: Path) -> None:
-    target = {"what": "speed", "at": "all", "asked": ">= 1 x"}
-    nowhere = target | {"what": "memory"}
-    other(stored, "serve", mode="serve", targets=[target | {"measured": "2 x", "met": True}, nowhere])
-    other(stored, "serve-more", mode="serve", targets=[target, nowhere])
-    found = section(report.build(stored, tmp_path / "docs", age=current).read_text(), "## Targets")
-    assert "| speed | all | >= 1 x | 2 x | **met** |" in found
-    assert (found.count("| speed |"), found.count("| memory |")) == (1, 1)
+def test_of_several_results_what_was_measured_is_said_once(tmp_path: Path) -> None:
+    nothing = {"what": "speed", "at": "all", "asked": ">= 1 x", "measured": "", "met": None}
+    something = nothing | {"measured": "2 x", "met": True}
+    for name, targets in (
+        ("serve", [nothing]),
+        ("serve-more", [something]),
+        ("serve-same", [something]),
+        ("soak", [something]),
+    ):
+        other(tmp_path / "results", name, mode=name.partition("-")[0], targets=targets)
+    text = report.build(tmp_path / "results", tmp_path / "docs", age=current).read_text()
+    assert "| speed | all | >= 1 x | 2 x | **met** |  | serve-more |" in section(text, "### Serve")
+    assert "| speed | all | >= 1 x | 2 x | **met** |  | soak |" in section(text, "### Soak")
+    assert text.count("| speed |") == 2
 
 
 # -- verdicts of other code ----------------------------------------------------------------------------------------------
@@ -206,31 +146,21 @@ def of_age(changes: dict[str | None, int | None]) -> Callable[[str, str | None],
 
 def test_a_verdict_of_other_code_says_so_and_is_not_counted(tmp_path: Path) -> None:
     good = {"what": "a", "at": "all", "asked": ">= 1 x", "measured": "2 x", "met": True}
-    bad = good | {"what": "b", "measured": "0.5 x", "met": False}
+    bad = good | {"what": "b", "measured": "0.5 x", "met": False, "detail": "it varies"}
     directory = tmp_path / "results"
     other(directory, "serve", mode="serve", machine=machine_of("new"), targets=[good, bad])
     other(directory, "vllm", mode="vllm", machine=machine_of("old"), results=[], targets=[good, bad])
     other(directory, "fan-out", mode="fan-out", machine=machine_of("nobody's"), results=[], targets=[bad])
     text = report.build(directory, tmp_path / "docs", age=of_age({"new": 0, "old": 7})).read_text()
-    found = section(text, "## Targets")
+    found = text.partition("## Targets")[2].partition("\n## ")[0]
     assert "verdicts count: 1 met, 1 missed. Not counted: 2 stale, 1 of unknown age, " in found
-    assert "| a | all | >= 1 x | 2 x | **met** | serve |" in found
-    assert "| b | all | >= 1 x | 0.5 x | **missed** | serve |" in found
-    assert "| a | all | >= 1 x | 2 x | stale: was met | vllm |" in found
-    assert "| b | all | >= 1 x | 0.5 x | stale: was missed | vllm |" in found
-    assert "| b | all | >= 1 x | 0.5 x | age unknown: was missed | fan-out |" in found
+    assert "| a | all | >= 1 x | 2 x | **met** |  | serve |" in found
+    assert "| b | all | >= 1 x | 0.5 x | **missed** | it varies | serve |" in found
+    assert "| a | all | >= 1 x | 2 x | stale: was met |  | vllm |" in found
+    assert "| b | all | >= 1 x | 0.5 x | stale: was missed | it varies | vllm |" in found
+    assert "| b | all | >= 1 x | 0.5 x | age unknown: was missed | it varies | fan-out |" in found
     ages = {row.split(" | ")[0].strip("| "): row.split(" | ")[-1] for row in section(text, "## Stored results").splitlines()}
     assert (ages["serve"], ages["vllm"], ages["fan-out"]) == ("the same |", "changed by 7 commits |", "not known |")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_of_this_code_judges_before_a_longer_one_of_other_code(stored: Path, tmp_path: Path) -> None:
-    results = read(stored / "transport.json")
-    machine = msgspec.structs.replace(results.machine, commit="old")
-    write_json(msgspec.structs.replace(results, repetitions=99, machine=machine), stored / "longer.json")
-    text = report.build(stored, tmp_path / "docs", age=of_age({"abc": 0, "old": 1})).read_text()
-    [connecting] = [line for line in section(text, "## Targets").splitlines() if line.startswith("| connecting")]
-    assert "| **met** | transport |" in connecting
 
 
 def test_what_was_measured_again_with_this_code_is_said_once(tmp_path: Path) -> None:
@@ -239,19 +169,8 @@ def test_what_was_measured_again_with_this_code_is_said_once(tmp_path: Path) -> 
     other(directory, "serve", mode="serve", machine=machine_of("old"), targets=[target])
     other(directory, "serve-new", mode="serve", machine=machine_of("new"), targets=[target | {"measured": "2 x", "met": True}])
     text = report.build(directory, tmp_path / "docs", age=of_age({"old": 1, "new": 0})).read_text()
-    [speed] = [line for line in section(text, "## Targets").splitlines() if line.startswith("| speed")]
-    assert "| 2 x | **met** | serve-new |" in speed
-
-
-def test_what_isolation_will_be_held_against_is_announced(tmp_path: Path) -> None:
-    other(tmp_path, "soak", mode="soak")
-    text = report.build(tmp_path, tmp_path / "docs").read_text()
-    assert "| p99 of small requests beside: " in text
-    assert "## Isolation" not in text
-    other(tmp_path, "isolation", mode="isolation", tables=[{"title": "Waits", "columns": ["a"], "rows": [[1]]}])
-    text = report.build(tmp_path, tmp_path / "docs").read_text()
-    assert "Waits:" in section(text, "## Isolation")
-    assert "python -m bench isolation --json bench/results/isolation.json" in text
+    [speed] = [line for line in section(text, "### Serve").splitlines() if line.startswith("| speed")]
+    assert "| 2 x | **met** |  | serve-new |" in speed
 
 
 def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
@@ -259,7 +178,7 @@ def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
     assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
 
 
-@pytest.mark.parametrize("content", ["{}", "[", '{"mode": "transport"}', '{"mode": "x", "tables": [1]}'])
+@pytest.mark.parametrize("content", ["{}", "[", '{"mode": "transport", "results": [1]}', '{"mode": "x", "tables": [1]}'])
 def test_a_file_that_holds_something_else_is_an_error(stored: Path, tmp_path: Path, content: str) -> None:
     (stored / "wrong.json").write_text(content)
     arguments = ["report", "--results", str(stored), "--docs", str(tmp_path / "docs")]

@@ -163,7 +163,7 @@ def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
     assert stored["targets"] == [], "this is not the load of the target"
     assert stored["results"] is None, "single requests are read by nobody"
     assert stored["coverage"] == {
-        "planned": [{"case": "the load", "subjects": ["slab", "copied"], "repetitions": 3}], "gaps": [], "derived": False,
+        "planned": [{"case": "the load", "subjects": ["slab", "copied"], "repetitions": 3}], "gaps": [],
     }  # fmt: skip
     assert stored["tables"][0]["rows"][0] == ["answered", "3 of 3", "3 of 3", ""]
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
 from bench.repetitions import Repetitions
-from bench.results import Coverage, Findings
+from bench.results import Coverage
 from bench.vllm import command, load
-from bench.vllm.command import draw, report, vllm_command
+from bench.vllm.command import report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while, full_cases
 from tests.tables import for_each
 
@@ -74,27 +72,6 @@ def test_the_lag_is_that_of_all_repetitions() -> None:
     findings = report({new: measured}, Coverage.of([], {}), "")
     [lag] = [verdict for verdict in findings.targets if "lag" in verdict.what]
     assert (lag.met, lag.detail) == (True, "inline: 0.5")  # one long wait in three hundred is beyond the 99th percentile
-
-
-def test_the_plot_has_a_bar_for_each_way(tmp_path: Path) -> None:
-    jpeg = QUICK[0]
-    findings = report({jpeg: {"shmring": [measurement(31)], "inline": [measurement(20.5)]}}, Coverage.of([], {}), "")
-    stored = msgspec.json.decode(msgspec.json.encode(findings), type=Findings)
-    (svg,) = draw(stored, tmp_path / "vllm", kinds=("svg",))
-    assert [entry.keys() for entry in stored.results] == [{"fleet", "case", "way", "requests_per_s", "cpu_ms"}] * 2
-    assert {"31", "20.5", "shmring", "inline"} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))
-
-
-def test_bars_begin_at_zero_and_are_as_long_as_their_numbers() -> None:
-    """On a logarithmic axis, which has no zero, a bar of twice the number is hardly longer, or of any length."""
-    jpeg = QUICK[0]
-    figure = command._figure(
-        [command.Stored.of(jpeg, way, [measurement(per_s)]) for way, per_s in (("shmring", 30), ("inline", 15))]
-    )
-    for axes in figure.axes:
-        assert axes.get_xscale() == "linear"
-        assert axes.get_xlim()[0] == 0
-    assert [bar.get_width() for bar in figure.axes[0].patches] == [30, 15]
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
@@ -175,6 +152,6 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     assert started == ["shmring", "inline", "torch_shm", "shmring"]  # nor is what did not start started again
     assert played == ["shmring", "torch_shm", "shmring", "shmring"]  # what fails is not tried again
     stored = json.loads(path.read_bytes())
-    assert [(entry["way"], entry["requests_per_s"], entry["cpu_ms"]) for entry in stored["results"]] == [("shmring", 30, 55)]
+    assert [row[1:3] for row in stored["tables"][0]["rows"]] == [["shmring", "30.0"]]
     reasons = {gap["subject"]: gap["reason"].partition(" (")[0] for gap in stored["coverage"]["gaps"]}
     assert reasons == {"inline": "the server did not start", "torch_shm": "OSError: it has gone"}
