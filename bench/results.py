@@ -78,6 +78,10 @@ class Coverage(msgspec.Struct, frozen=True):
                 gaps.append(Gap(*key, there, status, reason))
         return cls(planned, gaps)
 
+    def __add__(self, other: Coverage) -> Coverage:
+        """That of both together, whose cases or subjects differ."""
+        return Coverage([*self.planned, *other.planned], [*self.gaps, *other.gaps])
+
     @property
     def complete(self) -> bool:
         """Whether all that was planned was measured."""
@@ -288,5 +292,7 @@ def format_times(ratio: float) -> str:
 
 
 def deviation(numbers: Spread) -> str:
-    """Returns the slowest and the fastest against the median."""
+    """Returns the slowest and the fastest against the median; nothing beside a median of 0."""
+    if not numbers.median:
+        return ""
     return f"{numbers.minimum / numbers.median - 1:+.0%} {numbers.maximum / numbers.median - 1:+.0%}"

@@ -16,7 +16,7 @@ from bench.allocation.traces import LIFETIMES
 from bench.command_line import benchmark, shown_progress
 from bench.machine import ROOT
 from bench.repetitions import Column, Measured, Repetitions, compare, cross, median_column, spread_column
-from bench.results import Coverage, Findings, Verdict
+from bench.results import Findings, Verdict
 from bench.targets import Known, Numbers, Target
 
 _MANY_LIVE = 10_000
@@ -99,7 +99,6 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored
             return timed[name].batch_us()
 
         costs.measure([live], cost, progress, _TITLES)
-    coverages = fills.coverage(), costs.coverage()
     return Findings(
         mode="allocator",
         tables=[
@@ -113,7 +112,7 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored
             *beside_stored(fills.measured, stored),
         ],
         results=[Stored(name, filled, run) for filled, of in fills.measured.items() for name, (run,) in of.items()],
-        coverage=Coverage([*coverages[0].planned, *coverages[1].planned], [*coverages[0].gaps, *coverages[1].gaps]),
+        coverage=fills.coverage() + costs.coverage(),
     )
 
 

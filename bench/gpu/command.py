@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -22,9 +21,9 @@ import numpy as np
 from bench import command_line, targets
 from bench.children import BenchError
 from bench.gpu import copies, device, handovers
-from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, LATENCIES, PINNED_SLOT, TO, WAYS
+from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
 from bench.gpu.device import Accelerator
-from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, ROUTES
+from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
 from bench.repetitions import (
@@ -48,28 +47,15 @@ _KB, _MB = 1 << 10, 1 << 20
 #: Of ways and routes.
 TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.items())}
 
-#: What is measured, and at which size.
-Case = tuple[str, int]
-
 
 class Results(NamedTuple):
-    """A run: the GPU, the time of each repetition, and what the commands returned, by case and by way or route."""
+    """A run: the GPU, its plan, and the numbers of ways and of routes, by size."""
 
     gpu: Accelerator
-    repetitions: int
-    timed_s: float
-    measured: Mapping[Case, Mapping[str, Sequence[Numbers]]]
-    coverage: Coverage | None = None
-
-    def by_size(self) -> Measured:
-        """Returns the runs of ways and routes at each size, each run with the numbers of all that was measured of it."""
-        found: dict[int, dict[str, list[Numbers]]] = {}
-        nothing: Numbers = {}
-        for (_, nbytes), of_case in sorted(self.measured.items(), key=lambda item: item[0][1]):
-            for name, runs in of_case.items():
-                of_name = found.setdefault(nbytes, {}).get(name, [])
-                found[nbytes][name] = [one | other for one, other in itertools.zip_longest(of_name, runs, fillvalue=nothing)]
-        return found
+    plan: Plan
+    ways: Measured
+    routes: Measured
+    coverage: Coverage
 
 
 def _every(runs: Sequence[Numbers], name: str) -> list[float]:
@@ -120,18 +106,14 @@ _BETWEEN = (
 
 def report(results: Results) -> Findings:
     """Lays a run out as people and ``bench report`` read it."""
-    measured = results.by_size()
-    ways, routes = (
-        {nbytes: {name: runs for name, runs in of.items() if name in kind} for nbytes, of in measured.items()}
-        for kind in (WAYS, ROUTES)
-    )
-    copies_title = f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked"
-    between_title = "from submit in one process until usable on the GPU in the other, every message checked"
+    copied = f"from host memory to the GPU, medians of {results.plan.repetitions} interleaved runs, every request checked"
+    between = "from submit in one process until usable on the GPU in the other, every message checked"
+    measured = {size: {**results.ways.get(size, {}), **results.routes.get(size, {})} for size in results.plan.sizes}
     return Findings(
         mode="gpu",
         tables=[
-            compare(copies_title, ("size", "from"), ways, _COPIES, format_nbytes, TITLES),
-            compare(between_title, ("size", "by"), routes, _BETWEEN, format_nbytes, TITLES),
+            compare(copied, ("size", "from"), results.ways, _COPIES, format_nbytes, TITLES),
+            compare(between, ("size", "by"), results.routes, _BETWEEN, format_nbytes, TITLES),
         ],
         notes=_notes(results),
         targets=[target.judge(measured) for target in TARGETS],
@@ -145,8 +127,8 @@ def _notes(results: Results) -> list[str]:
         f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
         f"torch {gpu.torch} for CUDA {gpu.cuda}.",
         f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
-        f"{results.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared with "
-        "the median. All copies are non_blocking.",
+        f"{results.plan.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared "
+        "with the median. All copies are non_blocking.",
         "Cloned: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its threads.",
         "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
         "how long this keeps the loop busy, the median and the 99th percentile.",
@@ -233,14 +215,9 @@ class Plan:
         timing = _MODE.timing(quick=True)
         return cls(sizes=sizes, repetitions=timing.repetitions, timed_s=timing.timed_s, latencies=20, messages=20)
 
-    def subjects(self, *kinds: str) -> dict[Case, Sequence[str]]:
-        """Returns who is compared, by what is measured and at which size."""
-        return {(kind, nbytes): self.routes if kind == HAND_OVERS else self.ways for kind in kinds for nbytes in self.sizes}
-
-
-def steps(plan: Plan) -> int:
-    """Returns how often :func:`run` reports progress."""
-    return 2 + plan.repetitions * len(plan.sizes) * (2 * len(plan.ways) + len(plan.routes))
+    def steps(self) -> int:
+        """Returns how often :func:`run` reports progress."""
+        return 2 + self.repetitions * len(self.sizes) * (len(self.ways) + len(self.routes))
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Results:
@@ -249,49 +226,37 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
-    runs = Repetitions[Case, Numbers](
-        plan.subjects(BANDWIDTH, LATENCIES, HAND_OVERS),
-        plan.repetitions,
-        lambda case: f"{case[0]}, {format_nbytes(case[1])}",
-    )
+    ways = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.ways)), plan.repetitions, format_nbytes)
+    routes = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.routes)), plan.repetitions, format_nbytes)
 
-    def measure(kind: str, process: Process, amount: float, absent: Mapping[str, str]) -> None:
+    def measure(runs: Repetitions[int, Numbers], process: Process, absent: Mapping[str, str], *amounts: float) -> None:
         """What could not be opened is absent, by name."""
-        cases = list(plan.subjects(kind))
         for name, reason in absent.items():
-            runs.fail(cases, [name], reason)
-        runs.measure(cases, lambda case, name: process.carry_out(kind, name, case[1], amount), progress, TITLES)
-
-    @contextlib.contextmanager
-    def going(kind: str) -> Iterator[None]:
-        """A process that ends or hangs here takes nothing with it that was measured before."""
-        try:
-            yield
-        except BenchError as error:
-            for case, names in plan.subjects(kind).items():
-                runs.fail([case], names, f"broken off: {error}")
+            runs.fail(plan.sizes, [name], reason)
+        runs.measure(plan.sizes, lambda nbytes, name: process.measure(name, nbytes, *amounts), progress, TITLES)
+        with contextlib.suppress(BenchError):  # who hangs now takes nothing with it that was measured
+            process.finish()
 
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         progress("starting: copies")
-        ways = functools.partial(copies.openers, directory, plan.sizes, plan.ways)
-        with Process("copies", ways, copies.COMMANDS) as process:
+        copying = functools.partial(copies.openers, directory, plan.sizes, plan.ways)
+        with Process("copies", copying, copies.measure) as process:
             gpu, absent = process.open()
-            measure(BANDWIDTH, process, plan.timed_s, absent)
-            measure(LATENCIES, process, plan.latencies, absent)
-            with going(LATENCIES):
-                process.finish()
+            measure(ways, process, absent, plan.timed_s, plan.latencies)
         progress("starting: engine and frontend")
         shared = {name: ROUTES[name].create_shared() for name in plan.routes}
         answering = functools.partial(handovers.openers, "answering", directory, max(plan.sizes), shared)
-        with going(HAND_OVERS), Process("engine", answering, {}) as engine:
-            _, absent = engine.open()
-            answered = {name: value for name, value in shared.items() if name not in absent}
-            asking = functools.partial(handovers.openers, "asking", directory, max(plan.sizes), answered)
-            with Process("frontend", asking, handovers.COMMANDS) as frontend:
-                measure(HAND_OVERS, frontend, plan.messages, frontend.open()[1] | absent)
-                frontend.finish()
-            engine.finish()
-    return Results(gpu, plan.repetitions, plan.timed_s, runs.measured, runs.coverage())
+        try:
+            with Process("engine", answering) as engine:
+                _, absent = engine.open()
+                answered = {name: value for name, value in shared.items() if name not in absent}
+                asking = functools.partial(handovers.openers, "asking", directory, max(plan.sizes), answered)
+                with Process("frontend", asking, handovers.measure) as frontend:
+                    measure(routes, frontend, frontend.open()[1] | absent, plan.messages)
+                engine.finish()
+        except BenchError as error:
+            routes.fail(plan.sizes, plan.routes, f"broken off: {error}")
+    return Results(gpu, plan, ways.measured, routes.measured, ways.coverage() + routes.coverage())
 
 
 _WAYS, _ROUTES = click.Choice(list(WAYS)), click.Choice(list(ROUTES))
@@ -327,5 +292,5 @@ def gpu_command(timing: Timing, quick: bool, **choices: Any) -> Findings:
         raise _NoGpu(reason)
     plan = dataclasses.replace(Plan.quick() if quick else Plan(), repetitions=timing.repetitions)
     plan = dataclasses.replace(plan, **command_line.chosen({}, **choices))
-    with command_line.measuring(steps(plan)) as progress:
+    with command_line.measuring(plan.steps()) as progress:
         return report(run(plan, progress))

@@ -24,7 +24,7 @@ import functools
 import itertools
 import mmap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
@@ -33,9 +33,7 @@ import torch
 
 import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import Command, Numbers, Openers
-
-BANDWIDTH, LATENCIES = "bandwidth", "latencies"  # what is measured
+from bench.gpu.processes import Numbers, Openers
 
 _RING = "bench-copies"
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
@@ -186,6 +184,11 @@ def openers(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
+async def measure(gpu: Gpu, way: Way, nbytes: int, timed_s: float, requests: int) -> Numbers:
+    """Returns what a repetition has shown: bandwidth, over so many seconds of copying, and latencies of so many requests."""
+    return await _bandwidth(gpu, way, nbytes, timed_s) | await _latencies(gpu, way, nbytes, requests)
+
+
 async def _bandwidth(gpu: Gpu, way: Way, nbytes: int, timed_s: float) -> Numbers:
     """GB/s, over so many seconds of copying and at least one pass."""
     requests = in_flight(nbytes)
@@ -238,6 +241,3 @@ async def _latencies(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
                 del arrived
                 await asyncio.sleep(0)
     return {"usable_us": usable_us, "held_us": held_us}
-
-
-COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, LATENCIES: _latencies}

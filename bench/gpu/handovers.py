@@ -30,9 +30,7 @@ import torch.multiprocessing
 import shmring
 from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import SPAWN, Command, Numbers, Openers
-
-HAND_OVERS = "hand-overs"  # what is measured
+from bench.gpu.processes import SPAWN, Numbers, Openers
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
@@ -188,9 +186,7 @@ def openers(end: str, directory: str, nbytes: int, shared: Mapping[str, Any], gp
     return {name: functools.partial(getattr(ROUTES[name], end), gpu, directory, shared[name], nbytes) for name in shared}
 
 
-async def _hand_overs(gpu: Gpu, ask: Ask, nbytes: int, messages: int) -> Numbers:
+async def measure(gpu: Gpu, ask: Ask, nbytes: int, messages: int) -> Numbers:
+    """Returns the microseconds of so many hand-overs."""
     times_ns = [await ask(nbytes, next(_numbers)) for _ in range(_WARM_UP + messages)]
     return {"us": [time_ns / 1e3 for time_ns in times_ns[_WARM_UP:]]}
-
-
-COMMANDS: Mapping[str, Command] = {HAND_OVERS: _hand_overs}

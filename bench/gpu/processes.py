@@ -1,8 +1,8 @@
 """The processes of a run: one for the copies, and an engine and a frontend for the hand-overs.
 
 The parent makes no CUDA context, and its progress bar takes no turn of a process that is measured. A child opens what it is to
-measure once, since pinning half a gigabyte takes longer than copying it; says so; and carries out one command after another,
-each bounded in time by the parent. What fails in a command is its result, in words: the next may still work.
+measure once, since pinning half a gigabyte takes longer than copying it; says so; and measures what it is asked for, each time
+bounded by the parent. What fails is a result, in words: the next may still work.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SPAWN = get_context("spawn")  # CUDA can't be used in a process that was forked
 
 #: What is measured, each for the time of a ``with``, by name.
 Openers: TypeAlias = Mapping[str, Callable[[], AbstractAsyncContextManager[Any]]]
-#: What a command returns: numbers, by what they are.
+#: What was measured: numbers, by what they are.
 Numbers: TypeAlias = dict[str, list[float]]
-#: Measures what was opened, on a GPU, at a size in bytes, so much of it.
-Command: TypeAlias = Callable[[Gpu, Any, int, Any], Awaitable[Numbers]]
+#: Measures what was opened, on a GPU, at a size in bytes, and so much of it.
+Measure: TypeAlias = Callable[..., Awaitable[Numbers]]
 
 
 class Refused(NamedTuple):
-    """A command has failed: what happened, in words."""
+    """A measurement has failed: what happened, in words."""
 
     error: str
 
@@ -56,19 +56,19 @@ async def opened(openers: Openers) -> AsyncIterator[tuple[dict[str, Any], dict[s
 
 
 class Process(Children):
-    """One of the processes. Use it with ``with``: :meth:`open`, :meth:`carry_out`, :meth:`finish`; each raises
+    """One of the processes. Use it with ``with``: :meth:`open`, :meth:`measure`, :meth:`finish`; each raises
     :class:`~bench.children.BenchError` if the process failed, died or took too long.
 
     Args:
         name: of its role.
         openers: called in the process with its GPU. They travel to it with what processes share, which can be handed over at
             their start only.
-        commands: what it can be asked for, by name.
+        measure: called there for each measurement; None: it only answers others.
     """
 
-    def __init__(self, name: str, openers: Callable[[Gpu], Openers], commands: Mapping[str, Command]) -> None:
+    def __init__(self, name: str, openers: Callable[[Gpu], Openers], measure: Measure | None = None) -> None:
         super().__init__("GPU")
-        self.children.append(Child(SPAWN, name, "gpu", functools.partial(_play, openers, commands)))
+        self.children.append(Child(SPAWN, name, "gpu", functools.partial(_play, openers, measure)))
 
     def open(self) -> tuple[Accelerator, dict[str, str]]:
         """Waits until it has opened everything; returns its GPU, and what could not be opened, by name."""
@@ -76,10 +76,9 @@ class Process(Children):
         gpu, absent = self._answer(SimpleNamespace(limit_s=None), _OPEN_LIMIT_S, "opening")  # its one cell, without a limit
         return gpu, absent
 
-    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Numbers:
-        """Has a command carried out, with what was opened by that name. One that has failed may work the next time."""
-        what = f"{command}, {name}, {nbytes:,} bytes"
-        answer: Numbers | Refused = self._answer((command, name, nbytes, amount), _COMMAND_LIMIT_S, what)
+    def measure(self, name: str, nbytes: int, *amounts: float) -> Numbers:
+        """Has it measure what was opened by that name. What has failed may work the next time."""
+        answer: Numbers | Refused = self._answer((name, nbytes, *amounts), _COMMAND_LIMIT_S, f"{name}, {nbytes:,} bytes")
         if isinstance(answer, Refused):
             raise BenchError(answer.error)
         return answer
@@ -95,16 +94,17 @@ class Process(Children):
         return answer
 
 
-async def _play(openers: Callable[[Gpu], Openers], commands: Mapping[str, Command], parent: Parent, _: object) -> None:
+async def _play(openers: Callable[[Gpu], Openers], measure: Measure | None, parent: Parent, _: object) -> None:
     """In the child."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
     gpu = Gpu()
     async with opened(openers(gpu)) as (things, absent):
         parent.tell((gpu.describe(), absent))
         while (message := await parent.hear()) is not None:
-            command, name, nbytes, amount = message
+            assert measure is not None, "it is asked for nothing else"
+            name, *amounts = message
             try:
-                result: Numbers | Refused = await commands[command](gpu, things[name], nbytes, amount)
-            except Exception as error:  # noqa: BLE001 # it is the command's result
+                result: Numbers | Refused = await measure(gpu, things[name], *amounts)
+            except Exception as error:  # noqa: BLE001 # it is the result
                 result = Refused(described(error))
             parent.tell(result)

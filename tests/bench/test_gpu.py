@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -23,11 +24,12 @@ import torch
 import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
-from bench.gpu.command import Plan, Results, run, steps
-from bench.gpu.copies import COMMANDS, WAYS, Contender, in_flight
+from bench.gpu.command import Plan, Results, run
+from bench.gpu.copies import WAYS, Contender, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
-from bench.gpu.processes import Numbers, Process, opened
+from bench.gpu.processes import Process, opened
+from bench.repetitions import Measured
 from bench.stamps import CheckError
 from shmring.client.client import Client
 from shmring.client.connecting import Connecting, open_client
@@ -111,10 +113,10 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
     async with opened(copies.openers(str(socket_dir), SIZES, [way], gpu)) as (ways, absent):
         assert absent == {}
         for nbytes in SIZES:
-            assert (await COMMANDS["bandwidth"](gpu, ways[way], nbytes, 0.0))["gb_per_s"][0] > 0
-            latencies = await COMMANDS["latencies"](gpu, ways[way], nbytes, 3)
-            assert len(latencies["usable_us"]) == len(latencies["held_us"]) == 3
-            assert all(held_us <= usable_us for held_us, usable_us in zip(*reversed(latencies.values()), strict=True))
+            found = await copies.measure(gpu, ways[way], nbytes, 0.0, 3)
+            assert found["gb_per_s"][0] > 0
+            assert len(found["usable_us"]) == len(found["held_us"]) == 3
+            assert all(held_us <= usable_us for held_us, usable_us in zip(found["held_us"], found["usable_us"], strict=True))
     if way.startswith("slot"):
         assert gpu.cuda.copied
         assert gpu.cuda.calls["host_register"] > 0
@@ -124,15 +126,15 @@ async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path
     gpu.cuda.forgets_copies = True
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
         with pytest.raises(CheckError, match=r"message \d+ holds"):
-            await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 4 * KB, 0.0)
+            await copies.measure(gpu, ways["slot-pinned"], 4 * KB, 0.0, 1)
 
 
 async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket_dir: Path) -> None:
     async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
         gpu.cuda.fail("cuMemcpyHtoDAsync_v2")
         with pytest.raises(CudaError):
-            await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0)
-        assert (await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0))["gb_per_s"][0] > 0
+            await copies.measure(gpu, ways["slot-pinned"], 256 * KB, 0.0, 1)
+        assert (await copies.measure(gpu, ways["slot-pinned"], 256 * KB, 0.0, 1))["gb_per_s"][0] > 0
 
 
 def test_small_requests_are_many_and_large_ones_two() -> None:
@@ -179,34 +181,27 @@ TINY = Plan(
 
 
 def gaps(results: Results) -> dict[tuple[str, str], str]:
-    """The reasons of what was planned and not measured, by case and name."""
-    assert results.coverage is not None
+    """The reasons of what was planned and not measured, by size and name."""
     return {(gap.case, gap.subject): gap.reason for gap in results.coverage.gaps}
 
 
-def of(kind: str, results: Results) -> dict[tuple[int, str], Sequence[Numbers]]:
-    """What was measured of a kind, by size and name."""
-    return {
-        (nbytes, name): runs
-        for (measured, nbytes), of_case in results.measured.items()
-        if measured == kind
-        for name, runs in of_case.items()
-    }
+def cells(measured: Measured) -> list[tuple[int, str]]:
+    """What was measured, by size and name."""
+    return [(nbytes, name) for nbytes, of_size in measured.items() for name in of_size]
 
 
 @pytest.mark.usefixtures("threads")
 def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
     lines: list[str] = []
     results = run(TINY, lines.append)
-    assert len(lines) == steps(TINY)
+    assert len(lines) == TINY.steps()
     assert results.gpu.name == NAME
     assert gaps(results) == {}
-    cells = [(nbytes, way) for nbytes in TINY.sizes for way in TINY.ways]
-    assert list(of("bandwidth", results)) == cells
-    assert list(of("latencies", results)) == cells
-    assert list(of("hand-overs", results)) == [(nbytes, route) for nbytes in TINY.sizes for route in TINY.routes]
-    assert all(len(runs) == 2 for of_case in results.measured.values() for runs in of_case.values())
-    for runs in of("hand-overs", results).values():
+    assert sorted(cells(results.ways)) == sorted(itertools.product(TINY.sizes, TINY.ways))
+    assert sorted(cells(results.routes)) == sorted(itertools.product(TINY.sizes, TINY.routes))
+    for measured in (results.ways, results.routes):
+        assert all(len(runs) == 2 for of_size in measured.values() for runs in of_size.values())
+    for runs in (runs for of_size in results.routes.values() for runs in of_size.values()):
         assert all(len(run["us"]) == 3 and min(run["us"]) > 0 for run in runs)
     assert gpu.cuda.registered == {}
     assert gpu.memory.memory == {}, "the device slab was freed"
@@ -215,7 +210,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
 @pytest.mark.usefixtures("threads")
 def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> None:
     results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
-    assert {name for _, name in of("hand-overs", results)} == {"device-slab"}
+    assert {name for _, name in cells(results.routes)} == {"device-slab"}
     assert gpu.cuda.copied == []
     assert gpu.cuda.calls["cuStreamQuery"] > 12, "each message asks whether it needs a fence"
     assert gpu.cuda.calls["cuEventRecord"] == 0, "what has been written needs none"
@@ -228,11 +223,11 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     results = run(TINY, lambda line: None)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
-    assert len(gaps(results)) == 2 * (2 + 1 + 1), "at each size: a way in two parts, and two routes"
+    assert len(gaps(results)) == 2 * (1 + 2), "at each size: a way, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
-    assert {name for _, name in of("bandwidth", results)} == {"pin-memory", "clone"}
-    assert {name for _, name in of("hand-overs", results)} == {"cuda-ipc"}
+    assert {name for _, name in cells(results.ways)} == {"pin-memory", "clone"}
+    assert {name for _, name in cells(results.routes)} == {"cuda-ipc"}
 
 
 @pytest.mark.usefixtures("threads")
@@ -245,9 +240,9 @@ def test_what_fails_at_a_size_is_absent_there(monkeypatch: pytest.MonkeyPatch) -
     small = Contender.of_memory("small ones only", lambda gpu, nbytes: gpu.page_locked(nbytes), lambda gpu, nbytes: bring)
     monkeypatch.setitem(WAYS, "clone", small)
     results = run(dataclasses.replace(TINY, ways=("clone",), routes=()), lambda line: None)
-    assert set(gaps(results)) == {(f"{kind}, 64 KB", "clone") for kind in ("bandwidth", "latencies")}
+    assert set(gaps(results)) == {("64 KB", "clone")}
     assert all(reason.startswith("RuntimeError: out of memory (bring, line ") for reason in gaps(results).values())
-    assert list(of("bandwidth", results)) == [(4 * KB, "clone")]
+    assert cells(results.ways) == [(4 * KB, "clone")]
 
 
 @pytest.mark.usefixtures("threads")
@@ -265,33 +260,31 @@ def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monk
 
 @pytest.mark.usefixtures("threads")
 def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    died_in = {"latencies": 1, "hand-overs": 4}  # of the second size, what is handed over first
+    left = {"clone": 2, "host-slot": 2}  # until it dies: the last way, and the first route, at the second size
 
-    def carry_out(process: Process, command: str, *arguments: Any) -> Any:
-        if command in died_in:
-            died_in[command] -= 1
-            if not died_in[command]:
+    def measure(process: Process, name: str, *arguments: Any) -> Any:
+        if name in left:
+            left[name] -= 1
+            if not left[name]:
                 process.kill()
-        return carried_out(process, command, *arguments)
+        return measured(process, name, *arguments)
 
-    carried_out = Process.carry_out
-    monkeypatch.setattr(Process, "carry_out", carry_out)
+    measured = Process.measure
+    monkeypatch.setattr(Process, "measure", measure)
     results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
-    missing = {(f"latencies, {size}", way) for size in ("4 KB", "64 KB") for way in TINY.ways}
-    missing |= {("hand-overs, 64 KB", route) for route in ROUTES}
+    missing = {("64 KB", name) for name in ("clone", *ROUTES)}
     assert gaps(results) == dict.fromkeys(missing, "GPU: its processes were ended after a failure")
-    assert len(of("bandwidth", results)) == 6
-    assert not of("latencies", results)
-    assert {nbytes for nbytes, _ in of("hand-overs", results)} == {4 * KB}
+    assert len(cells(results.ways)) == 5
+    assert {nbytes for nbytes, _ in cells(results.routes)} == {4 * KB}
 
 
 @pytest.mark.usefixtures("threads")
-def test_after_a_command_that_fails_another_may_work() -> None:
-    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["clone"]), COMMANDS) as process:
+def test_after_a_measurement_that_fails_another_may_work() -> None:
+    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["clone"]), copies.measure) as process:
         process.open()
-        with pytest.raises(BenchError, match="KeyError: 'no command'"):
-            process.carry_out("no command", "clone", 4 * KB, 1)
-        assert len(process.carry_out("latencies", "clone", 4 * KB, 1)["held_us"]) == 1
+        with pytest.raises(BenchError, match="KeyError: 'nothing'"):
+            process.measure("nothing", 4 * KB, 0.0, 1)
+        assert len(process.measure("clone", 4 * KB, 0.0, 1)["held_us"]) == 1
         process.finish()
 
 
@@ -301,15 +294,14 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
     plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, latencies=3, messages=3)
     results = run(plan, lambda line: None)
     assert gaps(results) == {}
-    assert len(of("bandwidth", results)) == len(of("latencies", results)) == 2 * len(WAYS)
-    assert len(of("hand-overs", results)) == 2 * len(ROUTES)
+    assert (len(cells(results.ways)), len(cells(results.routes))) == (2 * len(WAYS), 2 * len(ROUTES))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_process_without_a_gpu_can_not_start() -> None:
     """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
     shared = {name: route.create_shared() for name, route in ROUTES.items()}
-    with Process("engine", functools.partial(handovers.openers, "answering", "/nonexistent", 4 * KB, shared), {}) as process:
+    with Process("engine", functools.partial(handovers.openers, "answering", "/nonexistent", 4 * KB, shared)) as process:
         with pytest.raises(BenchError, match="GPU, opening: the engine failed: "):
             process.open()
         assert not any(child.process.is_alive() for child in process.children)

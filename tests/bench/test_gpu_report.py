@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from bench import report as document
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.gpu import command, device
-from bench.gpu.command import TARGETS, Case, Plan, Results, report
+from bench.gpu.command import TARGETS, Plan, Results, report
+from bench.gpu.copies import WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.processes import Numbers
 from bench.results import Coverage, Findings, Gap, Planned, Status, Verdict, write_json
@@ -26,12 +28,12 @@ KB, MB = 1 << 10, 1 << 20
 GPU = Accelerator(name="NVIDIA H100", memory_nbytes=80 << 30, driver="570.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
 
 
-#: What is measured, the name of a way or a route, a size, and what the command returned in each repetition.
-Part = tuple[str, str, int, list[Numbers]]
+#: The name of a way or a route, a size, and what was measured in each repetition.
+Part = tuple[str, int, list[Numbers]]
 
 
 def transferred(way: str, nbytes: int, rates: list[float]) -> Part:
-    return "bandwidth", way, nbytes, [{"gb_per_s": [rate]} for rate in rates]
+    return way, nbytes, [{"gb_per_s": [rate]} for rate in rates]
 
 
 def beside_ceiling(nbytes: int, of_ceiling: float) -> list[Part]:
@@ -40,7 +42,7 @@ def beside_ceiling(nbytes: int, of_ceiling: float) -> list[Part]:
 
 
 def handed_over(route: str, nbytes: int, p50_us: float) -> Part:
-    return "hand-overs", route, nbytes, [{"us": [p50_us / 2, p50_us, p50_us * 2]}] * 3
+    return route, nbytes, [{"us": [p50_us / 2, p50_us, p50_us * 2]}] * 3
 
 
 HAND_OVERS = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-slab", 256 * MB, 99.0)]
@@ -48,7 +50,7 @@ HAND_OVERS = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-sla
 
 def brought(way: str, nbytes: int, usable_us: float, held_us: float) -> Part:
     held = [held_us - 1, held_us, held_us + 10]
-    return "latencies", way, nbytes, [{"usable_us": [usable_us] * 3, "held_us": held}] * 3
+    return way, nbytes, [{"usable_us": [usable_us] * 3, "held_us": held}] * 3
 
 
 def measured(*changes: Part, coverage: Coverage | None = None) -> Results:
@@ -65,10 +67,13 @@ def measured(*changes: Part, coverage: Coverage | None = None) -> Results:
         transferred("clone", 64 * MB, [4.5, 5.0, 5.5]),
         *HAND_OVERS,
     ]
-    found: dict[Case, dict[str, list[Numbers]]] = {}
-    for kind, name, nbytes, runs in changes or whole:
-        found.setdefault((kind, nbytes), {})[name] = runs
-    return Results(GPU, repetitions=3, timed_s=0.1, measured=found, coverage=coverage)
+    found: dict[bool, dict[int, dict[str, list[Numbers]]]] = {True: {}, False: {}}
+    for name, nbytes, runs in changes or whole:
+        of_size = found[name in WAYS].setdefault(nbytes, {})
+        before: list[Numbers] = of_size.get(name, [])
+        of_size[name] = [one | other for one, other in itertools.zip_longest(before, runs, fillvalue=Numbers())]
+    plan = dataclasses.replace(Plan(), repetitions=3)
+    return Results(GPU, plan, found[True], found[False], coverage or Coverage([], []))
 
 
 def verdicts(*changes: Part) -> dict[str, Verdict]:
