@@ -38,7 +38,7 @@ from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.modes import Timing
 from bench.repetitions import Repetitions
 from bench.results import Findings, Table, Verdict, format_nbytes
-from bench.serving.plan import Load, ServerOptions
+from bench.serving.plan import ServerOptions
 from bench.serving.run import serving
 from shmring.processes.process import Process
 
@@ -205,7 +205,7 @@ def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
 
     async def run(progress: Callable[[str], None]) -> Findings:
-        async with serving(options, Load(requests=1, endpoint="embeddings")) as running:
+        async with serving(options) as running:
             url = urlsplit(running.url)
             server = _Server(str(url.hostname), int(url.port or 80))
             return await asyncio.to_thread(_measured, server, runs, list(cases or ATTACKS), timing, progress)

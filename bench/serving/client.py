@@ -3,7 +3,7 @@
 The client is aiohttp, whose parser is compiled: it took 23 microseconds of CPU for an event of a stream, its JSON aside, where
 httpx and httpcore took 70 to 84 (25,800 events of 200 bytes from a server that only replays them, 40 streams at a time, uvloop,
 on a 2-core virtual machine). A server needs several times as long to make one. Whether the generator was the bottleneck after
-all is measured in each run (:class:`bench.serving.load.Generator`).
+all is measured in each run.
 
 Times are those at which pieces came out of the socket, and several events in one piece came at one time. A token is what an
 event with text is, unless the server's own count at the end says otherwise.
@@ -103,7 +103,6 @@ class Client:
         url: str,
         endpoint: Endpoint,
         timeout_s: float,
-        api_key: str | None = None,
         *,
         connections: int = 0,
         keep_alive_s: float = _KEEP_ALIVE_S,
@@ -112,10 +111,9 @@ class Client:
         self._url = self._base + _PATHS[endpoint]
         self._answer = {"chat": self._chat, "embeddings": self._embed}[endpoint]
         self._timeout_s = timeout_s
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         kept: dict[str, Any] = {"keepalive_timeout": keep_alive_s} if keep_alive_s else {"force_close": True}
         connector = aiohttp.TCPConnector(limit=connections, **kept)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     async def __aenter__(self) -> Client:
         return self
@@ -132,9 +130,7 @@ class Client:
         try:
             return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
-            raise BenchError(
-                f"{self._base}/v1/models lists no model; is that a server of OpenAI's API? or name one with --model"
-            ) from None
+            raise BenchError(f"{self._base}/v1/models lists no model; is that a server of OpenAI's API?") from None
 
     async def counters(self) -> dict[str, int]:
         """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others.

@@ -1,123 +1,55 @@
-"""What a run does: the load, the media in it, the servers under it, and how often. All of it is in the stored results.
-
-Fields are what the options of ``bench serve`` set; their help says what they are.
-"""
+"""What ``bench serve`` does: loads, the media in them, the servers under them, and what is compared. A preset has all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 Endpoint = Literal["chat", "embeddings"]
-MediaKind = Literal["picture", "audio", "video"]
-
-#: What ``--preset`` sets, by the names of the command's parameters. What is given besides it counts more.
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # vLLM's pull request 32104, which moved tensors of media from its API servers to its engine by torch's queues instead of
-    # inside messages, and measured 9.62 against 9.59 requests/s. It does not say how large its frames were; these are 360p.
-    "pr32104": {
-        "requests": 1000,
-        "max_concurrency": 400,
-        "endpoint": "chat",
-        "kinds": ("video",),
-        "video_frames": 10,
-        "video_size": (640, 360),
-        "output_tokens": 128,
-        "api_servers": 3,
-        "executor": "synthetic",
-    },
-    # Engines whose steps take 20 ms of somebody else's time, as a GPU's do, and have four requests at most: what they answer a
-    # second is theirs, and not that of the machine's cores.
-    "engines-wait": {
-        "requests": 400,
-        "max_concurrency": 32,
-        "endpoint": "chat",
-        "kinds": (),
-        "output_tokens": 8,
-        "api_servers": 2,
-        "executor": "synthetic",
-        "executor_options": '{"step_s": 0.02, "max_batch_size": 4}',
-        "compare_engines": 2,
-    },
-    # Engines whose steps compute, and want the cores that the other one has.
-    "engines-compute": {
-        "requests": 400,
-        "max_concurrency": 32,
-        "endpoint": "embeddings",
-        "kinds": ("picture",),
-        "picture_size": (512, 512),
-        "api_servers": 2,
-        "executor": "fingerprints",
-        "compare_engines": 2,
-    },
-    # One photograph that everybody asks about.
-    "repeated": {
-        "requests": 40,
-        "max_concurrency": 4,
-        "endpoint": "chat",
-        "kinds": ("picture",),
-        "picture_size": (4000, 3000),
-        "distinct": 1,
-        "output_tokens": 1,
-        "executor": "synthetic",
-    },
-    # 200 pictures of 2.4 MB in turn, on 224 MiB that can be leased: each has gone when it is its turn again.
-    "twice-the-slab": {
-        "requests": 400,
-        "max_concurrency": 8,
-        "endpoint": "chat",
-        "kinds": ("picture",),
-        "picture_size": (1024, 768),
-        "distinct": 200,
-        "output_tokens": 1,
-        "slab_nbytes": "240MiB",
-        "executor": "synthetic",
-    },
-}
 
 
-class Media(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests have besides their text: one medium each, of the kinds in turn; none: text alone.
+class Media(NamedTuple):
+    """A medium of each request: of so many different ones, which requests take in turn.
 
-    Recordings have one channel of 16 kHz and 16 bits (WAV), clips 10 frames a second (H.264, MP4). Of each kind ``distinct``
-    ones are made, which requests take in turn: unless it keeps them, a server has nothing of a medium beyond its request, so
-    one seen before costs it no less, and 64 clips of 360p are made in two seconds.
+    Attributes:
+        size: width and height in pixels.
+        frames: of a clip of 10 frames a second (H.264, MP4); 0: it is a picture (JPEG).
     """
 
-    kinds: tuple[MediaKind, ...] = ("picture",)
-    picture_size: tuple[int, int] = (512, 512)
-    audio_seconds: float = 10.0
-    video_frames: int = 10
-    video_size: tuple[int, int] = (640, 360)
+    size: tuple[int, int]
+    frames: int = 0
     distinct: int = 64
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        pixels = f"{self.size[0]}x{self.size[1]}"
+        return f"a clip of {self.frames} frames of {pixels}" if self.frames else f"a picture of {pixels}"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, and when.
+    """What is sent, all of it due at once.
 
     Attributes:
         endpoint: ``chat`` streams its answers; ``embeddings`` has one for each medium.
-        request_rate: requests that become due a second; None: all at once.
-        burstiness: shape of the gamma distribution of the times between them; 1 is a Poisson process.
-        max_concurrency: None: as many as are due.
-        warm_up_requests: sent before, four at a time, and not counted: the first requests of a process pay for imports and
-            first touches.
-        seed: of arrival times, texts and media.
+        max_concurrency: requests at a time.
+        media: None: text alone.
     """
 
     requests: int
+    max_concurrency: int
     endpoint: Endpoint = "chat"
-    request_rate: float | None = None
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    output_tokens: int = 128
-    warm_up_requests: int = 8
-    request_timeout_s: float = 600.0
-    seed: int = 1
-    media: Media = Media()
+    output_tokens: int = 1
+    media: Media | None = None
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        carried = "text only" if self.media is None else self.media.title
+        tokens = f", {self.output_tokens} tokens each" if self.endpoint == "chat" else ""
+        return f"{self.requests:,} {self.endpoint} requests with {carried}{tokens}, {self.max_concurrency} at a time"
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +59,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         engines: that requests are divided between.
         copied: media are decoded into private memory, and copied when they are sent (``--disable-mm-shm``).
         kept: what was prepared is kept, and used again (``--mm-processor-cache-gb``); else each request's media are prepared.
-        start_timeout_s: until it must be ready. Importing torch in each process takes 10 s on a busy machine.
     """
 
     executor: str = "synthetic"
@@ -138,43 +69,70 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     copied: bool = False
     kept: bool = False
     further: tuple[str, ...] = ()
-    start_timeout_s: float = 120.0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run.
+#: What can be compared, the one that a target is about first: names of servers, and how they differ.
+COMPARISONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "compare": {"slab": {}, "copied": {"copied": True}},
+    "compare_engines": {"2 engines": {"engines": 2}, "1 engine": {"engines": 1}},
+    "compare_kept": {"kept": {"kept": True}, "not kept": {}},
+}
 
-    Attributes:
-        url: of a server that runs already; None: the run has its own.
-        model: None: the first one that the server lists.
-        api_key: that the server asks for; not stored with the results.
-        compare: two servers, slab and copied, with the same load in turn.
-        compare_engines: two servers likewise, with so many engines and with one; 0: no such comparison.
-        compare_kept: two servers, of which one keeps what it has prepared, with the same load in turn.
-        repetitions: how often each gets the load.
+
+class Preset(NamedTuple):
+    """A load, a server, what is compared (of :data:`COMPARISONS`), and the target: requests a second of the first server to
+    those of the second, at any scale of the load.
     """
 
     load: Load
-    url: str | None = None
-    model: str | None = None
-    api_key: str | None = None
-    server: ServerOptions = ServerOptions()
-    compare: bool = False
-    compare_engines: int = 0
-    compare_kept: bool = False
-    repetitions: int = 1
-
-    @property
-    def compares(self) -> bool:
-        """Whether two servers are compared."""
-        return self.compare or bool(self.compare_engines) or self.compare_kept
+    server: ServerOptions
+    comparison: str
+    what: str
+    limit: float
 
 
-def arrival_times(load: Load) -> list[float]:
-    """Returns when each request is due, in seconds from the start of the load; the same for the same load."""
-    if load.request_rate is None:
-        return [0.0] * load.requests
-    generator = np.random.default_rng((load.seed, 0))
-    gaps = generator.gamma(load.burstiness, 1 / (load.request_rate * load.burstiness), load.requests - 1)
-    times: list[float] = np.cumsum(np.concatenate([[0.0], gaps])).tolist()
-    return times
+PRESETS: Mapping[str, Preset] = {
+    # vLLM's pull request 32104, which moved tensors of media from its API servers to its engine by torch's queues instead of
+    # inside messages, and measured 9.62 against 9.59 requests/s. It does not say how large its frames were; these are 360p.
+    "pr32104": Preset(
+        Load(requests=1000, max_concurrency=400, output_tokens=128, media=Media((640, 360), frames=10)),
+        ServerOptions(api_servers=3, further=('--mm-processor-kwargs={"num_frames": 10}',)),
+        "compare",
+        "decoded into slots: requests/s of copying there",
+        1.0,
+    ),
+    # Engines whose steps take 20 ms of somebody else's time, as a GPU's do, and have four requests at most: what they answer a
+    # second is theirs, and not that of the machine's cores.
+    "engines-wait": Preset(
+        Load(requests=400, max_concurrency=32, output_tokens=8),
+        ServerOptions(executor_options='{"step_s": 0.02, "max_batch_size": 4}'),
+        "compare_engines",
+        "two engines whose steps wait 20 ms, two frontends: requests/s of one",
+        1.9,
+    ),
+    # Engines whose steps compute, and want the cores that the other one has.
+    "engines-compute": Preset(
+        Load(requests=400, max_concurrency=32, endpoint="embeddings", media=Media((512, 512))),
+        ServerOptions(executor="fingerprints"),
+        "compare_engines",
+        "two engines whose steps compute: requests/s of one",
+        1.0,
+    ),
+    # One photograph that everybody asks about.
+    "repeated": Preset(
+        Load(requests=40, max_concurrency=4, media=Media((4000, 3000), distinct=1)),
+        ServerOptions(),
+        "compare_kept",
+        "kept content: requests/s of a new picture",
+        5.0,
+    ),
+    # 200 pictures of 2.4 MB in turn, on 224 MiB that can be leased: each has gone when it is its turn again. What can't be kept
+    # is no worse than without, within what two equal servers differ by.
+    "twice-the-slab": Preset(
+        Load(requests=400, max_concurrency=8, media=Media((1024, 768), distinct=200)),
+        ServerOptions(slab_nbytes="240MiB"),
+        "compare_kept",
+        "kept content: requests/s of without",
+        0.97,
+    ),
+}

@@ -29,15 +29,15 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from bench.children import BenchError
-from bench.machine import Machine
-from bench.meter import Lag
-from bench.results import Findings, Spread, write_json
-from bench.serving import command, report, run
+from bench.modes import Timing
+from bench.results import Findings
+from bench.serving import command, run
 from bench.serving.client import Client, Exchange
 from bench.serving.command import serve_command
-from bench.serving.load import Generator, Latency, Measurement, measure, play, request_body
-from bench.serving.media import media_parts, picture, recording, video
-from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
+from bench.serving.load import Latency, Measurement, measure, play, request_body
+from bench.serving.media import media_parts, picture, video
+from bench.serving.plan import COMPARISONS, PRESETS, Endpoint, Load, Media, ServerOptions
+from bench.serving.report import report
 from bench.serving.run import ServerError, cpu_s, serving
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
@@ -46,21 +46,10 @@ from shmring.frontend.serve_process import ServerProcess
 from tests.nursery import Nursery
 from tests.tables import for_each
 
-TEXT_ONLY = Media(kinds=())
+TEXT_ONLY = Load(requests=1, max_concurrency=4)
 
 
-# -- what is sent, and when ----------------------------------------------------------------------------------------------
-
-
-def test_requests_come_at_the_rate_asked_for_and_as_bursty() -> None:
-    for burstiness in (0.25, 1.0, 4.0):
-        load = Load(requests=20_000, request_rate=50, burstiness=burstiness, seed=3)
-        gaps = np.diff(arrival_times(load))
-        assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
-        assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
-    assert arrival_times(load) == arrival_times(load)
-    assert arrival_times(load) != arrival_times(msgspec.structs.replace(load, seed=4))
-    assert arrival_times(Load(requests=3)) == [0.0] * 3
+# -- what is sent --------------------------------------------------------------------------------------------------------
 
 
 def test_media_have_the_sizes_asked_for() -> None:
@@ -69,27 +58,23 @@ def test_media_have_the_sizes_asked_for() -> None:
         assert (opened.size, opened.format) == ((96, 64), "JPEG")
     with av.open(io.BytesIO(video((64, 48), 7, generator))) as clip:
         assert [(frame.width, frame.height) for frame in clip.decode(video=0)] == [(64, 48)] * 7
-    with av.open(io.BytesIO(recording(0.5, generator))) as sound:
-        assert sum(frame.samples for frame in sound.decode(audio=0)) == 8000
 
 
 def test_media_follow_from_the_seed_and_differ() -> None:
-    load = Load(requests=4, media=Media(picture_size=(32, 32)))
+    load = Load(requests=4, max_concurrency=1, media=Media((32, 32)))
     parts = media_parts(load)
     assert len({bytes(part) for part in parts}) == 4
     assert list(map(bytes, parts)) == list(map(bytes, media_parts(load)))
-    assert bytes(parts[0]) != bytes(media_parts(msgspec.structs.replace(load, seed=2))[0])
 
 
-@for_each("kinds", [("picture",), ("audio",), ("video",), ()])
-def test_the_server_reads_what_is_sent(kinds: tuple[MediaKind, ...]) -> None:
-    media = Media(kinds=kinds, picture_size=(32, 32), audio_seconds=0.1, video_size=(32, 32), video_frames=2)
-    chats = Load(requests=1, output_tokens=9, media=media)
+@for_each("media", [Media((32, 32)), Media((32, 32), frames=2), None])
+def test_the_server_reads_what_is_sent(media: Media | None) -> None:
+    chats = Load(requests=1, max_concurrency=1, output_tokens=9, media=media)
     generation, sources = engine_request(CHAT_PARSER.parse(request_body(chats, "a model", media_parts(chats), 3)))
-    names = {"picture": "image", "audio": "audio", "video": "video"}
-    assert [source.kind for source in sources] == [names[kind] for kind in kinds]
+    kinds = [] if media is None else ["video" if media.frames else "image"]
+    assert [source.kind for source in sources] == kinds
     assert generation.sampling.max_tokens == 9
-    embeddings = Load(requests=1, endpoint="embeddings", media=media)
+    embeddings = msgspec.structs.replace(chats, endpoint="embeddings")
     body = request_body(embeddings, "a model", media_parts(embeddings), 3)
     [one] = take_inputs(EMBEDDING_PARSER.parse(body), 1)
     assert isinstance(one, MediaSource) == bool(kinds)
@@ -106,8 +91,8 @@ def exchange(began: float, sent: float, tokens: list[float], ended: float, failu
     return made
 
 
-def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
-    found = measure(variant, exchanges, 100.0, 0.5, Lag(2.98, 0.0))
+def measured(*exchanges: Exchange) -> Measurement:
+    found = measure(exchanges, 100.0, 0.5)
     return msgspec.structs.replace(found, cpu_s={"engine": 0.25, "frontends": 1.5})
 
 
@@ -123,86 +108,66 @@ def test_statistics_of_a_load() -> None:
     assert found.failures == {"HTTP 503 overloaded": 2, "the stream ended before [DONE]": 1}
     assert found.duration_s == pytest.approx(5.0)
     assert found.requests_per_s == pytest.approx(2 / 5)
-    assert found.output_tokens_per_s == pytest.approx(4 / 5)
-    assert found.ttft == Latency(2, 750.0, 750.0, 995.0)
-    assert found.tpot == Latency(1, 1000.0, 1000.0, 1000.0)
-    assert found.itl == Latency(2, 1000.0, 1000.0, pytest.approx(1490.0))
-    assert found.e2e == Latency(2, 2000.0, 2000.0, pytest.approx(2980.0))
-    assert found.peak_concurrency == 2
-    assert found.generator == Generator(0.5, 2.98)
-    assert [one.failure is None for one in found.exchanges] == [True, True, False, False, False]
+    assert found.ttft == Latency(750.0, 995.0)
+    assert found.tpot == Latency(1000.0, 1000.0)
+    assert found.e2e == Latency(2000.0, pytest.approx(2980.0))
+    assert found.generator_cpu_s == 0.5
 
 
 def test_a_load_of_which_nothing_came_back_has_no_latencies() -> None:
     found = measured(exchange(100.0, 100.0, [], 101.0, "connection: ClientConnectorError"))
-    assert (found.ttft, found.tpot, found.itl, found.e2e) == (None, None, None, None)
+    assert (found.ttft, found.tpot, found.e2e) == (None, None, None)
     assert found.requests_per_s == 0
 
 
-def results(plan: Plan, *measurements: Measurement) -> run.Results:
-    slab_nbytes = {measurement.variant: 10 for measurement in measurements}
-    return run.Results(Machine.here(), "a client", plan, 1000, slab_nbytes, list(measurements))
+def judged(preset: str, load: Load = TEXT_ONLY, **servers: list[Measurement]) -> Findings:
+    """What a run of servers has found, whose names are words."""
+    measured = {name.replace("_", " "): runs for name, runs in servers.items()}
+    counters = {name: {"slab_bytes": 900, "copied_bytes": 0, "media_decoded": 3} for name in measured}
+    return report(preset, load, ServerOptions(), run.Results("a client", 1000, measured, counters), Timing(3))
 
 
-def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
-    slab = [measured(exchange(100.0, 100.0, [101.0], ended)) for ended in (102.0, 110.0, 104.0)]
-    copied = [measured(exchange(100.0, 100.0, [101.0], ended), variant="copied") for ended in (104.0, 130.0, 104.0)]
-    found = results(
-        Plan(load=Load(requests=1), compare=True, repetitions=3),
-        *(one for both in zip(slab, copied, strict=True) for one in both),
-    )
-    (table,) = report.report(found).tables
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert table.columns == ["", "slab", "copied", "slab / copied"]
-    assert rows["requests/s"] == ["0.25 (0.10 .. 0.50)", "0.25 (0.03 .. 0.25)", "2.00 (1.00 .. 3.00)"]
-    assert rows["answered"] == ["3 of 3", "3 of 3", ""]
-    assert rows["engine's CPU, ms/request"][0] == "250.0 (250.0 .. 250.0)"
-    write_json(report.report(found), tmp_path / "results.json")
-    stored = json.loads((tmp_path / "results.json").read_bytes())
-    assert stored["mode"] == "serve"
-    assert stored["targets"] == [], "this is not the load of the target"
-    assert stored["results"] is None, "single requests are read by nobody"
-    assert stored["coverage"] == {
-        "planned": [{"case": "the load", "subjects": ["slab", "copied"], "repetitions": 3}], "gaps": [],
-    }  # fmt: skip
-    assert stored["tables"][0]["rows"][0] == ["answered", "3 of 3", "3 of 3", ""]
+def loads(*ends: float) -> list[Measurement]:
+    return [measured(exchange(100.0, 100.0, [101.0], ended)) for ended in ends]
+
+
+def test_a_comparison_is_made_within_each_repetition() -> None:
+    found = judged("", slab=loads(102.0, 110.0, 104.0), copied=loads(104.0, 130.0, 104.0))
+    (table,) = found.tables
+    rows = {row[1]: dict(zip(table.columns[2:], row[2:], strict=True)) for row in table.rows}
+    assert rows["slab"]["requests/s"] == "0.25"
+    assert rows["slab"]["spread"] == "-60% +100%"
+    assert (rows["slab"]["slab is"], rows["copied"]["slab is"]) == ("", "2.00 x")
+    assert rows["slab"]["answered"] == "3 of 3"
+    assert rows["slab"]["engine ms"] == "250.0"
+    assert found.targets == [], "this is not the load of a target"
+    assert found.coverage is not None
+    assert found.coverage.summary() == "2 of 2 measurements in 1 case"
+    assert any("slab: 81 bytes of a request went through the slab; 3 media were decoded" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("ended", "met"), [(102.0, True), (102.2, False)])
-def test_two_engines_are_held_against_the_target_of_their_load(
-    monkeypatch: pytest.MonkeyPatch, ended: float, met: bool
-) -> None:
-    for preset, limit in (("engines-wait", ">= 1.9 x"), ("engines-compute", ">= 1 x")):
-        plan = plan_of("--preset", preset, monkeypatch=monkeypatch)
-        assert (plan.compare_engines, plan.repetitions, plan.server.api_servers) == (2, 3, 2)
-        two = measured(exchange(100.0, 100.0, [101.0], ended), variant="2 engines")
-        one = measured(exchange(100.0, 100.0, [101.0], 104.0), variant="1 engine")
-        found = report.report(results(plan, two, one, two, one))
-        assert found.tables[0].columns == ["", "2 engines", "1 engine", "2 engines / 1 engine"]
-        [verdict] = found.targets
-        assert (verdict.asked, verdict.met) == (limit, met or preset == "engines-compute")
-    other = plan_of("--preset", "engines-wait", "--executor-options={}", monkeypatch=monkeypatch)
-    assert report.report(results(other, two, one)).targets == [], "this is not the load of a target"
+def test_two_engines_are_held_against_the_target_of_their_load(ended: float, met: bool) -> None:
+    for preset, asked in (("engines-wait", ">= 1.9 x"), ("engines-compute", ">= 1 x")):
+        [verdict] = judged(preset, **{"2_engines": loads(ended) * 2, "1_engine": loads(104.0) * 2}).targets
+        assert (verdict.asked, verdict.met) == (asked, met or preset == "engines-compute")
 
 
-def test_servers_of_one_and_of_several_engines_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("--compare-engines=3", "--media=none", monkeypatch=monkeypatch)
-    assert {name: server.engines for name, server in run._wanted(plan).items() if server is not None} == {
-        "3 engines": 3,
-        "1 engine": 1,
-    }
+def test_kept_content_is_not_copied() -> None:
+    found = judged("repeated", kept=loads(101.0) * 3, not_kept=loads(110.0) * 3)
+    assert [(verdict.asked, verdict.met) for verdict in found.targets] == [(">= 5 x", True), ("<= 0 bytes", True)]
 
 
 def test_failures_and_a_busy_generator_are_told() -> None:
     failed = measured(exchange(100.0, 100.0, [100.2], 100.6), exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
-    found = results(Plan(load=Load(requests=2)), failed)
-    assert ["failed: HTTP 503 overloaded", "1"] in report.report(found).tables[0].rows
-    assert any("1 requests failed" in note for note in report.report(found).notes)
-    assert any("it may be what was measured" in note for note in report.report(found).notes)
+    notes = judged("", slab=[failed], copied=[failed]).notes
+    assert "slab: 1 requests failed, which are in no rate and no latency: HTTP 503 overloaded" in notes
+    assert any("it may be what was measured" in note for note in notes)
 
 
-def test_a_spread_has_the_median_between_its_ends() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+def test_a_load_without_an_answer_is_a_gap() -> None:
+    nothing = measured(exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
+    assert judged("", slab=loads(101.0) * 3, copied=[nothing] * 3).failures == 1
 
 
 # -- a server that does what it is told to ---------------------------------------------------------------------------------
@@ -271,14 +236,15 @@ async def stub() -> AsyncIterator[Stub]:
     await runner.cleanup()
 
 
-async def ask(url: str, load: Load) -> Exchange:
-    async with Client(url, load.endpoint, load.request_timeout_s, "a key") as client:
+async def ask(url: str, endpoint: Endpoint = "chat", timeout_s: float = 10.0) -> Exchange:
+    load = Load(requests=1, max_concurrency=1, endpoint=endpoint, output_tokens=5)
+    async with Client(url, endpoint, timeout_s) as client:
         return await client.exchange(request_body(load, "stub", [], 0), time.perf_counter())
 
 
 async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) -> None:
     script, url = stub
-    found = await ask(url, Load(requests=1, output_tokens=5, media=TEXT_ONLY))
+    found = await ask(url)
     assert found.failure is None
     assert (len(found.token_times), found.output_tokens) == (2, 5)
     assert found.began <= found.sent < found.token_times[0] <= found.token_times[1] <= found.ended
@@ -286,7 +252,7 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
     assert script.bodies[0]["stream"] is True
     del script.pieces[3]
     script.pieces = [bytes([byte]) for byte in b": a comment\r\n" + b"".join(script.pieces)]  # wherever it is cut
-    assert (await ask(url, Load(requests=1, media=TEXT_ONLY))).output_tokens == 2
+    assert (await ask(url)).output_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -307,11 +273,11 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
 async def test_every_failure_has_its_reason(stub: Stub, changes: dict[str, Any], reason: str) -> None:
     script, url = stub
     vars(script).update(changes)
-    assert (await ask(url, Load(requests=1, media=TEXT_ONLY, request_timeout_s=0.3))).failure == reason
+    assert (await ask(url, timeout_s=0.3)).failure == reason
 
 
 async def test_nobody_there_is_a_failure_too() -> None:
-    assert (await ask("http://127.0.0.1:1", Load(requests=1))).failure == "connection: ClientConnectorError"
+    assert (await ask("http://127.0.0.1:1")).failure == "connection: ClientConnectorError"
     with pytest.raises(BenchError, match="does the server run"):
         async with Client("http://127.0.0.1:1", "chat", 1.0) as client:
             await client.model()
@@ -319,95 +285,63 @@ async def test_nobody_there_is_a_failure_too() -> None:
 
 async def test_embeddings_are_counted_without_tokens(stub: Stub) -> None:
     script, url = stub
-    load = Load(requests=1, endpoint="embeddings", media=TEXT_ONLY)
     script.pieces = [b'{"data": [{"embedding": "AAAA"}]}']
-    found = await ask(url, load)
+    found = await ask(url, "embeddings")
     assert (found.failure, found.output_tokens) == (None, 0)
     script.pieces = [b'{"data": []}']
-    assert (await ask(url, load)).failure == "the answer had no embeddings"
+    assert (await ask(url, "embeddings")).failure == "the answer had no embeddings"
 
 
-async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
+async def test_no_more_are_in_flight_than_allowed_whatever_becomes_of_them(stub: Stub) -> None:
     script, url = stub
-    load = Load(requests=30, max_concurrency=4, media=TEXT_ONLY)
+    load = msgspec.structs.replace(TEXT_ONLY, requests=30)
     async with Client(url, "chat", 10.0) as client:
-        found = await play("url", load, client, functools.partial(request_body, load, "stub", []))
-    assert (found.completed, script.peak) == (30, 4)
-    assert found.peak_concurrency <= 4
-    assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
-    # A request's clock starts when a turn comes free, not when all were due.
-    assert found.exchanges[-1].began > found.exchanges[0].began
-
-
-async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
-    script, url = stub
-    script.hangs = True
-    load = Load(requests=6, request_rate=100, request_timeout_s=0.4, media=TEXT_ONLY)
-    async with Client(url, "chat", load.request_timeout_s) as client:
-        found = await play("url", load, client, functools.partial(request_body, load, "stub", []))
-    assert [one.began - found.exchanges[0].began for one in found.exchanges] == pytest.approx(arrival_times(load))
-    assert script.peak == 6
-    assert {one.failure for one in found.exchanges} == {"no whole answer within 0.4 s"}
-
-
-async def test_a_server_that_runs_already_is_measured_by_its_url(stub: Stub) -> None:
-    _, url = stub
-    plan = Plan(load=Load(requests=5, media=TEXT_ONLY, warm_up_requests=1), url=f"{url}/v1/", api_key="secret")
-    lines: list[str] = []
-    found = await run.run(plan, lines.append)
-    assert len(lines) == run.steps(plan)
-    assert found.measurements[0].completed == 5
-    assert "secret" not in msgspec.json.encode(report.report(found)).decode()
-    assert report.report(found).notes
+        found = await play(load, client, functools.partial(request_body, load, "stub", []))
+        assert (found.completed, script.peak) == (30, 4)
+        assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
+        script.status = 503
+        found = await play(load, client, functools.partial(request_body, load, "stub", []))
+    assert (found.completed, found.failures, script.peak) == (0, {"HTTP 503": 30}, 4)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
-def plan_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    plans: list[Plan] = []
+def run_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Load, dict[str, ServerOptions], int]:
+    runs: list[Any] = []
 
-    def keep(plan: Plan) -> Any:
-        plans.append(plan)
+    def keep(*arguments: Any) -> Any:
+        runs.append(arguments)
         raise SystemExit(0)
 
-    monkeypatch.setattr(command, "_run", keep)
+    monkeypatch.setattr(command, "_carried_out", keep)
     done = CliRunner().invoke(serve_command, arguments)
     assert done.exit_code == 0, done.output
-    return plans[0]
+    found: tuple[Load, dict[str, ServerOptions], int] = runs[0]
+    return found
 
 
-def test_a_preset_sets_what_no_option_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    preset = PRESETS["pr32104"]
-    plan = plan_of("--preset", "pr32104", "--compare", monkeypatch=monkeypatch)
-    assert (plan.load.requests, plan.load.max_concurrency, plan.load.output_tokens) == (1000, 400, 128)
-    assert plan.load.media.kinds == ("video",)
-    assert (plan.load.media.video_frames, plan.server.api_servers, plan.repetitions) == (10, 3, 3)
-    plan = plan_of(
-        "--preset", "pr32104", "--scale", "0.1", "--video-frames", "4", "--num-prompts", "7", monkeypatch=monkeypatch
-    )
-    assert (plan.load.requests, plan.load.max_concurrency, plan.load.media.video_frames) == (7, 40, 4)
-    assert plan.load.media.video_size == preset["video_size"]
+def test_a_preset_has_a_load_servers_and_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, servers, repetitions = run_of("--preset", "pr32104", monkeypatch=monkeypatch)
+    assert (load, repetitions) == (PRESETS["pr32104"].load, 3)
+    assert [(name, server.copied, server.api_servers) for name, server in servers.items()] == [
+        ("slab", False, 3), ("copied", True, 3),
+    ]  # fmt: skip
+    scaled = ("--preset", "engines-wait", "--scale", "0.1", "--repetitions", "2", "--serve-option=--decoders=2")
+    load, servers, repetitions = run_of(*scaled, monkeypatch=monkeypatch)
+    assert (load.requests, load.max_concurrency, repetitions) == (40, 3, 2)
+    assert {name: (server.engines, server.further) for name, server in servers.items()} == {
+        "2 engines": (2, ("--decoders=2",)), "1 engine": (1, ("--decoders=2",)),
+    }  # fmt: skip
+    _, servers, _ = run_of("--preset", "pr32104", "--compare-kept", monkeypatch=monkeypatch)
+    assert [(name, server.kept) for name, server in servers.items()] == [("kept", True), ("not kept", False)]
+    assert {preset.comparison for preset in PRESETS.values()} == set(COMPARISONS)
 
 
-@for_each(
-    "arguments",
-    [
-        ["--compare", "--url", "http://127.0.0.1:1"],
-        ["--compare", "--disable-mm-shm"],
-        ["--compare-engines=2", "--url", "http://127.0.0.1:1"],
-        ["--compare-engines=2", "--compare"],
-        ["--compare-engines=1"],
-        ["--scale", "0.1"],
-        ["--media", "none", "--media", "audio"],
-        ["--video-size", "641x360"],
-        ["--picture-size", "large"],
-        ["--request-rate", "0"],
-        ["--request-rate", "nan"],
-    ],
-)
+@for_each("arguments", [[], ["--preset", "nothing"], ["--compare", "--compare-kept"], ["--scale", "0"]])
 def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
-    done = CliRunner().invoke(serve_command, arguments)
+    preset = ["--preset", "repeated"] if arguments and arguments[0] != "--preset" else []
+    done = CliRunner().invoke(serve_command, [*preset, *arguments])
     assert done.exit_code == 2, done.output
     assert "Error" in done.output
 
@@ -431,7 +365,7 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals, exit_code: int, 
     monkeypatch.setattr(run, "run", running)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     try:
-        done = CliRunner().invoke(serve_command, ["--url", "http://127.0.0.1:1"])
+        done = CliRunner().invoke(serve_command, ["--preset", "repeated"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert (done.exit_code, stopped) == (exit_code, [True])
@@ -447,36 +381,33 @@ def private_directories() -> list[Path]:
 @pytest.mark.slow
 def test_both_paths_of_a_real_server_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
-    measured: list[Measurement] = []
-    made = report.report
+    measured: list[run.Results] = []
+    carried_out = command._carried_out
 
-    def keep(results: run.Results) -> Findings:
-        measured.extend(results.measurements)
-        return made(results)
+    def keep(*arguments: Any) -> run.Results:
+        measured.append(carried_out(*arguments))
+        return measured[0]
 
-    monkeypatch.setattr(report, "report", keep)
-    load = ["--num-prompts=12", "--max-concurrency=4", "--output-tokens=6", "--warm-up=3"]
-    media = ["--media=picture", "--media=audio", "--media=video", "--picture-size=64x48", "--audio-seconds=0.5"]
-    clips = ["--video-size=64x48", "--video-frames=3"]
-    servers = ["--compare", "--repetitions=2", "--api-servers=1", "--slab-nbytes=32MiB"]
-    done = CliRunner().invoke(serve_command, [*load, *media, *clips, *servers, f"--json={path}"], catch_exceptions=False)
+    monkeypatch.setattr(command, "_carried_out", keep)
+    load = Load(requests=12, max_concurrency=4, output_tokens=6, media=Media((64, 48), frames=3, distinct=2))
+    server = ServerOptions(api_servers=1, slab_nbytes="32MiB", further=('--mm-processor-kwargs={"num_frames": 3}',))
+    small = PRESETS["pr32104"]._replace(load=load, server=server, limit=0.0)
+    monkeypatch.setattr(command, "PRESETS", {"pr32104": small})
+    monkeypatch.setattr("bench.serving.report.PRESETS", {"pr32104": small})
+    arguments = ["--preset", "pr32104", "--repetitions=2", f"--json={path}"]
+    done = CliRunner().invoke(serve_command, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "slab / copied" in done.output
-    assert [one.variant for one in measured] == ["slab", "copied"] * 2
-    for one in measured:
+    assert {name: len(runs) for name, runs in measured[0].measured.items()} == {"slab": 2, "copied": 2}
+    for one in (one for runs in measured[0].measured.values() for one in runs):
         # The executor fails what arrives with another checksum: these have crossed whole.
         assert (one.completed, one.failures) == (12, {})
-        assert {request.output_tokens for request in one.exchanges} == {6}
         assert one.ttft is not None
         assert one.e2e is not None
-        assert one.itl is not None
         assert 0 < one.ttft.median_ms <= one.e2e.p99_ms
-        assert one.itl.count == 12 * 5
-        assert 1 < one.peak_concurrency <= 4
         assert one.cpu_s["frontends"] > 0
+    assert measured[0].counters["slab"]["slab_bytes"] > 64 * 48 * 3
     stored = json.loads(path.read_bytes())
-    (carried,) = [row for row in stored["tables"][0]["rows"] if row[0] == "through the slab, bytes/request"]
-    assert int(carried[1].replace(",", "")) > 64 * 48 * 3
+    assert [row[1] for row in stored["tables"][0]["rows"]] == ["slab", "copied"]
     assert {"cpu", "commit"} <= stored["machine"].keys()
     assert private_directories() == []
 
@@ -501,7 +432,7 @@ async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeyp
     began = asyncio.Event()
 
     async def use() -> None:
-        async with serving(ServerOptions(), Load(requests=1)) as server:
+        async with serving(ServerOptions()) as server:
             servers.append(server)
             began.set()
             await asyncio.Event().wait()
@@ -520,12 +451,12 @@ async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeyp
 async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=False, status=3)))
     with pytest.raises(ServerError, match="exit code 3"):
-        async with serving(ServerOptions(), Load(requests=1)):
+        async with serving(ServerOptions()):
             pass
     assert "last words" in caplog.text
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", "import sys; sys.exit('no such slab')"))
     with pytest.raises(ServerError, match=r"did not start:\nno such slab"):
-        async with serving(ServerOptions(), Load(requests=1)):
+        async with serving(ServerOptions()):
             pass
     assert private_directories() == []
 
@@ -534,7 +465,7 @@ async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, cap
 HAS_A_SERVER = """
 import asyncio
 from bench.serving import run
-from bench.serving.plan import Load, ServerOptions
+from bench.serving.plan import ServerOptions
 
 STAND_IN = '''
 import os, sys
@@ -544,7 +475,7 @@ sys.stdin.read()
 '''
 
 async def main():
-    async with run.serving(ServerOptions(), Load(requests=1)) as served:
+    async with run.serving(ServerOptions()) as served:
         print(served.process.pid, flush=True)
         await asyncio.Event().wait()
 
