@@ -17,20 +17,20 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import click
-import msgspec
 import torch
 
 import shmring
-from bench import targets
 from bench.children import BenchError, on_uvloop, settle
 from bench.command_line import benchmark, measuring
 from bench.gpu import made_up
 from bench.modes import Timing
 from bench.peers.shmring_ring import RING
-from bench.repetitions import Repetitions
-from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
+from bench.repetitions import Column, Measured, Repetitions, compare, median_column, medians, spread_column
+from bench.results import Findings, Verdict, format_nbytes
+from bench.targets import judge
 
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
@@ -38,7 +38,7 @@ _SUBJECT = "both ends"
 _FAKE_REQUESTS = {False: 1000, True: 200}  # of a repetition, whether it is quick
 
 
-class Case(msgspec.Struct, frozen=True):
+class Case(NamedTuple):
     """A size of messages, how they travel in words, and the CPU microseconds that each may take."""
 
     nbytes: int
@@ -59,21 +59,15 @@ CASES = (
 )
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """What a case costs.
+class Run(NamedTuple):
+    """What a repetition costs: CPU microseconds for each message, and how many messages there were."""
 
-    Attributes:
-        cpu_us: CPU microseconds for each message.
-        messages: in all repetitions.
-    """
-
-    case: str
-    cpu_us: Spread
+    cpu_us: float
     messages: int
 
 
-async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float, int]:
-    """Returns CPU microseconds for each timed message of a case, and how many there were.
+async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> Run:
+    """Returns what a repetition of a case costs.
 
     Raises:
         BenchError: a message was lost, or came out of turn.
@@ -128,7 +122,7 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float
             serving.cancel()
     if claimed != sent:
         raise BenchError(f"{sent} messages were sent, {claimed} came")
-    return cpu_s / (sent - before) * 1e6, sent - before
+    return Run(cpu_s / (sent - before) * 1e6, sent - before)
 
 
 def measure(
@@ -143,33 +137,37 @@ def measure(
         progress: called with a line before each of them.
     """
     settle()
-    runs = Repetitions[Case, tuple[float, int]](dict.fromkeys(cases, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), repetitions, lambda case: case.title)
     runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, warm_up_s, timed_s)), progress)
-    costs = {}
-    for case, measured in runs.measured.items():
-        each_us, messages = zip(*measured[_SUBJECT], strict=True)
-        costs[case] = Cost(case.title, Spread.of(each_us), sum(messages))
-    rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs.values()]
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
     return Findings(
         mode="cost",
-        tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
+        tables=[compare(title, ("message", "of"), runs.measured, _COLUMNS, lambda case: str(case.title))],
         notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The program stamps nothing."],
-        targets=_verdicts(costs),
+        targets=[_judged(cases, way, runs.measured) for way in dict.fromkeys(case.way for case in runs.measured)],
         coverage=runs.coverage(),
     )
 
 
-def _verdicts(costs: dict[Case, Cost]) -> list[Verdict]:
-    """Whether each way costs what it may, at the worst of its sizes."""
-    verdicts = []
-    for way, limit_us in dict.fromkeys((case.way, case.limit_us) for case in costs):
-        of_way = {case.nbytes: cost.cpu_us.median for case, cost in costs.items() if case.way == way}
-        at = " to ".join(dict.fromkeys(format_nbytes(nbytes) for nbytes in (min(of_way), max(of_way))))
-        numbers = ((format_nbytes(nbytes), cpu_us) for nbytes, cpu_us in of_way.items())
-        what = f"CPU per message, both ends in one process, {way}"
-        verdicts.append(targets.judge(what, at, limit_us, "us", numbers, at_least=False))
-    return verdicts
+def _cpu_us(run: Run) -> float:
+    return run.cpu_us
+
+
+_COLUMNS = (
+    median_column("CPU us", _cpu_us, 1),
+    spread_column("least, most", _cpu_us),
+    Column("messages", lambda row: f"{sum(run.messages for run in row.runs):,}"),
+)
+
+
+def _judged(cases: Sequence[Case], way: str, measured: Measured) -> Verdict:
+    """Whether a way costs what it may, at the worst of its sizes."""
+    of_way = {format_nbytes(case.nbytes): case for case in cases if case.way == way and case in measured}
+    sizes = list(of_way)
+    at = " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
+    limit_us = next(iter(of_way.values())).limit_us
+    what = f"CPU per message, both ends in one process, {way}"
+    return judge(what, at, limit_us, "us", medians(_SUBJECT, _cpu_us, of_way)(measured), at_least=False)
 
 
 @benchmark("cost", quick="3 repetitions of 0.2 s.")

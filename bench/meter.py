@@ -1,4 +1,4 @@
-"""What the timed phase of a cell costs a process: CPU time, resident memory, descriptors, and how late its event loop runs.
+"""What the timed phase of a cell costs a process: CPU time, resident memory, and how late its event loop runs.
 
 The phase begins and ends with messages, so whoever stamps or takes them holds a :class:`Meter` and tells it; the ticker that
 looks at the loop runs from before until after. CPU time is that of all threads of the process, what a library does on
@@ -19,22 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 _TICK_S = 0.005  # often enough to meet every stall that a person or a heartbeat would notice; 0.1 % of a core
-
-
-@dataclasses.dataclass(frozen=True)
-class Lag:
-    """How late a loop's callbacks ran that were due every 5 ms. uvloop's timers alone make them up to 1 ms late.
-
-    Attributes:
-        p99_ms: the 99th percentile.
-        max_on_core_ms: the largest without the time in which the loop's thread waited for a core: what a crowded machine adds.
-    """
-
-    p99_ms: float
-    max_on_core_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +30,9 @@ class Cost:
         messages: handled in the phase.
         cpu_s: user and system time of all its threads.
         resident_nbytes: at the end of the phase, shared memory and the benchmark's own buffers aside.
-        descriptors: open at the end of the phase.
-        lag: of its event loop; None where it has none that is meant to stay responsive.
+        stall_ms: how late a callback of its event loop ran at most that was due every 5 ms, without the time in which the
+            loop's thread waited for a core: what a crowded machine adds. None where no loop is meant to stay responsive.
+            uvloop's timers alone make a callback up to 1 ms late.
         connect_s: how long it took to connect, where a peer says so.
         idle_share: of a core, that it took while connected with nothing to do after the phase, where a peer has looked.
     """
@@ -54,8 +40,7 @@ class Cost:
     messages: int
     cpu_s: float
     resident_nbytes: int
-    descriptors: int
-    lag: Lag | None
+    stall_ms: float | None
     connect_s: float | None = None
     idle_share: float | None = None
 
@@ -115,8 +100,7 @@ class Meter:
             messages=messages,
             cpu_s=cpu_s,
             resident_nbytes=resident_nbytes() - self._own_nbytes,
-            descriptors=len(os.listdir("/proc/self/fd")) - 1,  # one is the listing itself
-            lag=None if self._ticker is None else self._ticker.lag(),
+            stall_ms=None if self._ticker is None else self._ticker.stall_ms(),
             connect_s=self.connect_s,
         )
 
@@ -147,23 +131,19 @@ class LoopLag:
         self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._waited_s = self._waited()  # before the tick that is due next was armed
         self._started_s = time.perf_counter()
-        self._late: list[tuple[float, float]] = []  # seconds: in all, and of those not spent waiting for a core
+        self._late_s = 0.0  # at most
         self._arm()
 
     def reset(self) -> None:
         """Forgets what was before."""
         self._started_s = time.perf_counter()
-        self._late = []
+        self._late_s = 0.0
 
-    def lag(self) -> Lag:
-        """Returns how late it was so far."""
-        late = self._late + self._overdue()
-        if not late:
-            return Lag(0.0, 0.0)  # the phase was shorter than a tick
-        return Lag(
-            p99_ms=float(np.percentile([total for total, _ in late], 99)) * 1e3,
-            max_on_core_ms=max(on_core for _, on_core in late) * 1e3,
-        )
+    def stall_ms(self) -> float:
+        """Returns how late it was so far, at most; a tick that should have come by now counts, too: the loop is held up."""
+        now = time.perf_counter()
+        overdue_s = self._lateness(now, self._waited()) if now > self._due_s >= self._started_s else 0.0
+        return max(self._late_s, overdue_s) * 1e3
 
     def close(self) -> None:
         self._handle.cancel()
@@ -173,7 +153,7 @@ class LoopLag:
         now = time.perf_counter()
         waited_s = self._waited()
         if self._due_s >= self._started_s:
-            self._late.append(self._lateness(now, waited_s))
+            self._late_s = max(self._late_s, self._lateness(now, waited_s))
         self._waited_s = waited_s
         self._arm()
 
@@ -181,14 +161,9 @@ class LoopLag:
         self._due_s = time.perf_counter() + _TICK_S  # not the loop's clock: uvloop's counts milliseconds, and stands still
         self._handle = self._loop.call_later(_TICK_S, self._tick)
 
-    def _overdue(self) -> list[tuple[float, float]]:
-        """A tick that should have come by now and has not: the loop is being held up."""
-        now = time.perf_counter()
-        return [self._lateness(now, self._waited())] if now > self._due_s >= self._started_s else []
-
-    def _lateness(self, now: float, waited_s: float) -> tuple[float, float]:
-        late_s = max(0.0, now - self._due_s)
-        return late_s, max(0.0, late_s - (waited_s - self._waited_s))
+    def _lateness(self, now: float, waited_s: float) -> float:
+        """Seconds that were not spent waiting for a core."""
+        return max(0.0, now - self._due_s - (waited_s - self._waited_s))
 
     def _waited(self) -> float:
         """Seconds for which the loop's thread has waited for a core in its life."""

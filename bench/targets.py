@@ -248,7 +248,7 @@ TARGETS: tuple[Target, ...] = (
     *(
         Target(
             _STALL, f"each side, {at}", limit_ms, "ms",
-            _sides(_OURS, lambda cost: None if cost.lag is None else cost.lag.max_on_core_ms, _alone(sizes)), at_least=False,
+            _sides(_OURS, lambda cost: cost.stall_ms, _alone(sizes)), at_least=False,
         )
         for at, sizes, limit_ms in (("up to 1 MB", _UP_TO_1_MB, 1.0), ("64 MB", _LARGE[2:], 5.0))
     ),

@@ -1,11 +1,18 @@
-"""``python -m bench fan-out``: progress goes to stderr, tables go to stdout."""
+"""``python -m bench fan-out``: what is made of a run, its targets, and the command.
+
+Ratios are taken within each repetition, and their median counts. Where a target spans several cases, the worst of them
+decides.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -14,16 +21,190 @@ from bench import command_line
 from bench.children import BenchError
 from bench.command_line import DIRECTORY
 from bench.fan_out.host import Outcome
-from bench.fan_out.plan import SIZES, SUBJECTS, TITLES, WORKERS, Run, measurable, planned
-from bench.fan_out.report import Case, report, title
+from bench.fan_out.plan import (
+    ARENA,
+    BACKS,
+    CALLERS,
+    CENTRAL,
+    IN_PLACE,
+    LARGE,
+    MESSAGE_QUEUE,
+    MIDDLE,
+    OURS,
+    POLLING,
+    PUBLISHED,
+    SIZES,
+    SMALL,
+    STEP,
+    SUBJECTS,
+    TITLES,
+    WORKERS,
+    Run,
+    measurable,
+    planned,
+)
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
-from bench.repetitions import Repetitions
-from bench.results import Findings
+from bench.repetitions import (
+    Column,
+    Measured,
+    Number,
+    Repetitions,
+    compare,
+    median,
+    median_column,
+    medians,
+    ratios,
+    spread_column,
+)
+from bench.results import Coverage, Findings, format_nbytes, format_rate
+from bench.targets import Numbers, Target
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
 _QUICK_WORKERS = (1, 4)
+
+
+#: Workers, and bytes of a message.
+Case = tuple[int, int]
+
+
+def title(case: Case) -> str:
+    """Returns a case in words."""
+    workers, nbytes = case
+    return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
+
+
+def _per_s(run: Any) -> float:
+    return float(run.per_s)
+
+
+def _last_us(run: Any) -> float:
+    return float(run.last_us)
+
+
+_COLUMNS = (
+    Column("messages/s", lambda row: format_rate(statistics.median(map(_per_s, row.runs)))),
+    spread_column("least, most", _per_s),
+    median_column("to the last, p50 us", _last_us),
+    median_column("engine CPU us", lambda run: run.engine_us),
+    median_column("a worker's CPU us", lambda run: run.worker_us),
+    median_column("gathers/s", lambda run: run.gathers_per_s),
+    median_column("a gather, p50 us", lambda run: run.gather_us),
+    median_column("its engine CPU us", lambda run: run.gather_engine_us),
+    median_column("asleep, p50 us", lambda run: run.asleep_us),
+    median_column("asleep, engine CPU us", lambda run: run.asleep_engine_us),
+)
+
+
+def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
+    """Returns what a run has found.
+
+    Args:
+        measured: the runs.
+        coverage: what was planned.
+        left_out: what was not there to be measured, in sentences.
+    """
+    notes = [
+        "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
+        "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
+        *(f"Not measured: {sentence}." for sentence in left_out),
+        *_rests(measured),
+    ]
+    return Findings(
+        mode="fan-out",
+        tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, title, TITLES)],
+        notes=notes,
+        targets=[target.judge(measured) for target in TARGETS],
+        coverage=coverage,
+    )
+
+
+def _rests(measured: Measured) -> Iterator[str]:
+    for case, found in measured.items():
+        for subject, runs in found.items():
+            awake, idle = median(runs, lambda run: run.awake_percent), median(runs, lambda run: run.idle_percent)
+            if awake is not None and idle is not None:
+                yield (
+                    f"{TITLES[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
+                    f"and {idle:.2f} % without messages."
+                )
+
+
+# -- targets -------------------------------------------------------------------------------------------------------------
+
+_QUEUE = TITLES[MESSAGE_QUEUE]
+_CASE = (CENTRAL, SMALL)  # of most targets about times
+
+
+def _to(nbytes: int, *workers: int) -> dict[str, Case]:
+    """Cases by their numbers of workers; all of them, if none are said."""
+    return {str(count): (count, nbytes) for count in workers or WORKERS}
+
+
+def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSAGE_QUEUE) -> Target:
+    return Target(f"messages/s of {TITLES[theirs]}", at, limit, "x", ratios(OURS, theirs, _per_s, cases))
+
+
+def _sooner(what: str, limit: float, ours: str, theirs: str, number: Number) -> Target:
+    numbers = ratios(ours, theirs, number, {TITLES[ours]: _CASE})
+    return Target(f"{what} of {TITLES[theirs]}", title(_CASE), limit, "x", numbers, at_least=False)
+
+
+def _alone(what: str, limit: float, unit: str, number: Number) -> Target:
+    return Target(what, title(_CASE), limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
+
+
+def _steady(measured: Measured) -> Numbers:
+    """In place: the speed of small messages over that of large ones, or the other way round, whichever is more."""
+    for name, times in ratios(IN_PLACE, IN_PLACE, _per_s, _to(SMALL), _to(LARGE))(measured):
+        yield name, times and max(times, 1 / times)
+
+
+_EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
+_OF_A_STEP: tuple[tuple[str, Callable[[Any], float | None]], ...] = (
+    ("a gather's p50", lambda run: run.gather_us),
+    ("a gather's engine CPU", lambda run: run.gather_engine_us),
+    ("a gather's p50, asleep,", lambda run: run.asleep_us),
+    ("a gather's engine CPU, asleep,", lambda run: run.asleep_engine_us),
+)
+
+#: In the order of the table.
+TARGETS = (
+    _speed("4 KB", 2, _to(SMALL)),
+    _speed("1 MB", 1.5, _to(MIDDLE)),
+    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1)),
+    _speed("64 MB, 4 workers", 2, _to(LARGE, 4)),
+    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1), ARENA),
+    _speed("64 MB, 4 workers", 2, _to(LARGE, 4), ARENA),
+    Target(
+        f"messages/s in place, 4 KB to 64 MB, of {_QUEUE} at 1 MB", "any workers", 10, "x",
+        ratios(IN_PLACE, MESSAGE_QUEUE, _per_s, _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
+    ),
+    Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
+    _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, _last_us),
+    _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, _last_us),
+    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, _last_us),
+    Target(
+        f"gathers/s with busy_poll_s, of {_QUEUE}", "4 KB, 1, 2, 4 workers", 3, "x",
+        ratios(POLLING, MESSAGE_QUEUE, lambda run: run.gathers_per_s, _to(SMALL, 1, 2, 4)),
+    ),
+    *(
+        Target(
+            f"{what} of {TITLES[ours]}, of {_QUEUE}", "a step, 1, 2, 4 workers", 1, "x",
+            ratios(ours, MESSAGE_QUEUE, number, _to(STEP, 1, 2, 4)), at_least=False,
+        )
+        for ours in (CALLERS, BACKS)
+        for what, number in _OF_A_STEP
+    ),
+    _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, lambda run: run.engine_us),
+    _alone("CPU of the workers in the second after a message", 5, "%", lambda run: run.awake_percent),
+    _alone("CPU of the workers, idle", 1, "%", lambda run: run.idle_percent),
+    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", lambda run: run.stopped_ratio),
+)  # fmt: skip
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
 
 
 class Host(Program):

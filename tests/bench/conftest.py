@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.messages import Header, Measurement, Source
-from bench.meter import Cost, Lag
+from bench.meter import Cost
 from bench.request.questions import Desk
 
 MB = 1 << 20
@@ -23,13 +23,12 @@ def torch_has_200_mb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_run(per_s: float = 1.0, **numbers: Any) -> Measurement:
-    """A repetition of 1000 messages: ``p50_us=100.0``, ``cpu_us=10.0`` of each side, ``lag_ms=1.0``, ``idle_percent``, ..."""
+    """A repetition of 1000 messages: ``p50_us=100.0``, ``cpu_us=10.0`` of each side, ``stall_ms=1.0``, ``idle_percent``, ..."""
     cost = Cost(
         messages=1000,
         cpu_s=numbers.get("cpu_us", 10.0) / 1e3,
         resident_nbytes=numbers.get("resident_nbytes", 220 * MB),
-        descriptors=30,
-        lag=Lag(1.0, numbers.get("lag_ms", 1.0)),
+        stall_ms=numbers.get("stall_ms", 1.0),
         connect_s=numbers.get("connect_ms", 2.0) / 1e3,
         idle_share=None if "idle_percent" not in numbers else numbers["idle_percent"] / 100,
     )

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.fan_out.command import Host
+from bench.fan_out.command import Host, report
 from bench.fan_out.measuring import END, Stamps
 from bench.fan_out.plan import (
     ARENA,
@@ -35,7 +35,6 @@ from bench.fan_out.plan import (
     measurable,
     planned,
 )
-from bench.fan_out.report import report
 from bench.results import Coverage
 
 QUEUE = MESSAGE_QUEUE

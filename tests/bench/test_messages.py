@@ -191,8 +191,7 @@ def test_a_meter_counts_cpu_time_and_memory_that_is_not_shared() -> None:
     assert meter.cost.messages == 10
     assert 0.05 <= meter.cost.cpu_s < 5
     assert meter.cost.resident_nbytes >= held.nbytes
-    assert meter.cost.descriptors >= 3
-    assert meter.cost.lag is None
+    assert meter.cost.stall_ms is None
 
 
 def test_shared_memory_is_not_resident_memory() -> None:
@@ -211,8 +210,8 @@ async def test_a_stalled_loop_is_noticed() -> None:
         await asyncio.sleep(0.03)
         meter.stop(1)
     assert meter.cost is not None
-    assert meter.cost.lag is not None
-    assert meter.cost.lag.max_on_core_ms >= 40
+    assert meter.cost.stall_ms is not None
+    assert meter.cost.stall_ms >= 40
 
 
 async def test_a_loop_that_never_comes_back_is_late_from_the_start() -> None:
@@ -222,5 +221,5 @@ async def test_a_loop_that_never_comes_back_is_late_from_the_start() -> None:
         time.sleep(0.03)  # stalls the loop until the end
         meter.stop(1)
     assert meter.cost is not None
-    assert meter.cost.lag is not None
-    assert meter.cost.lag.max_on_core_ms >= 20
+    assert meter.cost.stall_ms is not None
+    assert meter.cost.stall_ms >= 20

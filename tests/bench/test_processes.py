@@ -41,9 +41,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
                 assert cost.messages >= window
                 assert cost.cpu_s > 0
                 assert cost.resident_nbytes > 10 << 20
-                assert cost.descriptors > 3
-                assert cost.lag is not None
-                assert cost.lag.p99_ms >= 0
+                assert cost.stall_ms is not None
             assert all(cost.connect_s is not None for cost in measurement.producers)
         with pytest.raises(BenchError, match=r"the consumer failed: KeyError: 'nonsense'") as caught:
             group.run(msgspec.structs.replace(cell, dtype="nonsense"))

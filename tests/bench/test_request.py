@@ -361,7 +361,7 @@ def test_a_run_says_nothing_of_targets_that_it_did_not_measure() -> None:
 
 
 def cost_of(messages: int, cpu_s: float) -> Cost:
-    return Cost(messages, cpu_s, resident_nbytes=0, descriptors=0, lag=None)
+    return Cost(messages, cpu_s, resident_nbytes=0, stall_ms=None)
 
 
 def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:

@@ -151,13 +151,13 @@ def test_what_both_sides_cost_is_compared(cpu_us: float, met: bool) -> None:
 
 
 def test_stalls_and_memory_are_judged() -> None:
-    found = {Case(64 * MB): {"shmring": [made_run(lag_ms=6, resident_nbytes=270 * MB)]}}
+    found = {Case(64 * MB): {"shmring": [made_run(stall_ms=6, resident_nbytes=270 * MB)]}}
     assert verdict(found, "longest stall", "side, 64 MB").met is False
     assert verdict(found, "longest stall", "side, 64 MB").measured == "6 ms"
     assert verdict(found, "resident memory").measured == "70 MB"
     assert verdict(found, "resident memory").met is False
     assert verdict(found, "connecting").met is True
-    elsewhere = {Case(8 * MB): {"shmring": [made_run(lag_ms=6)]}}
+    elsewhere = {Case(8 * MB): {"shmring": [made_run(stall_ms=6)]}}
     assert verdict(elsewhere, "longest stall", "side, 64 MB").met is None
-    small = {Case(64 * KB): {"shmring": [made_run(lag_ms=1.1)]}}
+    small = {Case(64 * KB): {"shmring": [made_run(stall_ms=1.1)]}}
     assert verdict(small, "longest stall", "up to 1 MB").met is False

@@ -80,7 +80,7 @@ class Pretended:
     def run(self, cell: Cell) -> Measurement:
         if (self.name, cell.nbytes) in self.fails:
             raise BenchError(f"{self.name} broke")
-        cost = Cost(messages=10, cpu_s=0.001, resident_nbytes=1 << 20, descriptors=5, lag=None)
+        cost = Cost(messages=10, cpu_s=0.001, resident_nbytes=1 << 20, stall_ms=None)
         latencies = np.full(10, 1000, np.int64)
         return Measurement(10, 10 / self.speeds[self.name], latencies, (cost,), (cost,) * self.producers)
 
