@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -110,7 +110,7 @@ def versions(environment: Path, *packages: str) -> str:
 
 def benchmark(
     mode: str, *, quick: str = "", repetitions: str = "Of each case, interleaved.", seconds: bool = True
-) -> Callable[[Callable[..., Findings | Iterator[Findings]]], click.Command]:
+) -> Callable[[Callable[..., Findings | Generator[Findings, None, None]]], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
     Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
@@ -132,7 +132,7 @@ def benchmark(
         text = f"{repetitions}  {timings.defaults('repetitions')}"
         options.append(click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text))
 
-    def decorate(measure: Callable[..., Findings | Iterator[Findings]]) -> click.Command:
+    def decorate(measure: Callable[..., Findings | Generator[Findings, None, None]]) -> click.Command:
         @functools.wraps(measure)
         def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
             if timings.full is not None:
@@ -140,10 +140,11 @@ def benchmark(
             # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
             told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
             found = measure(**options)
-            for findings in (found,) if isinstance(found, Findings) else found:
-                findings = msgspec.structs.replace(findings, **told)
-                if json_path is not None:
-                    write_json(findings, json_path)
+            with contextlib.closing((one for one in (found,)) if isinstance(found, Findings) else found) as parts:
+                for findings in parts:
+                    findings = msgspec.structs.replace(findings, **told)
+                    if json_path is not None:
+                        write_json(findings, json_path)
             show(findings)
             conclude(findings)
 

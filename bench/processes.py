@@ -168,13 +168,14 @@ class Groups:
             BenchError: that failed.
         """
         key = name, case.producers
-        if key not in self._groups:
-            self._groups[key] = PeerGroup(self._peers[name], case.producers)
-            self._groups[key].start()
         try:
+            if key not in self._groups:
+                self._groups[key] = PeerGroup(self._peers[name], case.producers)
+                self._groups[key].start()
             return self._groups[key].run(self._cell(case))
         except BenchError:
-            self._groups.pop(key).kill()
+            if (group := self._groups.pop(key, None)) is not None:
+                group.kill()
             raise
 
     def _cell(self, case: Case) -> Cell:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -204,14 +204,14 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
     help="Messages in flight of one producer; repeatable.  [default: 16, 1]",
 )
 @peer_option(PEERS)
-def transport_command(timing: Timing, **choices: Any) -> Iterator[Findings]:
+def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, None, None]:
     """One-way messages from producer processes to a consumer process, every one checked."""
     for measured, coverage in measure(plan(**choices), timing):
         yield report(measured, coverage, timing)
 
 
 @benchmark("quick", repetitions="Of each case and peer.")
-def quick_command(timing: Timing) -> Iterator[Findings]:
+def quick_command(timing: Timing) -> Generator[Findings, None, None]:
     """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it.
 
     Ends with 1 if a target that this measures is missed both times, with 3 if a measurement failed.

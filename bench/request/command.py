@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import click
@@ -144,7 +144,7 @@ _size_option = functools.partial(size_option, item_nbytes=ITEM_NBYTES, item="a f
 @click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
 @peer_option(REQUEST_PEERS)
 @click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
-def request_command(timing: Timing, scaling: bool, **choices: Any) -> Iterator[Findings]:
+def request_command(timing: Timing, scaling: bool, **choices: Any) -> Generator[Findings, None, None]:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
     cases = plan(scaling=scaling, **choices)
     runs = Repetitions[Case, Measurement](cases, timing.repetitions, lambda case: case.title)

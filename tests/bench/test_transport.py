@@ -183,6 +183,43 @@ def test_processes_that_do_not_fit_into_memory_are_not_started(
     assert pretended.started == ["shmring", "inline-msgpack"]
 
 
+def test_processes_that_do_not_start_again_are_ended(pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer has failed in a case, and its new processes fail to start: that is said of the next case, and nothing lives on."""
+    ended: list[str] = []
+
+    class Dying(Pretended):
+        def start(self) -> None:
+            if self.started.count(self.name) > 1:
+                raise BenchError("no memory")
+
+        def kill(self) -> None:
+            ended.append(self.name)
+
+    monkeypatch.setattr(processes, "PeerGroup", Dying)
+    monkeypatch.setattr(Dying, "fails", [("inline-msgpack", 4096)])
+    runs = transport.Repetitions[Case, Measurement](cases(4096, 8192), 1, lambda case: case.title)
+    with processes.Groups(PEERS, TIMING) as groups:
+        groups.prepare(runs, [Case(4096), Case(8192)])
+        runs.measure([Case(4096), Case(8192)], groups.run, lambda line: None)
+        assert ended == ["inline-msgpack"] * 2
+    assert [gap.reason for gap in runs.coverage().gaps] == ["inline-msgpack broke", "no memory"]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_run_that_is_broken_off_ends_its_processes_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(Pretended, "kill", lambda group: ended.append(group.name))
+
+    def refuse(findings: object, path: Path) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(command_line, "write_json", refuse)
+    arguments = ["--size", "4KiB", "--producers", "1", "--window", "16", "--peer", "torch-queue"]
+    done = CliRunner().invoke(main, ["transport", *arguments, "--json", str(tmp_path / "x.json")])
+    assert isinstance(done.exception, OSError)
+    assert ended == ["shmring", "torch-queue"]
+
+
 # -- the command ------------------------------------------------------------------------------------------------------------
 
 
