@@ -16,6 +16,7 @@ from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
 from bench.machine import ROOT
+from bench.ray.command import ray_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command
@@ -40,6 +41,7 @@ for command in (
     gpu_command,
     vllm_command,
     sglang_command,
+    ray_command,
     steps_command,
     quick_command,
 ):

@@ -59,6 +59,7 @@ MODES: dict[str, Mode] = {
     "fan-out": Mode(_shmring_without("gpu", "integrations"), Timing(5, 0.5), Timing(1, 0.3)),
     "gpu": Mode(_shmring_without("integrations", "threads", "worker"), Timing(7, 0.1), Timing(3, 0.05)),
     "isolation": Mode(_ALL, Timing(2, 1.5)),
+    "ray": Mode(_shmring_without("gpu", "threads", "worker", "integrations/sglang", "integrations/vllm"), Timing(5, 0.4, 0.05)),
     "request": Mode(_ENDS, Timing(7, 1.0, 0.25), Timing(5, 0.2, 0.1)),
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
     "serve": Mode(_ALL, Timing(3)),
