@@ -311,6 +311,13 @@ def test_nothing_runs_as_root_and_all_agree_who_runs() -> None:
     )
 
 
+def test_both_install_what_traces_need() -> None:
+    [installed] = [value for name, value in instructions() if name == "RUN" and "'.[" in value]
+    extras = re.compile(r"'\.\[([a-z,]+)\]'")
+    texts = [installed, (DEPLOY / "shmring.service").read_text()]
+    assert [found for text in texts for found in extras.findall(text)] == ["serve,transformers,otel"] * 2
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze here (Debian: apt install systemd)")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     """It also looks for the program, so the unit gets one that is there."""
