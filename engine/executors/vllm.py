@@ -7,7 +7,8 @@ tensor crosses to it in a message: what it computes with is made here.
 Requests with media are prepared on a thread beside steps, and long texts on another one. A request to encode is prepared in
 pieces: a medium at a time, or some texts. Those of other requests come between, and so do steps. vLLM has only so many of its
 inputs at a time, or all others would wait behind them. A request keeps its slots until all of it is prepared. vLLM is given
-what was made of its media, and its slots go back.
+what was made of its media, and its slots go back. A request that ends before its turn has come leaves nothing behind: the
+queue of the thread does not keep what it was to prepare.
 
 Invariants:
 
@@ -20,6 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -148,6 +150,7 @@ class _Request:
         turn: its place among those of which prompts are made in a step; a later one when it has had its turn.
         trial: of the form of its answer, while it goes on.
         future: its next prompts, while they are prepared on a thread.
+        owned: what that thread is to prepare; empty once it has begun.
         prompt_tokens: how many it has.
         answers: that are written; none for a request to encode.
         embeddings: of its inputs, by their order, so far.
@@ -158,6 +161,7 @@ class _Request:
     turn: int
     trial: concurrent.futures.Future[None] | None = None
     future: concurrent.futures.Future[_Prepared] | None = None
+    owned: list[tuple[EncodeRequest | GenerateRequest, Sequence[Text | Medium]]] = dataclasses.field(default_factory=list)
     prompt_tokens: int = 0
     answers: list[_Answer] = dataclasses.field(default_factory=list)
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -209,6 +213,8 @@ class VllmExecutor:
         self._media = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
         self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
         self._forms = concurrent.futures.ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="shmring-grammars")
+        # Those that wait until the media's thread has time.
+        self._resets: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._characters = 0  # of texts that this step has made into tokens
         self._turns = itertools.count()
         self._requests: dict[int, _Request] = {}
@@ -251,11 +257,26 @@ class VllmExecutor:
         for future in (request.trial, request.future):
             if future is not None:
                 future.cancel()
+        request.owned.clear()
         self._engine.abort_request(request.names)
 
     def reset_mm_cache(self) -> None:
         """Has vLLM forget media, when the one that is being prepared is done."""
-        self._media.submit(self._engine.reset_mm_cache).result()
+        reset: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._resets.append(reset)
+        self._media.submit(self._reset)  # unless a medium that waits comes first, which does it, too
+        reset.result()
+
+    def _reset(self) -> None:
+        """Has the media's thread do what cannot be done while it prepares a medium."""
+        while self._resets:
+            reset = self._resets.popleft()
+            try:
+                self._engine.reset_mm_cache()
+            except Exception as error:  # noqa: BLE001 - it is raised where the reset was asked for
+                reset.set_exception(error)
+            else:
+                reset.set_result(None)
 
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
@@ -318,7 +339,8 @@ class VllmExecutor:
             has_media = not isinstance(items[0], Text)
         cost = characters + _TEXT_CHARACTERS * len(items)
         if has_media or characters > LONG_CHARACTERS:
-            request.future = (self._media if has_media else self._texts).submit(self._prepare, payload, items)
+            request.owned = owned = [(payload, items)]
+            request.future = (self._media if has_media else self._texts).submit(self._prepare_aside, owned, has_media)
             return True
         if self._characters and self._characters + cost > LONG_CHARACTERS:
             return False
@@ -327,6 +349,13 @@ class VllmExecutor:
         request.future = concurrent.futures.Future()
         request.future.set_result(self._prepare(payload, items))
         return True
+
+    def _prepare_aside(
+        self, owned: list[tuple[EncodeRequest | GenerateRequest, Sequence[Text | Medium]]], has_media: bool
+    ) -> _Prepared:
+        if has_media:
+            self._reset()
+        return self._prepare(*owned.pop())
 
     def _prepare(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
         if isinstance(payload, EncodeRequest):

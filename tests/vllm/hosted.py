@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -214,12 +215,51 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
     seen["running"] = executor._engine.get_num_unfinished_requests()
     executor.forget(aborted)
     executor.forget(unprepared)
+    seen["queue"] = queue_of_media(executor, numbers)
     seen["left"] = executor._engine.get_num_unfinished_requests() + len(executor._requests)
     seen["after"] = joined(run(ask(Picture(blank, key="third"), TEXTS[0]))[0])
     executor.reset_mm_cache()
     run(ask(Picture(torch.from_numpy(picture(1).copy()), key="first"), TEXTS[0]))
     seen["looked at"].append(made)
     return seen
+
+
+def queue_of_media(executor: VllmExecutor, numbers: Iterator[int]) -> dict[str, Any]:
+    """What becomes of media, and of a reset, that wait while a medium is prepared."""
+    begun: list[str | None] = []
+    started, may_end = threading.Event(), threading.Event()
+    builder, engine = executor._builder, executor._engine
+    build, reset = builder.build, engine.reset_mm_cache
+
+    def wait_and_build(request: GenerateRequest) -> Any:
+        begun.append(request.media[0].key)
+        started.set()
+        may_end.wait()
+        return build(request)
+
+    builder.build, engine.reset_mm_cache = wait_and_build, lambda: begun.append("a reset")
+    requests = [next(numbers) for _ in range(3)]
+    pixels = [torch.from_numpy(picture(seed).copy()) for seed in range(3)]
+    gone = weakref.ref(pixels[1])
+    for number, seed in zip(requests, range(3), strict=True):
+        executor.execute([StepInput(number, ask(Picture(pixels[seed], key=f"medium {seed}"), "Hi"))])
+    pixels.clear()
+    started.wait()
+    executor.forget(requests[1])
+    gc.collect()
+    seen = {"an aborted one is gone": gone() is None}
+    resetting = threading.Thread(target=executor.reset_mm_cache)
+    resetting.start()
+    while not executor._resets:
+        time.sleep(0.001)
+    may_end.set()
+    resetting.join()
+    while len(begun) < 3:
+        time.sleep(0.001)
+    for number in requests:
+        executor.forget(number)
+    builder.build, engine.reset_mm_cache = build, reset
+    return seen | {"begun": begun}
 
 
 def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:

@@ -168,6 +168,11 @@ def test_what_was_aborted_is_gone_from_vllm(seen: dict[str, Any]) -> None:
     assert seen["after"]["finish_reason"] == "length"
 
 
+def test_what_was_aborted_waits_for_no_thread_and_a_reset_only_for_the_medium_that_is_prepared(seen: dict[str, Any]) -> None:
+    assert seen["queue"]["an aborted one is gone"]
+    assert seen["queue"]["begun"] == ["medium 0", "a reset", "medium 2"]
+
+
 def test_pictures_and_long_texts_are_made_into_prompts_beside_steps(seen: dict[str, Any]) -> None:
     threads = seen["threads"]
     assert (threads["pictures"], threads["texts"]) == (["shmring-media"], ["shmring-texts"])
