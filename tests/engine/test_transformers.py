@@ -1043,6 +1043,28 @@ def test_a_long_text_is_made_into_tokens_while_others_are_answered(
     assert {name.rpartition("_")[0] for name in held.threads} == {"shmring-texts"}
 
 
+@for_each("architecture", ["llama", "llava", "gemma3", "qwen2_vl"])
+def test_torch_is_given_no_list_of_tokens(
+    architecture: str, load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a second for a million of them, in which no other thread runs."""
+    prompts = load(architecture)._prompts
+    tensor = torch.tensor
+
+    def refuse_lists(data: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
+        assert not isinstance(data, list)
+        return tensor(data, *arguments, **settings)
+
+    monkeypatch.setattr(torch, "tensor", refuse_lists)
+    inputs = prompts.build(ask("Hello there"))
+    assert inputs["input_ids"].dtype == torch.int64
+    assert {value.shape for value in inputs.values()} == {(1, inputs["input_ids"].shape[1])}
+    tokens, _ = prompts.tokenize(GenerateRequest(ask("Hello there").messages, tokenize=True))
+    assert tokens == inputs["input_ids"][0].tolist()
+    assert prompts.build(GenerateRequest(prompt=tokens))["input_ids"].tolist() == [tokens]
+    assert prompts.build_single(Text(tokens))["input_ids"].tolist() == [tokens]
+
+
 def test_a_long_text_that_is_wrong_fails_alone_and_one_that_was_given_up_leaves_nothing(
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
