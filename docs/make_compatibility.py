@@ -61,7 +61,7 @@ ROUTES = {
     "GET /is_paused": "with `--admin-key`",
     "POST /start_profile": "with `--admin-key` and `--profiler-dir`",
     "POST /stop_profile": "with `--admin-key`; the answer names the files",
-    "POST /abort_requests": "with `--admin-key`; those of all frontends, also while their media are fetched or decoded; "
+    "POST /abort_requests": "with `--admin-key`; those of all frontends, from the moment when their head has come; "
     "they end with an error: `aborted`",
     "POST /score": "cosines of embeddings, by any model that embeds; cross-encoders are not served",
     "POST /v1/score": "as `/score`",

@@ -10,10 +10,10 @@ A request passes these steps in order. A request that waits for one step holds n
 4. If it has media, it takes memory to decode them into (:mod:`shmring.frontend.decoded_memory`), and then a slot to copy them
    to.
 
-The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So another task must
-listen. While the body arrives, its reader listens. Afterwards a watcher beside the handler's task listens, and cancels that
-when the caller is gone. If a caller hangs up while its request waits for memory or a place, this is noticed once the request
-gets them. Nothing else is lost.
+The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``, for which a second task
+would have to wait. Our protocol calls a function instead (:func:`~shmring.frontend.callers.on_hang_up`), which cancels what
+the request waits for: more of its body, memory, a place, or its handler. So does an operator (:meth:`Admission.abort`), until
+the request is about to be sent to the engine, which ends it from then on.
 
 After a refusal the rest of the body is read and dropped by the server, not cut off: closing a connection that still
 receives would reset it, and the caller would see that instead of the reason.
@@ -22,16 +22,15 @@ receives would reset it, and the caller would see that instead of the reason.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
-from shmring.frontend.callers import caller, caller_of
-from shmring.frontend.errors import unavailable
+from shmring.frontend.callers import caller, caller_of, on_hang_up
+from shmring.frontend.errors import aborted, unavailable
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
@@ -51,7 +50,7 @@ class _Line:
         Raises:
             ApiError: 503.
         """
-        if semaphore.locked() and self._waiting >= self._max_waiting:
+        if self._waiting >= self._max_waiting and semaphore.locked():
             raise unavailable("too many requests are waiting", "overloaded")
 
     async def acquire(self, semaphore: asyncio.Semaphore) -> None:
@@ -78,14 +77,21 @@ class Admitted:
     """The admission of one request, as its handler sees it.
 
     Attributes:
+        name: of the request, as operators name it.
         arrived_at: when all of its body was there, as a time of ``time.monotonic()``.
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
         long_texts: of its body, by the short texts in their place. Code that uses one removes it.
         has_turn: whether its media may be decoded although their files are large.
+        is_prepared: whether all of it is ready for the engine. Then the engine ends it for operators.
+        task: that handles it; None: none does.
     """
 
-    def __init__(self, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
+    def __init__(self, name: str, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
+        self.name = name
+        self.is_prepared = False
+        self.task: asyncio.Task[Any] | None = None
+        self._ended_by: Callable[[], Exception] | None = None
         self.arrived_at = time.monotonic()
         self.deadline = float("inf")
         self.body_share = body_share
@@ -105,11 +111,36 @@ class Admitted:
             self.has_turn = True
 
     def release_turn(self) -> None:
-        """Passes the turn on: the request holds no more media, or they are in the slab. A second call does nothing."""
+        """Passes the turn on: the request is ready for the engine, or over. A second call does nothing."""
+        self.is_prepared = True
         self.body_share.release()
         if self.has_turn:
             self.has_turn = False
             self._turns.release()
+
+    def hang_up(self) -> None:
+        """Its caller has gone."""
+        self.end(HungUp)
+
+    def end(self, error: Callable[[], Exception]) -> bool:
+        """Ends it, whatever it waits for. Returns whether nothing else has ended it before.
+
+        Args:
+            error: makes the error that it ends with.
+        """
+        if self._ended_by is not None or self.task is None:
+            return False
+        self._ended_by = error
+        self.task.cancel()
+        return True
+
+    def why_ended(self, error: BaseException) -> Exception | None:
+        """Returns why it was ended; None: it was not, and this error is its handler's, or the server has cancelled it."""
+        if self._ended_by is None or self.task is None:
+            return None
+        if isinstance(error, asyncio.CancelledError) and self.task.uncancel():
+            return None
+        return self._ended_by()
 
 
 def admitted_of(scope: Scope) -> Admitted:
@@ -148,50 +179,61 @@ class Admission:
         self._line = _Line(settings)
         self._places = asyncio.Semaphore(settings.max_concurrent_requests)
         self._turns = asyncio.Semaphore(settings.max_concurrent_media)
+        self._requests: set[Admitted] = set()
 
-    def new_request(self) -> Admitted:
+    def new_request(self, name: str = "") -> Admitted:
         """Returns a request that has taken nothing yet."""
-        return Admitted(self._line, self._turns, BodyShare(self._bodies.memory))
+        return Admitted(name, self._line, self._turns, BodyShare(self._bodies.memory))
+
+    def abort(self, names: Collection[str]) -> int:
+        """Ends the requests of these names that are not ready for the engine, for an operator; returns how many there were."""
+        named = [request for request in self._requests if request.name in names and not request.is_prepared]
+        return sum(request.end(aborted) for request in named)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """Reads a request's body, waits for its place, and answers it unless its caller hangs up.
 
         Raises:
-            ApiError: 413 or 415, its body is refused; 408, that took too long; 503, its place did not come.
+            ApiError: 413 or 415, its body is refused; 408, that took too long; 503, its place did not come; 500, an operator
+                has ended it.
         """
         nbytes = self._bodies.check_head(scope)
         self._line.check_length(self._places)  # before anything is read
-        admitted = self.new_request()
-        scope.setdefault("state", {})["admitted"] = admitted
+        state = scope.setdefault("state", {})
+        admitted = state["admitted"] = self.new_request(state.get("request_id", ""))
+        admitted.task = asyncio.current_task()
         caller.set(caller_of(scope))
+        self._requests.add(admitted)
         try:
-            with contextlib.suppress(HungUp):
-                read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, nbytes)
-                body = [read]  # so the code that removes it can let go of it
-                del read
-                admitted.arrived_at = time.monotonic()
-                await self._line.acquire(self._places)
-                try:
-                    admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
-                    responding = _Responding(send)
-                    await _run_until_hang_up(app(scope, _replay(body), responding), receive, responding)
-                finally:
-                    self._places.release()
+            on_hang_up(receive, admitted.hang_up)
+            await self._answer(scope, receive, send, app, admitted, nbytes)
+            return
+        except HungUp:  # the reader of the body was told
+            return
+        except (Exception, asyncio.CancelledError) as error:
+            why = admitted.why_ended(error)
+            if why is None:
+                raise
         finally:
+            on_hang_up(receive, None)
+            self._requests.discard(admitted)
             admitted.release_turn()
+        if not isinstance(why, HungUp):
+            raise why  # without the error, whose frames may keep views of slots
 
-
-class _Responding:
-    """Sends, and knows when the answer is complete, or its handler has ended: then ``http.disconnect`` means only that."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.finished = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.finished = True
-        await self._send(message)
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, app: ASGIApp, admitted: Admitted, announced_nbytes: int
+    ) -> None:
+        read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, announced_nbytes)
+        body = [read]  # so the code that removes it can let go of it
+        del read
+        admitted.arrived_at = time.monotonic()
+        await self._line.acquire(self._places)
+        try:
+            admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+            await app(scope, _replay(body), send)
+        finally:
+            self._places.release()
 
 
 def _replay(body: list[bytes]) -> Receive:
@@ -203,34 +245,3 @@ def _replay(body: list[bytes]) -> Receive:
         return {"type": "http.request", "body": body.pop(), "more_body": False}
 
     return receive
-
-
-async def _run_until_hang_up(answering: Awaitable[None], receive: Receive, responding: _Responding) -> None:
-    """Runs a handler, and cancels it when its caller hangs up before it has answered. Returns when it has ended.
-
-    Raises:
-        HungUp: that happened.
-    """
-    watcher = asyncio.ensure_future(_wait_for_hang_up(receive))
-    until_hang_up = asyncio.timeout(None)
-
-    def hung_up(_: object) -> None:
-        if not responding.finished:
-            until_hang_up.reschedule(0.0)
-
-    watcher.add_done_callback(hung_up)
-    try:
-        async with until_hang_up:
-            await answering
-    except Exception:  # no cancellation, which is the server's
-        if until_hang_up.expired():
-            raise HungUp from None
-        raise
-    finally:
-        responding.finished = True
-        watcher.cancel()
-
-
-async def _wait_for_hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

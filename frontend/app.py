@@ -60,7 +60,7 @@ from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
-from shmring.frontend.settings import FrontendSettings
+from shmring.frontend.settings import CorsSettings, FrontendSettings
 from shmring.frontend.sse import EventStream, event
 from shmring.frontend.status import Feed, status_routes
 
@@ -78,21 +78,19 @@ _MAX_PATH_CHARACTERS = 200  # of what an error repeats
 _SAMPLING_S = 0.2  # how old the numbers of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
 
 
-class Application:
+class Application(Observation):
     """An ASGI application. Made by :func:`create_app`.
 
     Attributes:
         headers_for: returns the CORS headers of answers that the server makes itself.
     """
 
-    def __init__(self, app: CrossOrigin, routes: _Routes, *, access_log: bool) -> None:
-        self.headers_for = app.headers_for
-        self._app = Observation(app, routes.metrics.http, app.headers_for, access_log=access_log)
+    def __init__(self, answers: ASGIApp, routes: _Routes, cors: CorsSettings, *, access_log: bool) -> None:
+        cross_origin = CrossOrigin(answers, cors)
+        self.headers_for = cross_origin.headers_for
+        app = cross_origin if cors.allowed_origins else answers
+        super().__init__(app, routes.metrics.http, self.headers_for, access_log=access_log)
         self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or runs the lifespan."""
-        await self._app(scope, receive, send)
 
     def begin_shutdown(self) -> None:
         """Makes ``/ready`` say that the process is shutting down. Requests in flight, and new ones, are still answered."""
@@ -123,9 +121,9 @@ def create_app(
     """
     routes = _Routes(engine, settings, frontends)
     usages = usages_of(settings.key_owners, routes.metrics.keys, usage, usage_row)
-    keys = Middleware(Authentication, settings.api_keys, usages)
+    keys = [Middleware(Authentication, settings.api_keys, usages)] if settings.api_keys else []
     limits = [Middleware(KeyLimits)] if usages else []
-    admitted = [keys, *limits, Middleware(AdmissionMiddleware, Admission(settings))]
+    admitted = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission)]
     router = _Router(
         [
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
@@ -139,8 +137,8 @@ def create_app(
                 ObservedRoute(path, routes.rerank, methods=["POST"], middleware=admitted)
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")
             ),
-            ObservedRoute("/v1/models", routes.list_models, middleware=[keys]),
-            ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
+            ObservedRoute("/v1/models", routes.list_models, middleware=keys),
+            ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=keys),
             ObservedRoute("/health", routes.check_health),
             ObservedRoute("/ready", routes.check_ready),
             ObservedRoute("/ping", routes.check_health, methods=["GET", "POST"]),
@@ -155,7 +153,7 @@ def create_app(
         redirect_slashes=False,  # a redirect of a POST has no body in some clients
         lifespan=lambda _: routes.running(),
     )
-    return Application(CrossOrigin(_ErrorAnswers(router), settings.cors), routes, access_log=settings.access_log)
+    return Application(_ErrorAnswers(router), routes, settings.cors, access_log=settings.access_log)
 
 
 class _Router(Router):
@@ -166,11 +164,11 @@ class _Router(Router):
         plain = [route for route in routes if not route.param_convertors]
         self._found = {(method, route.path): route for route in plain for method in route.methods or ()}
 
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has a route answer."""
         route = None if scope.get("root_path") else self._found.get((scope.get("method", ""), scope.get("path", "")))
         if route is None:
-            await super().app(scope, receive, send)
+            await super().__call__(scope, receive, send)
         else:
             await route.handle(scope, receive, send)
 
@@ -211,6 +209,7 @@ class _Routes:
         self, engine: EngineClient, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
     ) -> None:
         self.metrics = FrontendMetrics(list(engine.engines))
+        self.admission = Admission(settings)
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
@@ -223,7 +222,7 @@ class _Routes:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
-        aborting = self._engine.end_aborted(self._intake.abort)
+        aborting = self._engine.end_aborted(self.admission.abort)
         tasks = [asyncio.create_task(work) for work in (self._sample(), self._get_ready(), aborting)]
         try:
             yield

@@ -43,8 +43,6 @@ _LEAST_BYTES_PER_S = 16 << 10  # 128 kbit/s, a slow mobile network
 _OVERDRAWING_GRACE_S = 5.0
 _OVERDRAWING_BYTES_PER_S = 256 << 10
 
-_AT_ONCE = contextlib.nullcontext()
-
 
 class HungUp(Exception):
     """The caller has gone."""
@@ -238,8 +236,11 @@ class BodyReader:
 async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
     """Returns the next piece, and whether there is more."""
     try:
-        async with _AT_ONCE if _is_there(receive) else asyncio.timeout_at(pace.deadline(share.overdraws)):
+        if _is_there(receive):
             message = await receive()
+        else:
+            async with asyncio.timeout_at(pace.deadline(share.overdraws)):
+                message = await receive()
     except TimeoutError:
         # Only closing the connection stops a slow caller from sending more.
         raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Send
 
 from shmring.frontend.settings import CorsSettings
 
@@ -36,7 +36,7 @@ class CrossOrigin(CORSMiddleware):
 
     Args:
         app: what answers.
-        cors: which pages may call; if none may, this does nothing.
+        cors: which pages may call. If none may, the middleware is of no use, apart from :meth:`headers_for`.
     """
 
     def __init__(self, app: ASGIApp, cors: CorsSettings) -> None:
@@ -48,10 +48,6 @@ class CrossOrigin(CORSMiddleware):
             allow_headers=cors.allowed_headers,
             expose_headers=_EXPOSED_HEADERS,
         )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers preflight requests; has the application answer all others."""
-        await (super().__call__ if self.allow_origins else self.app)(scope, receive, send)
 
     async def send(self, message: Message, send: Send, request_headers: Headers) -> None:
         """Sends a part of an answer of the application."""

@@ -22,7 +22,11 @@ machine the reset is there at once, and no work is done for a caller that has go
 (proxies speak it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a
 ``close_notify`` with their own at once, whatever ``eof_received`` returns.
 
-An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection.
+An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection. An answer that
+says how long it is has its head sent with its first bytes.
+
+An application that a caller of this server waits for registers what is to be called when that one hangs up
+(:func:`shmring.frontend.callers.on_hang_up`).
 
 The bytes that the parser gets are counted from the last progress: a complete head, a part of a body, or the end of a message.
 The bytes of a head and of trailers are also counted as they were parsed.
@@ -43,7 +47,7 @@ from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
@@ -58,9 +62,11 @@ _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients t
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
 _STALL_TIMEOUT_S = 30.0  # without reading a byte of an answer that is larger than the kernel's buffer
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a host and a port are made of; it may be empty
+_NOT_IN_A_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # between two checks of a caller that has closed one half; doubled
 _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space, the end of the line
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_EARLY_S = 0.001  # a loop's timer may go off too early by this much
 _IDLE_GRACE_S = 1.0  # for a caller that sends a request on an open connection just when the server is told to end
 _LINGER_S = 5.0  # for the caller to read the last of an answer after the connection was given up
 
@@ -102,26 +108,90 @@ class _TooManyAhead(Exception):
     """No further request is taken from this connection."""
 
 
-class _Unchunked:
-    """A ``send`` whose answer, if it does not say how long it is, ends with the connection.
+class _Cycle(RequestResponseCycle):
+    """One request, and its answer. uvicorn's looks at each header for itself, and writes a short answer in two pieces."""
 
-    Args:
-        send: uvicorn's.
-    """
+    _on_hang_up: Callable[[], None] | None = None
+    _head = b""  # of an answer whose body has not begun
+    _is_open = False  # the answer ends with the connection
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
-        self._cycle: RequestResponseCycle = send.__self__
-        self._is_open = False
+    def watch_caller(self, on_hang_up: Callable[[], None] | None) -> None:
+        """Sets what is called when the caller hangs up; see :func:`~shmring.frontend.callers.on_hang_up`."""
+        self._on_hang_up = on_hang_up
 
-    async def __call__(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self._is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            if self._is_open:
-                self._cycle.chunked_encoding = False  # uvicorn sends a body as it is, and checks its length
-        if self._is_open and message["type"] == "http.response.body":
-            self._cycle.expected_content_length = len(message.get("body", b""))
-        await self._send(message)
+    def hang_up(self) -> None:
+        """The caller has gone."""
+        self.disconnected = True
+        self.message_event.set()
+        on_hang_up, self._on_hang_up = self._on_hang_up, None  # its end may be seen twice
+        if on_hang_up is not None:
+            on_hang_up()
+
+    async def send(self, message: Any) -> None:
+        """Sends the head of the answer, or a part of its body.
+
+        Raises:
+            RuntimeError: the application has a bug.
+        """
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if self.response_complete or (message["type"] == "http.response.start") is self.response_started:
+            raise RuntimeError(f"unexpected message {message['type']!r}")
+        if self.response_started:
+            self._send_body(message.get("body", b""), has_more=message.get("more_body", False))
+        else:
+            self._send_head(message["status"], [*self.default_headers, *message["headers"]])
+
+    def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if _NOT_IN_A_HEADER.search(b"".join([value for _, value in headers])):
+            raise RuntimeError("a header has a control character")
+        named = dict(headers)
+        closes = b"close" in named.get(b"connection", b"")
+        self.keep_alive = self.keep_alive and not closes
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+        if not self.keep_alive and not closes:
+            lines.append(b"connection: close\r\n")
+        self.chunked_encoding = False
+        if b"content-length" in named:
+            self.expected_content_length = int(named[b"content-length"])
+        elif self.scope["http_version"] == "1.0":
+            self._is_open = True
+        elif self.scope["method"] != "HEAD" and status not in (204, 304):
+            self.chunked_encoding = True
+            if b"transfer-encoding" not in named:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n")
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        head = b"".join(lines)
+        if b"content-length" in named:
+            self._head = head
+        else:
+            self.transport.write(head)
+
+    def _send_body(self, body: bytes, *, has_more: bool) -> None:
+        pieces = [self._head, body]
+        self._head = b""
+        if self.scope["method"] == "HEAD":
+            self.expected_content_length = 0
+            del pieces[1]
+        elif self.chunked_encoding:
+            pieces = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
+            if not has_more:
+                pieces.append(b"0\r\n\r\n")
+        elif not self._is_open:
+            self.expected_content_length -= len(body)
+        if self.expected_content_length < 0 or (self.expected_content_length and not has_more):
+            raise RuntimeError("the answer is not as long as its Content-Length")
+        self.transport.writelines(pieces)
+        if not has_more:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -151,9 +221,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
-        self._application = self.app
-        self.app = self._answer
+        self._answered_at = 0.0  # the last request
+        self._running: _Cycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         """Begins to wait for the first head."""
@@ -169,22 +238,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells all requests that the connection ended, and drops unanswered ones, which only the collector would find."""
         self._lost = True
-        self.app = self._application  # it refers to this object
+        self._unset_keepalive_if_required()
         self._head_came()
         self.resume_writing()
         running, self._running = self._running, None
         super().connection_lost(exc)
         self.pipeline.clear()
         if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
+            running.hang_up()
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, unless the peer has sent too much without progress."""
         if self.transport.is_closing() or self._is_full:
             return
         self._overhead_nbytes += len(data)
-        self._unset_keepalive_if_required()
+        if self._is_ending():
+            self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -205,7 +274,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
             self._refuse(_too_large())
         elif self._head_timer is None and (self._in_head or self.cycle is None or self.cycle.response_complete):
-            self._await_head()  # uvicorn stops its keep-alive timer, whatever bytes came
+            self._await_head()
         elif self._may_wait and self._poll() & select.POLLRDHUP:  # asyncio says so in the next turn, when the body is decoded
             self._end_if_gone()
 
@@ -226,7 +295,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One of its headers, or of its trailers."""
         self._count(len(name) + len(value) + _FIELD_NBYTES)
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Its head is complete."""
@@ -235,10 +307,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_came()
         _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
+        cycle = self.cycle
+        cycle.__class__ = _Cycle  # uvicorn can't be told of it; the request's task runs later
+        assert isinstance(cycle, _Cycle), "just made one"
         if self._is_ending():
-            self.cycle.keep_alive = False
+            cycle.keep_alive = False
         if not self.pipeline:
-            self._running = self.cycle
+            self._running = cycle
         else:
             self.flow.resume_reading()
 
@@ -254,8 +329,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A request was answered; the next one's turn has come."""
-        self._running = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
+        self._running = None
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                cycle, application = self.pipeline.pop()
+                assert isinstance(cycle, _Cycle), "all of them are"
+                self._running = cycle
+                self._start_asgi_task(cycle, application)
+            else:
+                self._answered_at = self.loop.time()
+                if self.timeout_keep_alive_task is None:
+                    self._look_whether_idle(self.timeout_keep_alive)
         if self._half_closed and self._running is None:
             self._end()
 
@@ -291,8 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 os.write(self._socket.fileno(), _CONTINUE)  # at once: a peer on the same machine has answered by the turn's end
         if not self._poll() & (select.POLLHUP | select.POLLERR):
             return False
-        running.disconnected = True  # for a handler that has a turn before the end of the connection is reported
-        running.message_event.set()
+        running.hang_up()  # for a handler that has a turn before the end of the connection is reported
         self._abort()
         return True
 
@@ -300,11 +385,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Returns the events that are true of the connection, of those that say that the peer has ended it or a half of it."""
         events = self._polled.poll(0)
         return events[0][1] if events else 0
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        """Has the application answer; to a caller of HTTP/1.0, without chunks, which that version does not have."""
-        is_old = scope["http_version"] == "1.0"
-        await self._application(scope, receive, _Unchunked(send) if is_old else send)
 
     def shutdown(self) -> None:
         """Ends the connection when its caller knows that it ends, or has not used it for a moment.
@@ -323,6 +403,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Ends the connection: at once, if it has no request."""
         super().shutdown()
         self._linger()
+
+    def _look_whether_idle(self, in_s: float) -> None:
+        """Ends the connection if nothing comes for a while after an answer. (A timer for each answer costs 3 microseconds.)"""
+        self.timeout_keep_alive_task = self.loop.call_later(in_s, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._running is not None or self._head_timer is not None:
+            return  # the next answer has it looked at again
+        left_s = self._answered_at + self.timeout_keep_alive - self.loop.time()
+        if left_s > _EARLY_S:
+            self._look_whether_idle(left_s)
+        else:
+            self.timeout_keep_alive_handler()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came for a while after an answer."""
@@ -377,8 +471,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if running is None or running.response_complete:
             self._send_refusal(refusal)
         elif running is self.cycle and running.more_body and not running.response_started:  # its own body is bad
-            running.disconnected = True
-            running.message_event.set()
+            running.hang_up()
             self._send_refusal(refusal)
         # Otherwise it would stand before, or within, the answer to an earlier request.
         self._end()

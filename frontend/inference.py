@@ -233,7 +233,7 @@ class Inference:
         generate_requests, sources = form.engine_requests(request)
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
-        async with self._media(sources, description, admitted, "messages", request_id) as (media, facts):
+        async with self._media(sources, description, admitted, "messages") as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
@@ -278,6 +278,7 @@ class Inference:
             return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
 
     async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateOutput:
+        admitted.release_turn()
         outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -335,7 +336,7 @@ class Inference:
         sources = [item for item in inputs if isinstance(item, MediaSource)]
         texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()
-        async with self._media(sources, description, admitted, param, request_id) as (media, facts):
+        async with self._media(sources, description, admitted, param) as (media, facts):
             in_order = iter(media)
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
             before = self._engine.copies
@@ -351,18 +352,22 @@ class Inference:
         count_tokens(prompt_tokens, 0)
         return embeddings, prompt_tokens, facts
 
-    @contextlib.asynccontextmanager
-    async def _media(
-        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str, request_id: str
-    ) -> AsyncIterator[tuple[list[Medium], Facts]]:
+    def _media(
+        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
+    ) -> contextlib.AbstractAsyncContextManager[tuple[list[Medium], Facts]]:
         """Yields the media of a request, in a list that is emptied at the end, and what the headers of its answer say."""
-        if not sources:
-            admitted.release_turn()
-            yield [], Facts(description.synthetic, 0, "")
-            return
+        if sources:
+            return self._media_in_slab(sources, description, admitted, param)
+        admitted.release_turn()
+        return contextlib.nullcontext(([], Facts(description.synthetic, 0, "")))
+
+    @contextlib.asynccontextmanager
+    async def _media_in_slab(
+        self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
+    ) -> AsyncIterator[tuple[list[Medium], Facts]]:
         async with (
             asyncio.timeout_at(admitted.deadline),
-            self._intake.take(sources, description.input, admitted, param, request_id) as media,
+            self._intake.take(sources, description.input, admitted, param) as media,
         ):
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             yield media, Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
@@ -520,7 +525,8 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
     Raises:
         ApiError: it takes no tools, or its chat template no variables, or something else has no effect.
     """
-    for capability, value, plain in zip(CAPABILITIES, _values_of(request), _PLAIN_VALUES, strict=True):
+    values = _values_of(request)
+    for capability, value, plain in zip(CAPABILITIES, values, _PLAIN_VALUES, strict=True) if values != _PLAIN_VALUES else ():
         if value != plain and capability not in description.capabilities:
             is_format = capability == "structured_outputs" and asked is not None and asked.response_format is not None
             name = "response_format" if is_format else capability

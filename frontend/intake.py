@@ -16,19 +16,17 @@ import dataclasses
 import functools
 import importlib.metadata
 import logging
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 import shmring
-from shmring.client.preparing import Preparations
 from shmring.engine.client import EngineClient, MediaMemory
 from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, ProcessorSpec
 from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
-from shmring.frontend.errors import aborted
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.media.preparation import Preparation
 from shmring.frontend.media.reuse import Held, Reuse, keys_of
@@ -85,7 +83,6 @@ class MediaIntake:
         self._preparation = Preparation(settings)
         self._reuse: dict[str, Reuse] = {}  # by engine: each keeps media of its own
         self._passed_over = 0
-        self._requests = Preparations()  # whose media are not in the slab yet
 
     def statistics(self) -> IntakeStatistics:
         """Returns how busy the decoders are, and how much memory decoded media take."""
@@ -114,13 +111,9 @@ class MediaIntake:
         await self._arrivals.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def abort(self, names: Collection[str]) -> int:
-        """Ends the requests of these names whose media are not in the slab yet; returns how many there were."""
-        return self._requests.abort(names)
-
     @contextlib.asynccontextmanager
     async def take(
-        self, sources: list[MediaSource], spec: InputSpec, admitted: Admitted, param: str, name: str = ""
+        self, sources: list[MediaSource], spec: InputSpec, admitted: Admitted, param: str
     ) -> AsyncIterator[list[Medium]]:
         """Keeps the media in the slab for as long as the block lasts.
 
@@ -129,14 +122,13 @@ class MediaIntake:
             spec: what the executor takes.
             admitted: the request; it has a turn from the time when its files have arrived until the block begins.
             param: the parameter that errors about all media together name.
-            name: of the request, for :meth:`abort`.
 
         Yields:
             The media in the order of their sources, with checksums if the executor wants them. The list is emptied when the
             block is left.
 
         Raises:
-            ApiError: what the caller did wrong, that there is no space, or that :meth:`abort` was called.
+            ApiError: what the caller did wrong, or that there is no space.
             shmring.CapacityError: all media together can never fit the slab; nothing was decoded.
             shmring.ShmringError: from the engine.
         """
@@ -146,17 +138,11 @@ class MediaIntake:
             try:
                 if sources:
                     with traced("media preparation", {"shmring.media": len(sources)}):
-                        media += await self._unless_aborted(name, self._media(sources, spec, admitted, param, held))
+                        media += await self._media(sources, spec, admitted, param, held)
                 admitted.release_turn()
                 yield media
             finally:
                 media.clear()  # a slot that is left without views needs not wait for these frames to end
-
-    async def _unless_aborted(self, name: str, preparing: Awaitable[list[Medium]]) -> list[Medium]:
-        try:
-            return await self._requests.prepare(name, preparing)
-        except shmring.AbortedError:  # nothing else aborts a request that is not sent yet
-            raise aborted() from None
 
     async def _media(
         self, sources: list[MediaSource], spec: InputSpec, admitted: Admitted, param: str, held: Held

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -62,7 +62,7 @@ class Observation:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _requested_id(scope) or secrets.token_hex(16)
+        request_id = _requested_id(scope) or os.urandom(16).hex()
         scope.setdefault("state", {})["request_id"] = request_id
         concerned.set(request_id)
         # Others are monitoring, and quick.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,4 +68,4 @@ def error_response(error: ApiError) -> Response:
 
 def new_id(prefix: str) -> str:
     """Returns a name for an answer, or for a part of it, that nothing else has."""
-    return f"{prefix}{secrets.token_hex(12)}"
+    return f"{prefix}{os.urandom(12).hex()}"

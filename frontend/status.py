@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-def status_routes(feed: Feed, keys: Middleware) -> list[ObservedRoute]:
+def status_routes(feed: Feed, keys: Sequence[Middleware]) -> list[ObservedRoute]:
     """Returns the routes of the page, its files, and its snapshots, which need a key."""
 
     def file_route(path: str, name: str) -> ObservedRoute:
@@ -162,5 +162,5 @@ def status_routes(feed: Feed, keys: Middleware) -> list[ObservedRoute]:
         file_route("/status", "status.html"),
         file_route("/status/status.css", "status.css"),
         file_route("/status/status.js", "status.js"),
-        ObservedRoute("/status/snapshots", snapshots, middleware=[keys]),
+        ObservedRoute("/status/snapshots", snapshots, middleware=keys),
     ]

@@ -86,7 +86,8 @@ class Submission(BaseSubmission):
 
     def abort(self) -> None:
         """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
-        error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
         self._was_left = True
-        self._end.shell.abort(self, error)
+        if not self.ended:
+            error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
+            self._end.shell.abort(self, error)
         self._drop_replies()

@@ -40,6 +40,7 @@ from shmring.engine.protocol import (
     PictureSpec,
 )
 from shmring.frontend.app import create_app
+from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.settings import FrontendSettings
 
@@ -241,15 +242,14 @@ class _QuietServer(uvicorn.Server):
 
 @pytest.fixture
 async def open_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    """``await open_server(engine, **settings)``: the application behind uvicorn, as it runs; its address."""
+    """``await open_server(engine, **settings)``: the application behind our protocol of uvicorn, as it runs; its address."""
     async with AsyncExitStack() as stack:
 
         async def open_http_server(engine: RunningEngine, **settings: Any) -> str:
             listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             app: Any = create_app(engine.client, FrontendSettings(**settings))
-            config = uvicorn.Config(
-                app, http="httptools", ws="none", lifespan="on", log_config=None, timeout_graceful_shutdown=1
-            )
+            protocol: Any = BoundedHttpProtocol
+            config = uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, timeout_graceful_shutdown=1)
             server = _QuietServer(config)
             stack.push_async_callback(_stopped, server, asyncio.create_task(server.serve([listening])))
             return f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -21,6 +21,7 @@ class Caller:
         self.scope: Any = {"type": "http", "path": "/", "headers": list(all_headers.items())}
         self.received: list[Any] = []
         self.receives = 0
+        self._on_hang_up: Callable[[], None] | None = None
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         for index, chunk in enumerate(chunks):
             last = complete and index == len(chunks) - 1
@@ -28,6 +29,11 @@ class Caller:
 
     def hang_up(self) -> None:
         self._messages.put_nowait({"type": "http.disconnect"})
+        if self._on_hang_up is not None:
+            self._on_hang_up()
+
+    def watch_caller(self, on_hang_up: Callable[[], None] | None) -> None:
+        self._on_hang_up = on_hang_up
 
     async def receive(self) -> Any:
         self.receives += 1
@@ -35,8 +41,6 @@ class Caller:
 
     async def send(self, message: Any) -> None:
         self.received.append(message)
-        if message["type"] == "http.response.body":
-            self.hang_up()  # as servers say it when an answer is complete
 
 
 class Handler:
@@ -111,6 +115,88 @@ async def test_hanging_up_cancels_the_handler(run: Run, eventually: Any) -> None
     caller.hang_up()
     await task
     assert (handler.cancelled, handler.running, caller.received) == (1, 0, [])
+
+
+async def test_hanging_up_ends_what_waits_for_a_place(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
+    first = run(admission, Caller(b"first"), handler)
+    await eventually(lambda: handler.running == 1)
+    caller = Caller(b"second")
+    second = run(admission, caller, handler)
+    await eventually(lambda: caller.receives == 1)
+    caller.hang_up()
+    await second  # the first one still has the place
+    handler.proceed.set()
+    await asyncio.gather(first, run(admission, Caller(b"third"), handler))
+    assert handler.bodies == [b"first", b"third"]
+
+
+async def test_what_a_handler_makes_of_the_cancellation_is_not_told_to_who_hung_up(run: Run, eventually: Any) -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        handler.running += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise KeyError("of its clean-up") from None
+
+    admission, handler, caller = Admission(FrontendSettings()), Handler(), Caller(b"body")
+    task = run(admission, caller, fail)  # type: ignore[arg-type]
+    await eventually(lambda: handler.running == 1)
+    caller.hang_up()
+    await task
+
+
+@pytest.mark.parametrize("moment", ["its body comes", "it waits for a place", "its handler prepares it"])
+async def test_an_operator_ends_it_while(run: Run, eventually: Any, moment: str) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=2)), Handler(proceed=False)
+    others = [Caller(b"other") for _ in range(2 if moment == "it waits for a place" else 1)]
+    tasks = [run(admission, caller, handler) for caller in others]
+    await eventually(lambda: handler.running == len(others))
+    caller = Caller(b"body", complete=moment != "its body comes")
+    caller.scope["state"] = {"request_id": "named"}
+    task = run(admission, caller, handler)
+    await eventually(lambda: caller.receives == 2 - (moment != "its body comes"))
+    if moment == "its handler prepares it":
+        await eventually(lambda: handler.running == 2)
+    assert (admission.abort(["another's", "named"]), admission.abort(["named"])) == (1, 0)
+    error = await refusal(task)
+    assert (error.status, error.code, error.headers) == (500, "aborted", {"x-should-retry": "false"})
+    assert handler.cancelled == (moment == "its handler prepares it")
+    assert admission.abort(["named"]) == 0
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+    again = Caller(b"again")
+    again.scope["state"] = {"request_id": "named"}
+    await run(admission, again, handler)  # the place is free, and the name is no reason
+    assert handler.finished == len(others) + 1
+
+
+async def test_what_is_ready_for_the_engine_is_ended_there(run: Run, eventually: Any) -> None:
+    admission, handler, caller = Admission(FrontendSettings()), Handler(proceed=False), Caller(b"body")
+    caller.scope["state"] = {"request_id": "named"}
+
+    async def send_to_engine(scope: Any, receive: Any, send: Any) -> None:
+        admitted_of(scope).release_turn()
+        await handler(scope, receive, send)
+
+    task = run(admission, caller, send_to_engine)  # type: ignore[arg-type]
+    await eventually(lambda: handler.running == 1)
+    assert admission.abort(["named"]) == 0
+    handler.proceed.set()
+    await task
+    assert handler.finished == 1
+
+
+async def test_the_server_s_end_passes_what_an_operator_has_ended(run: Run, eventually: Any) -> None:
+    """Or a server that shuts down would wait for its answer."""
+    admission, handler, caller = Admission(FrontendSettings()), Handler(proceed=False), Caller(b"body")
+    caller.scope["state"] = {"request_id": "named"}
+    task = run(admission, caller, handler)
+    await eventually(lambda: handler.running == 1)
+    assert admission.abort(["named"]) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_the_server_s_own_cancellation_ends_the_handler_too(run: Run, eventually: Any) -> None:

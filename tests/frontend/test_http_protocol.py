@@ -14,19 +14,23 @@ import pytest
 import uvicorn
 
 from shmring.frontend import http_protocol
+from shmring.frontend.callers import on_hang_up
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.settings import CorsSettings
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
+WATCHED: list[str] = []  # paths of /watched requests
+CALLED: list[str] = []  # of those, whose callers hung up
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the size of the body.
 
     /never does not, /late not before LATE is set, /early before the body, /large with 32 MB, /gone to who has gone, and /pieces
-    without a length.
+    without a length. /watched is told when its caller hangs up, and goes on after its answer until LATE is set. /longer and
+    /shorter say so of themselves, and are not, and /broken has a header that is two.
     """
     if scope["type"] == "lifespan":
         return
@@ -49,9 +53,20 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
             pass
         TOLD.append(nbytes)
         return
+    if scope["path"].startswith("/watched"):
+        on_hang_up(receive, lambda: CALLED.append(scope["path"]))
+        WATCHED.append(scope["path"])
+    if scope["path"] == "/watched/late":
+        await LATE.wait()
     body = bytes(32 << 20) if scope["path"] == "/large" else str(nbytes).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+    said = len(body) + {"/longer": 1, "/shorter": -1}.get(scope["path"], 0)
+    headers = [(b"content-length", str(said).encode())]
+    if scope["path"] == "/broken":
+        headers.append((b"x-text", b"a\r\nset-cookie: b"))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+    if scope["path"] == "/watched":
+        await LATE.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +220,58 @@ async def test_no_body_is_read_after_its_caller_has_gone(port: int, eventually: 
         connection.sendall(b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
     await eventually(lambda: TOLD)
     assert TOLD == [0]
+
+
+async def test_who_hangs_up_is_told_to_whoever_watches_and_only_before_the_answer_is_complete(
+    server: uvicorn.Server, port: int, eventually: Any
+) -> None:
+    WATCHED.clear()
+    CALLED.clear()
+    with socket.create_connection(("127.0.0.1", port)) as late:
+        late.sendall(b"GET /watched/late HTTP/1.1\r\nhost: x\r\n\r\n")
+        await eventually(lambda: WATCHED)
+    await eventually(lambda: CALLED == ["/watched/late"])
+    assert (await exchange(port, b"GET /watched HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")).endswith(b"\r\n\r\n0")
+    await eventually(lambda: not server.server_state.connections)
+    assert server.server_state.tasks, "its handler goes on"
+    assert CALLED == ["/watched/late"]
+    LATE.set()
+    await eventually(lambda: not server.server_state.tasks)
+
+
+@pytest.mark.parametrize("path", [b"/longer", b"/shorter", b"/broken"])
+async def test_an_answer_that_is_not_as_its_head_says_is_not_sent(port: int, path: bytes) -> None:
+    answer = await exchange(port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 500 ")
+    assert b"set-cookie" not in answer
+
+
+async def test_a_head_alone_is_an_answer_to_who_asks_for_that(port: int) -> None:
+    answer = await exchange(port, b"HEAD / HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"content-length: 1\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n")
+    head, _, body = (await exchange(port, b"HEAD /pieces HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")).partition(b"\r\n\r\n")
+    assert (b"200 OK" in head, body) == (True, b"")
+
+
+@pytest.mark.adjustable_clock
+async def test_a_connection_that_is_not_used_ends_after_a_while_and_one_that_is_used_does_not(
+    server: uvicorn.Server, port: int, pass_time: Any
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for path in (b"/", b"/", b"/late", b"/"):
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        if path == b"/late":
+            while not server.server_state.tasks:
+                await asyncio.sleep(0)
+            await pass_time(20)
+            LATE.set()
+        assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        await pass_time(4)
+    await pass_time(2)
+    assert await reader.read() == b""
+    writer.close()
 
 
 async def test_what_is_no_http_gets_the_envelope(port: int) -> None:
