@@ -22,12 +22,6 @@ machine the reset is there at once, and no work is done for a caller that has go
 (proxies speak it, and close at once) and with TLS, the end of one half is the end of both: asyncio and uvloop answer a
 ``close_notify`` with their own at once, whatever ``eof_received`` returns.
 
-An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends with the connection. An answer that
-says how long it is has its head sent with its first bytes.
-
-An application that a caller of this server waits for registers what is to be called when that one hangs up
-(:func:`shmring.frontend.callers.on_hang_up`).
-
 The bytes that the parser gets are counted from the last progress: a complete head, a part of a body, or the end of a message.
 The bytes of a head and of trailers are also counted as they were parsed.
 """
@@ -47,10 +41,11 @@ from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
+from shmring.frontend.http_cycle import Cycle
 
 __all__ = ["BoundedHttpProtocol"]
 
@@ -62,7 +57,6 @@ _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients t
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
 _STALL_TIMEOUT_S = 30.0  # without reading a byte of an answer that is larger than the kernel's buffer
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a host and a port are made of; it may be empty
-_NOT_IN_A_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 5.0  # between two checks of a caller that has closed one half; doubled
 _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space, the end of the line
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -108,92 +102,6 @@ class _TooManyAhead(Exception):
     """No further request is taken from this connection."""
 
 
-class _Cycle(RequestResponseCycle):
-    """One request, and its answer. uvicorn's looks at each header for itself, and writes a short answer in two pieces."""
-
-    _on_hang_up: Callable[[], None] | None = None
-    _head = b""  # of an answer whose body has not begun
-    _is_open = False  # the answer ends with the connection
-
-    def watch_caller(self, on_hang_up: Callable[[], None] | None) -> None:
-        """Sets what is called when the caller hangs up; see :func:`~shmring.frontend.callers.on_hang_up`."""
-        self._on_hang_up = on_hang_up
-
-    def hang_up(self) -> None:
-        """The caller has gone."""
-        self.disconnected = True
-        self.message_event.set()
-        on_hang_up, self._on_hang_up = self._on_hang_up, None  # its end may be seen twice
-        if on_hang_up is not None:
-            on_hang_up()
-
-    async def send(self, message: Any) -> None:
-        """Sends the head of the answer, or a part of its body.
-
-        Raises:
-            RuntimeError: the application has a bug.
-        """
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.disconnected:
-            return
-        if self.response_complete or (message["type"] == "http.response.start") is self.response_started:
-            raise RuntimeError(f"unexpected message {message['type']!r}")
-        if self.response_started:
-            self._send_body(message.get("body", b""), has_more=message.get("more_body", False))
-        else:
-            self._send_head(message["status"], [*self.default_headers, *message["headers"]])
-
-    def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if _NOT_IN_A_HEADER.search(b"".join([value for _, value in headers])):
-            raise RuntimeError("a header has a control character")
-        named = dict(headers)
-        closes = b"close" in named.get(b"connection", b"")
-        self.keep_alive = self.keep_alive and not closes
-        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
-        if not self.keep_alive and not closes:
-            lines.append(b"connection: close\r\n")
-        self.chunked_encoding = False
-        if b"content-length" in named:
-            self.expected_content_length = int(named[b"content-length"])
-        elif self.scope["http_version"] == "1.0":
-            self._is_open = True
-        elif self.scope["method"] != "HEAD" and status not in (204, 304):
-            self.chunked_encoding = True
-            if b"transfer-encoding" not in named:
-                lines.append(b"transfer-encoding: chunked\r\n")
-        lines.append(b"\r\n")
-        self.response_started = True
-        self.waiting_for_100_continue = False
-        head = b"".join(lines)
-        if b"content-length" in named:
-            self._head = head
-        else:
-            self.transport.write(head)
-
-    def _send_body(self, body: bytes, *, has_more: bool) -> None:
-        pieces = [self._head, body]
-        self._head = b""
-        if self.scope["method"] == "HEAD":
-            self.expected_content_length = 0
-            del pieces[1]
-        elif self.chunked_encoding:
-            pieces = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
-            if not has_more:
-                pieces.append(b"0\r\n\r\n")
-        elif not self._is_open:
-            self.expected_content_length -= len(body)
-        if self.expected_content_length < 0 or (self.expected_content_length and not has_more):
-            raise RuntimeError("the answer is not as long as its Content-Length")
-        self.transport.writelines(pieces)
-        if not has_more:
-            self.response_complete = True
-            self.message_event.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
-
-
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection; see the head of this file.
 
@@ -222,7 +130,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._answered_at = 0.0  # the last request
-        self._running: _Cycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
+        self._running: Cycle | None = None  # uvicorn's `cycle` is the newest, which may be queued
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         """Begins to wait for the first head."""
@@ -308,8 +216,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
         cycle = self.cycle
-        cycle.__class__ = _Cycle  # uvicorn can't be told of it; the request's task runs later
-        assert isinstance(cycle, _Cycle), "just made one"
+        cycle.__class__ = Cycle  # uvicorn can't be told of it; the request's task runs later
+        assert isinstance(cycle, Cycle), "just made one"
         if self._is_ending():
             cycle.keep_alive = False
         if not self.pipeline:
@@ -320,6 +228,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of its body came."""
         self._overhead_nbytes = 0
+        so_far: bytes = self.cycle.body
+        if not so_far:
+            self.cycle.body = b""  # type: ignore[assignment]  # it becomes this part itself, where a bytearray would copy it
+        elif type(so_far) is bytes:
+            self.cycle.body = bytearray(so_far)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -335,7 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             if self.pipeline:
                 cycle, application = self.pipeline.pop()
-                assert isinstance(cycle, _Cycle), "all of them are"
+                assert isinstance(cycle, Cycle), "all of them are"
                 self._running = cycle
                 self._start_asgi_task(cycle, application)
             else:

@@ -12,6 +12,7 @@ device can be opened by naming it. The operator is responsible for hard links an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import io
@@ -234,10 +235,17 @@ def _bytes_of(text: str | bytes | bytearray) -> bytes | bytearray:
 
 
 def _decode_base64(text: bytes | bytearray, start: int, max_nbytes: int, name: str) -> bytes:
+    if (len(text) - start) // 4 * 3 <= max_nbytes:
+        with contextlib.suppress(MediaError):  # nearly all are like this; to look for the rest first would take as long
+            return _decode_pieces(text, start, name, of_urls=False)
     if text.find(b"\n", start) >= 0:  # lines, as tools write it
         text, start = text[start:].replace(b"\n", b"").replace(b"\r", b""), 0
     _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
     of_urls = text.find(b"-", start) >= 0 or text.find(b"_", start) >= 0
+    return _decode_pieces(text, start, name, of_urls=of_urls)
+
+
+def _decode_pieces(text: bytes | bytearray, start: int, name: str, *, of_urls: bool) -> bytes:
     data = io.BytesIO()  # it grows in place, and what is read from it in the end is not copied
     view = memoryview(text)
     for offset in range(start, len(text), _PIECE_CHARACTERS):
