@@ -27,6 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 import shmring
+from shmring.engine.counted import OF_ENGINES, EngineNumbers
 from shmring.engine.distributions import TIMES_S, Distribution
 from shmring.frontend.counted import COUNTED, Counted
 from shmring.frontend.intake import IntakeStatistics
@@ -34,7 +35,6 @@ from shmring.frontend.key_usage import KeyStatistics
 
 __all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics"]
 
-_OF_ENGINES = ("engine", "ring", "times", "")
 _BOUNDS = (*map(str, TIMES_S), "+Inf")
 
 
@@ -80,26 +80,6 @@ class AnswerStatistics:
     success: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineNumbers:
-    """What an engine says for a scrape.
-
-    Attributes:
-        counts: its counts by name; those of its ring begin with ``ring_``.
-        times: how long the parts of requests took, by name.
-    """
-
-    counts: Mapping[str, float]
-    times: Mapping[str, Distribution]
-
-    def of(self, counted: Counted) -> float | Distribution | None:
-        """Returns a number; None if the engine does not say it."""
-        source, _, field = counted.source.partition(".")
-        if source == "times":
-            return self.times.get(field)
-        return self.counts.get(f"ring_{field}" if source == "ring" else field) if source else 1.0
-
-
 class _EngineCollector(Collector):
     """The engines' numbers."""
 
@@ -109,9 +89,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Any]:
         names = _labels(self._numbers)
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-        for counted in COUNTED:
-            if not _is_of_engines(counted):
-                continue
+        for counted in OF_ENGINES:
             family: Any = families[counted.kind](counted.name, counted.help, labels=names)
             for engine, numbers in self._numbers.items():
                 labels = [engine] if names else []
@@ -123,10 +101,6 @@ class _EngineCollector(Collector):
                     family.add_metric(labels, value)
             if family.samples:
                 yield family
-
-
-def _is_of_engines(counted: Counted) -> bool:
-    return counted.source.partition(".")[0] in _OF_ENGINES
 
 
 def _labels(engines: Collection[str]) -> list[str]:
@@ -164,7 +138,7 @@ class FrontendMetrics:
         self._labels = _labels(engines)
         self._seen: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
-        self._metrics = {counted.name: self._made(counted) for counted in COUNTED if not _is_of_engines(counted)}
+        self._metrics = {counted.name: self._made(counted) for counted in COUNTED if counted not in OF_ENGINES}
 
     def _made(self, counted: Counted) -> Any:
         labels = self._labels if counted.source.startswith("client.") else counted.labels

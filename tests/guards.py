@@ -719,7 +719,7 @@ GUARDS = (
     Guard(
         "an engine that does not respond gets nothing new",
         "shmring/client/routing.py",
-        "responds = self._unread_since is None or now - self._unread_since <= _PATIENCE_S",
+        "responds = self._unread_since is None or now - self._unread_since <= self._patience_s",
         "responds = True",
         "tests/integration/test_engines.py::test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on",
     ),

@@ -32,6 +32,7 @@ ENDS_STAND_ON = (
     *WAITING,
     "shmring.statistics",
     "shmring.snapshot",
+    "shmring.opening",
 )
 
 # What each part may import of this repository beside itself: other parts, or single modules of them. "shmring" is the package
@@ -44,6 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.cancellation": (),
     "shmring.line": (),
     "shmring.processes": (),
+    "shmring.opening": (),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, *WAITING),
     "shmring.transport": (*CORE, "shmring.snapshot"),
@@ -54,8 +56,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
     "shmring.integrations": (
         *("shmring", "shmring.threads", "shmring.errors", "shmring.config", "shmring.memory.bundles", "shmring.ring.injecting"),
+        # a client in a Ray cluster is made of the parts of the other one
+        *("shmring.client", "shmring.cancellation", "shmring.line", "shmring.opening", "shmring.statistics"),
         # an actor of Ray hosts an engine
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
+        *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.distributions", "shmring.engine.metrics"),
     ),
 }
 PARTS = ("shmring", *ALLOWED)
@@ -64,7 +69,10 @@ ALLOWED |= {
     "shmring.engine": PARTS,
     "shmring.frontend": (
         *PARTS,
-        *(f"shmring.engine.{name}" for name in ("client", "distributions", "inputs", "picture_processor", "protocol")),
+        *(
+            f"shmring.engine.{name}"
+            for name in ("client", "counted", "distributions", "inputs", "picture_processor", "protocol")
+        ),
         # of processes, not of requests
         *(
             f"shmring.engine.{name}"

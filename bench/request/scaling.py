@@ -27,7 +27,7 @@ from bench.peers import RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import Desk
 from bench.stamps import ITEM_NBYTES
-from shmring.client.connecting import Connecting
+from shmring.opening import Opening
 
 #: Of a question's tensor: so that slots are of two blocks at most.
 MAX_SCALING_NBYTES = 8 * 1000
@@ -122,7 +122,7 @@ class SlotsInUse(_Variant):
         return submissions
 
 
-def _connect(cell: Cell) -> Connecting:
+def _connect(cell: Cell) -> Opening[shmring.Client]:
     return shmring.connect(RING, socket_dir=cell.directory, lease_nbytes=_LEASE_NBYTES)
 
 

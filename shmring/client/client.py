@@ -25,10 +25,10 @@ import torch
 
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
-from shmring.client.engines import Engines, check_route_key
+from shmring.client.engines import Engines
 from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
-from shmring.client.routing import EngineLoad, Route
+from shmring.client.routing import EngineLoad, Route, check_retry, check_route_key
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
@@ -157,7 +157,7 @@ class Client(ClientCalls):
                 ``engine``.
             ValueError: there is no such engine, or ``engine`` and ``retry`` contradict each other.
         """
-        _check_retry(retry, engine)
+        check_retry(retry, engine)
         why_not_sent = self._engines.why_not_sent if engine is None else functools.partial(self._engines.why_not_sent, engine)
         with self._deadlines.within(timeout, why_not_sent) as deadline:
             while True:
@@ -200,7 +200,7 @@ class Client(ClientCalls):
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does
         between two replies.
         """
-        _check_retry(retry, engine)
+        check_retry(retry, engine)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         async def next_reply(submission: Submission) -> list[Any]:
@@ -644,13 +644,6 @@ def check_name(name: str) -> None:
     if len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(f"a name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}")
     name.encode()  # raises ValueError (UnicodeEncodeError) if it is no text
-
-
-def _check_retry(retry: int, engine: str | None) -> None:
-    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
-        raise ValueError(f"retry is how often a request may be sent again, not {retry!r}")
-    if retry and engine is not None:
-        raise ValueError(f"engine={engine!r} leaves no other engine to try; leave out retry or engine")
 
 
 def _parse_sizes(sizes: Sequence[int | str]) -> list[int]:

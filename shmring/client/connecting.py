@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from shmring.client.client import Client
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
+from shmring.opening import Opening
 
-__all__ = ["Connecting", "connect", "open_client", "settle"]
+__all__ = ["connect", "open_client", "settle"]
 
 
 _Client = TypeVar("_Client", bound=Client)
-
-
-class Connecting:
-    """What :func:`connect` returns: await it, or use it with ``async with``."""
-
-    def __init__(self, create: Callable[[], Awaitable[Client]]) -> None:
-        self._create = create
-        self._client: Client | None = None
-
-    def __await__(self) -> Generator[Any, None, Client]:
-        return self._create().__await__()
-
-    async def __aenter__(self) -> Client:
-        self._client = await self._create()
-        return self._client
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._client is not None
-        await self._client.close()
 
 
 def connect(
@@ -45,7 +24,7 @@ def connect(
     reconnect: bool | None = None,
     description: str = "",
     **overrides: Unpack[ClientOptions],
-) -> Connecting:
+) -> Opening[Client]:
     """Connects a frontend to an engine: ``async with shmring.connect("vision") as client``.
 
     With a list of names, it connects to several engines, and each request goes to one of them. One engine that answers is
@@ -70,7 +49,7 @@ def connect(
     """
     settled = configured(ClientConfig, config, overrides)
     names, options = settle(name, route, reconnect, description)
-    return Connecting(lambda: open_client(Client, names, settled, **options))
+    return Opening(lambda: open_client(Client, names, settled, **options))
 
 
 class Options(TypedDict):

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
 from shmring.client.attachment import Attachment
-from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
+from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router, check_route_key
 from shmring.client.session import Session
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientEnd, Origin, Packed
@@ -25,7 +25,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
 from shmring.transport.loops import check_loop
 
-__all__ = ["Engines", "check_route_key"]
+__all__ = ["Engines"]
 
 _Result = TypeVar("_Result")
 
@@ -430,9 +430,3 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
     if len(set(names)) < len(names):
         raise ValueError(f"an engine is named twice in {list(names)}")
-
-
-def check_route_key(key: object) -> None:
-    """Raises TypeError unless requests can be routed by this key."""
-    if key is not None and not isinstance(key, str | bytes):
-        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router"]
+__all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router", "check_retry", "check_route_key"]
 
 #: How a request's engine is chosen if neither a key, an engine nor a slot says so.
 Route = Literal["least_loaded", "round_robin"]
@@ -52,9 +52,13 @@ class LoadEstimate:
 
     The engine publishes the number of its requests, which includes those that it has read from this client. Requests that this
     client has sent since that number last changed are added, so that a burst spreads before any engine has read it.
+
+    Args:
+        patience_s: how long the engine may leave unread what it is sent, and still be said to respond.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._published = 0
         self._own = 0  # when that number was new
         self._taken_nbytes = 0
@@ -76,7 +80,7 @@ class LoadEstimate:
         elif self._unread_since is None or taken_nbytes != self._taken_nbytes:
             self._unread_since = now
         self._taken_nbytes = taken_nbytes
-        responds = self._unread_since is None or now - self._unread_since <= _PATIENCE_S
+        responds = self._unread_since is None or now - self._unread_since <= self._patience_s
         unheard = own - self._own
         in_flight = published + unheard if unheard > 0 else published
         return EngineLoad(own if own > in_flight else in_flight, waiting, responds)
@@ -129,3 +133,17 @@ class Router:
             return hashed.digest(), name
 
         return max(names, key=rank)
+
+
+def check_route_key(key: object) -> None:
+    """Raises TypeError unless requests can be routed by this key."""
+    if key is not None and not isinstance(key, str | bytes):
+        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
+
+
+def check_retry(retry: int, engine: str | None) -> None:
+    """Raises ValueError unless a request may be sent again so often, if an engine was named for it."""
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
+        raise ValueError(f"retry is how often a request may be sent again, not {retry!r}")
+    if retry and engine is not None:
+        raise ValueError(f"engine={engine!r} leaves no other engine to try; leave out retry or engine")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from types import TracebackType
-from typing import Any, Generic, TypeVar, Unpack, overload
+from collections.abc import Mapping
+from typing import Any, TypeVar, Unpack, overload
 
 from shmring.config import RingConfig, RingOptions, configured
 from shmring.core.geometry import Geometry
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.driver import Driver
+from shmring.opening import Opening
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler
 from shmring.ring.life import Life
@@ -21,7 +21,7 @@ from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
 from shmring.transport.endpoint import Listener, socket_path
 
-__all__ = ["Serving", "create_shell", "serve"]
+__all__ = ["create_shell", "serve"]
 
 _Shell = TypeVar("_Shell", bound=Shell)
 _Payload = TypeVar("_Payload")
@@ -77,27 +77,6 @@ async def create_shell(
         raise
 
 
-class Serving(Generic[_Payload]):
-    """What :func:`serve` returns: await it, or use it with ``async with``."""
-
-    def __init__(self, create: Callable[[], Awaitable[Ring[_Payload]]]) -> None:
-        self._create = create
-        self._ring: Ring[_Payload] | None = None
-
-    def __await__(self) -> Generator[Any, None, Ring[_Payload]]:
-        return self._create().__await__()
-
-    async def __aenter__(self) -> Ring[_Payload]:
-        self._ring = await self._create()
-        return self._ring
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._ring is not None
-        await self._ring.close()
-
-
 @overload
 def serve(
     name: str,
@@ -106,7 +85,7 @@ def serve(
     payload_type: type[_Payload],
     calls: Mapping[str, CallHandler] | None = ...,
     **overrides: Unpack[RingOptions],
-) -> Serving[_Payload]: ...
+) -> Opening[Ring[_Payload]]: ...
 
 
 @overload
@@ -117,7 +96,7 @@ def serve(
     payload_type: Any = ...,
     calls: Mapping[str, CallHandler] | None = ...,
     **overrides: Unpack[RingOptions],
-) -> Serving[Any]: ...
+) -> Opening[Ring[Any]]: ...
 
 
 def serve(
@@ -127,7 +106,7 @@ def serve(
     payload_type: Any = Any,
     calls: Mapping[str, CallHandler] | None = None,
     **overrides: Unpack[RingOptions],
-) -> Serving[Any]:
+) -> Opening[Ring[Any]]:
     """Opens a ring, the engine's side: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
 
     Args:
@@ -150,4 +129,4 @@ def serve(
     async def create() -> Ring[Any]:
         return Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))
 
-    return Serving(create)
+    return Opening(create)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 
@@ -23,6 +22,7 @@ from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.line import Line, give
+from shmring.opening import Opening
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.loops import check_loop
@@ -30,7 +30,7 @@ from shmring.transport.polling import Poller
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
-__all__ = ["Joining", "Message", "Worker", "join"]
+__all__ = ["Message", "Worker", "join"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
@@ -338,27 +338,6 @@ async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, l
     return Worker(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
 
 
-class Joining(Generic[_Payload]):
-    """What :func:`join` returns: await it, or use it with ``async with``."""
-
-    def __init__(self, name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> None:
-        self._arguments = name, rank, config, payload_type, label
-        self._worker: Worker[_Payload] | None = None
-
-    def __await__(self) -> Generator[Any, None, Worker[_Payload]]:
-        return _join(*self._arguments).__await__()
-
-    async def __aenter__(self) -> Worker[_Payload]:
-        self._worker = await self
-        return self._worker
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._worker is not None
-        await self._worker.close()
-
-
 @overload
 def join(
     name: str,
@@ -368,7 +347,7 @@ def join(
     payload_type: type[_Payload],
     label: str = ...,
     **overrides: Unpack[WorkerOptions],
-) -> Joining[_Payload]: ...
+) -> Opening[Worker[_Payload]]: ...
 
 
 @overload
@@ -380,7 +359,7 @@ def join(
     payload_type: Any = ...,
     label: str = ...,
     **overrides: Unpack[WorkerOptions],
-) -> Joining[Any]: ...
+) -> Opening[Worker[Any]]: ...
 
 
 def join(
@@ -391,7 +370,7 @@ def join(
     payload_type: Any = Any,
     label: str = "",
     **overrides: Unpack[WorkerOptions],
-) -> Joining[Any]:
+) -> Opening[Worker[Any]]:
     """Joins an engine as a worker: ``async with shmring.join("vision", rank=0) as worker``.
 
     Args:
@@ -411,4 +390,5 @@ def join(
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
         raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
-    return Joining(name, rank, configured(WorkerConfig, config, overrides), payload_type, label)
+    settled = configured(WorkerConfig, config, overrides)
+    return Opening(lambda: _join(name, rank, settled, payload_type, label))

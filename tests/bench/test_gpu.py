@@ -32,11 +32,12 @@ from bench.gpu.processes import Process, opened
 from bench.repetitions import Measured
 from bench.stamps import CheckError
 from shmring.client.client import Client
-from shmring.client.connecting import Connecting, open_client
+from shmring.client.connecting import open_client
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
+from shmring.opening import Opening
 from shmring.ring.ring import Ring
-from shmring.ring.serving import Serving, create_shell
+from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
 from tests.model.fake_cuda import FakeCuda, FakeMemory
 from tests.tables import for_each
@@ -60,11 +61,11 @@ class HostMemory(Gpu):
         async def create() -> Ring:
             return Ring(await create_shell(Shell, name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
 
-        return Serving(create)
+        return Opening(create)
 
     def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Client]:
         config = ClientConfig(**options)
-        return Connecting(lambda: open_client(Client, [name], config, cuda=self.cuda, device_memory=self.memory))
+        return Opening(lambda: open_client(Client, [name], config, cuda=self.cuda, device_memory=self.memory))
 
     def page_locked(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

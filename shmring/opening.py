@@ -1,0 +1,37 @@
+"""What ``serve``, ``connect`` and ``join`` return: an end that opens when it is awaited, or entered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+__all__ = ["Opening"]
+
+
+class _Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+_End = TypeVar("_End", bound=_Closing)
+
+
+class Opening(Generic[_End]):
+    """Await it, or use it with ``async with``, which closes the end."""
+
+    def __init__(self, create: Callable[[], Awaitable[_End]]) -> None:
+        self._create = create
+        self._end: _End | None = None
+
+    def __await__(self) -> Generator[Any, None, _End]:
+        return self._create().__await__()
+
+    async def __aenter__(self) -> _End:
+        self._end = await self._create()
+        return self._end
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._end is not None
+        await self._end.close()
