@@ -48,6 +48,13 @@ class EngineConnection:
         return 0 if session is None else session.welcome.kept_nbytes
 
     @property
+    def _draining(self) -> bool:
+        """For clients in a cluster: whether the engine that is attached now ends what it has, and new requests should go to
+        others."""
+        session = self._attachment.session
+        return session is not None and session.load.draining
+
+    @property
     def lost_error(self) -> ShmringError | None:
         """Why the last engine went away, as far as it is known; None if none has."""
         return self._attachment.lost_error
@@ -57,6 +64,15 @@ class EngineConnection:
         """How many tensors were copied for sending so far. It is in :meth:`statistics` too, which costs far more."""
         session = self._attachment.session
         return self._attachment.counters.copies + (0 if session is None else session.end.copies)
+
+    def _holds(self, payload: object) -> bool:
+        """For clients in a cluster: whether tensors of a payload lie in slots that callers hold at this engine.
+
+        Raises:
+            TypeError, CapacityError: the payload can't be sent.
+        """
+        session = self._attachment.session
+        return session is not None and session.find_held(payload) is not None
 
     def statistics(self) -> ClientStatistics:
         """Returns gauges of the present state, and counters since the start.

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+import ray
 import torch
 
 import shmring
@@ -40,6 +41,8 @@ async def handler(claim: shmring.Claim[Any]) -> None:
             raise ValueError("after one reply")
         case "large":
             await claim.done(torch.ones(payload["n"], dtype=torch.bfloat16))
+        case "who":
+            await claim.done(ray.get_runtime_context().get_actor_name().removeprefix("shmring:"))
         case "exit":
             os._exit(1)
 
@@ -51,7 +54,7 @@ async def double(number: int) -> int:
 class Caller:
     """Has a client, and returns what comes, errors as values."""
 
-    async def connect(self, name: str, **options: Any) -> bool:
+    async def connect(self, name: str | list[str], **options: Any) -> bool:
         self.client = await shmring.integrations.ray.connect(name, **options)
         return self.client.is_near
 
@@ -112,8 +115,60 @@ class Caller:
     async def resent(self) -> int:
         return self.client.resent
 
+    async def who(self, count: int, **options: Any) -> list[Any]:
+        """Which engines answer requests, one after the other."""
+        return [await self.request({"do": "who"}, **options) for _ in range(count)]
+
+    async def keys(self, keys: list[str]) -> dict[str, Any]:
+        """Which engines answer requests with these keys."""
+        return {key: await self.request({"do": "who"}, key=key) for key in keys}
+
+    async def abort(self, name: str) -> int:
+        return self.client.abort(name)
+
+    async def loads(self) -> dict[str, shmring.EngineLoad]:
+        return self.client.loads()
+
+    async def names(self) -> tuple[str, ...]:
+        """Those that are attached."""
+        return tuple(name for name, connection in self.client.engines.items() if connection.connected)
+
+    async def statistics(self) -> shmring.ClientStatistics:
+        return self.client.statistics()
+
+    async def submitted(self) -> list[Any]:
+        """What submissions give: replies one by one, the one reply, errors, the end of one that is aborted or only waited
+        for."""
+        results: list[Any] = []
+        counting = await self.client.submit({"do": "count", "n": 3}, request_id="counting")
+        results.append((counting.name, counting.engine.rpartition("-")[2] or counting.engine))
+        while True:
+            try:
+                results.append((await counting.next())["number"])
+            except StopAsyncIteration:
+                break
+        results += [counting.ended, counting.has_replied]
+        results.append(await (await self.client.submit({"do": "sleep", "s": 0})).result(str))
+        for payload in ({"do": "nothing"}, {"do": "count", "n": 2}, {"do": "fail"}):
+            try:
+                await (await self.client.submit(payload)).result()
+            except Exception as error:  # noqa: BLE001
+                results.append(_value(error))
+        hanging = await self.client.submit({"do": "sleep", "s": 600})
+        waiting = asyncio.create_task(hanging.next())
+        await asyncio.sleep(0)
+        hanging.abort()
+        hanging.abort()
+        try:
+            await waiting
+        except shmring.AbortedError as error:
+            results.append(_value(error))
+        await (await self.client.submit({"do": "nothing"})).wait()
+        await self.client.submit({"do": "sleep", "s": 0})  # dropped: it goes on
+        return results
+
     async def slot(self, nbytes: int) -> Any:
-        async with await self.client.slot(nbytes) as slot:
+        async with self.client.slot(nbytes) as slot:
             tensor = slot.tensor((4,), torch.float32).fill_(2.0)
             array = slot.array((2,), "<i4")
             array[...] = 3
@@ -135,7 +190,7 @@ class Caller:
 
     async def most_in_flight(self, payload: Any, count: int) -> tuple[int, int]:
         """The most bytes that were in flight while several requests were made, and what is left."""
-        flight = self.client._way.flight
+        flight = self.client.engines[self.client.name]._way.flight
         tasks = [asyncio.create_task(self.request(payload)) for _ in range(count)]
         most = 0
         while not all(task.done() for task in tasks):

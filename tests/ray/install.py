@@ -21,7 +21,7 @@ def main() -> None:
     say("1 of 3: torch ...")
     environment.install_torch()
     say("2 of 3: Ray ...")
-    environment.install(f"ray=={RAY}")
+    environment.install(f"ray[default]=={RAY}")
     say("3 of 3: this package, and what tests need ...")
     environment.install_this_package()
 

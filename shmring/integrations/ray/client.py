@@ -1,172 +1,139 @@
-"""The one client of an engine in a Ray cluster, wherever the engine is.
+"""The one client of an engine in a Ray cluster, or of several, wherever they are.
 
-Theory of operation: a client has a *way* to its engine: a client of the ring, if the engine is on this node, or a
-:class:`~shmring.integrations.ray.far_client.FarClient`. When the engine has died, its way is given up, and the next call looks
-the name up again: Ray may have started the engine on another node. Requests that were sent fail, since they may have been
-carried out in part; only their caller says whether they are sent again (``retry``).
+Theory of operation: a client has a :class:`~shmring.integrations.ray.connection.Connection` to each of its engines, which knows
+the way to it: a client of the ring, if the engine is on this node, or calls of its actor. A request goes to one of them, whole;
+which one is chosen when it is sent (``connections.py``). When an engine has died, requests that were not sent go to another
+one, if there are others. Those that were sent fail, since they may have been carried out in part; only their caller says
+whether they are sent again (``retry``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
-from types import TracebackType
-from typing import Any, Self
-
-import numpy as np
-import torch
-from numpy.typing import DTypeLike, NDArray
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
 
 import shmring
-from shmring.config import check_timeout, parse_nbytes
-from shmring.errors import CapacityError, ClosedError, EngineDeadError, LocalProtocolError
-from shmring.integrations.ray.directory import look_up, node_id, store_nbytes
+from shmring.client.client import check_name
+from shmring.client.deadlines import Deadlines
+from shmring.client.preparing import Preparations
+from shmring.client.routing import EngineLoad, check_retry
+from shmring.config import ClientConfig, check_timeout, configured, parse_nbytes
+from shmring.errors import EngineDeadError, LocalProtocolError, WouldBlock, fresh
+from shmring.integrations.ray.connection import Connection, Settings, Way
+from shmring.integrations.ray.connections import Connections
+from shmring.integrations.ray.directory import is_pattern
 from shmring.integrations.ray.engine import UnknownClientError
 from shmring.integrations.ray.far_client import FarClient
+from shmring.integrations.ray.far_slot import AcquiringSlot, FarSlot
+from shmring.integrations.ray.far_submission import FarSubmission
+from shmring.integrations.ray.routing import Route
+from shmring.opening import Opening
+from shmring.statistics import ClientStatistics
 
-__all__ = ["Client", "Connecting", "FarSlot", "connect"]
+__all__ = ["Client", "connect"]
 
-_STORE_SHARE = 4  # each client keeps a fourth of the smaller of the two stores in flight: several clients share a store
-_LEAST_FLIGHT_NBYTES = 1 << 20
+_Result = TypeVar("_Result")
 
-
-class FarSlot:
-    """Memory of this process to write tensors into, as :class:`shmring.Slot` is memory of the engine's slab. Ray copies
-    what was written there once, to its object store.
-
-    Attributes:
-        nbytes: how many bytes of tensors it holds.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._used_nbytes = 0
-        self._closed = False
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns an uninitialised tensor in the slot."""
-        self._take(math.prod(shape) * dtype.itemsize)
-        return torch.empty(shape, dtype=dtype)
-
-    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Returns an uninitialised numpy array in the slot."""
-        self._take(math.prod(shape) * np.dtype(dtype).itemsize)
-        return np.empty(shape, dtype)
-
-    def _take(self, nbytes: int) -> None:
-        if self._closed:
-            raise ClosedError("this slot was left")
-        if self._used_nbytes + nbytes > self.nbytes:
-            raise CapacityError(
-                f"{nbytes} bytes at {self._used_nbytes} are more than the slot has, {self.nbytes}",
-                needed=self._used_nbytes + nbytes,
-                capacity=self.nbytes,
-            )
-        self._used_nbytes += nbytes
-
-    def close(self) -> None:
-        """Leaves the slot."""
-        self._closed = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+_NEAR_BOUND = 16  # requests: a step or two of an engine, which last longer than a request takes to another node
 
 
 class Client:
-    """A client of an engine in a Ray cluster. Made by :func:`connect`.
+    """A client of engines in a Ray cluster. Made by :func:`connect`.
 
     Attributes:
-        name: the engine's.
+        engines: the connection to each engine, by its name. With a pattern, they come and go.
         resent: requests that were sent again because their engine had died (``retry``).
     """
 
-    def __init__(self, name: str, connect_timeout_s: float, in_flight_nbytes: int | None, description: str, **options: Any):
-        self.name = name
+    def __init__(self, names: Sequence[str], is_one: bool, settings: Settings, route: Route, near_bound: int) -> None:
         self.resent = 0
-        self._connect_timeout_s = connect_timeout_s
-        self._in_flight_nbytes = in_flight_nbytes
-        self._description = description
-        self._options = options
-        self._way: shmring.Client | FarClient | None = None
-        self._looking_up = asyncio.Lock()
-        self._closing: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._connections = Connections(names, is_one, settings, route, near_bound)
+        self._deadlines = Deadlines()
+        self._preparations = Preparations()
+        self.engines: Mapping[str, Connection] = MappingProxyType(self._connections.by_name)
+
+    # -- the engines -----------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its engines."""
+        return tuple(self.engines)
+
+    @property
+    def name(self) -> str:
+        """The name of the only engine.
+
+        Raises:
+            ValueError: there are several, or may be.
+        """
+        return self._connections.the_only("a name").name
 
     @property
     def is_near(self) -> bool:
-        """Whether the engine is on this node, so that requests go through shared memory.
+        """Whether an engine that is attached is on this node, so that requests go through shared memory.
 
         Raises:
-            EngineDeadError: the engine has died, and no call has looked it up again.
+            EngineDeadError: none is attached: the only engine has died, and no call has looked it up again.
         """
-        if self._way is None:
-            raise EngineDeadError(f"engine {self.name!r} has died; the next call looks it up again", engine=self.name)
-        return isinstance(self._way, shmring.Client)
+        if self._connections.only is not None:
+            return self._connections.only.is_near
+        attached = [connection for connection in self.engines.values() if connection.connected]
+        if not attached:
+            raise EngineDeadError("none of the engines is attached; the next call looks them up again")
+        return any(connection.is_near for connection in attached)
 
     @property
     def near(self) -> shmring.Client:
-        """The client of the ring on this node, for its other calls (:meth:`shmring.Client.submit`, ``submit_nowait``).
+        """The client of the ring on this node, for its other calls (``submit_nowait``, ``slots``).
 
         Raises:
-            LocalProtocolError: the engine is on another node.
+            LocalProtocolError: the engine is on another node; or there are several: each of :attr:`engines` has its own.
             EngineDeadError: as :attr:`is_near`.
         """
-        if not self.is_near:
-            raise LocalProtocolError(f"engine {self.name!r} is on another node")
-        assert isinstance(self._way, shmring.Client)
-        return self._way
+        if self._connections.only is None:
+            raise LocalProtocolError("several engines have a client on this node each: client.engines[name].near")
+        return self._connections.only.near
 
-    # -- the way to the engine -------------------------------------------------------------------------------------------
+    @property
+    def connected(self) -> bool:
+        """Whether an engine is attached now."""
+        return any(connection.connected for connection in self.engines.values())
 
-    async def _ready(self) -> shmring.Client | FarClient:
-        """Returns the way to the engine; looks it up if there is none."""
-        if self._way is not None:
-            return self._way
-        async with self._looking_up:
-            if self._is_closed:
-                raise ClosedError(f"this client of {self.name!r} is closed")
-            if self._way is None:
-                self._way = await self._look_up()
-            return self._way
+    def loads(self) -> dict[str, EngineLoad]:
+        """Returns the loads of the engines that are attached, as requests are routed by them now; see
+        :meth:`shmring.Client.loads`. Engines on other nodes have said theirs with their last reply, or half a second ago."""
+        return self._connections.loads()
 
-    async def _look_up(self) -> shmring.Client | FarClient:
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._connect_timeout_s
-        while True:
-            actor, where = await look_up(self.name, max(0.0, until_s - loop.time()))
-            try:
-                if where.node == node_id():
-                    remaining_s = max(0.0, min(5.0, until_s - loop.time()))
-                    return await shmring.connect(
-                        where.ring,
-                        socket_dir=where.socket_dir,
-                        description=self._description,
-                        connect_timeout_s=remaining_s,
-                        **self._options,
-                    )
-                max_nbytes = self._in_flight_nbytes
-                if max_nbytes is None:
-                    here_nbytes = await asyncio.to_thread(store_nbytes, node_id())
-                    max_nbytes = max(_LEAST_FLIGHT_NBYTES, min(here_nbytes, where.store_nbytes) // _STORE_SHARE)
-                return await FarClient.enter(self.name, actor, where, max_nbytes, self._description)
-            except EngineDeadError:  # it has died since it was looked up
-                if loop.time() >= until_s:
-                    raise
+    def choose(self, *, key: str | bytes | None = None) -> str:
+        """Returns the engine that a request would go to now, for callers who need several things at one engine.
 
-    def _lose(self, way: shmring.Client | FarClient, error: EngineDeadError) -> None:
-        """The engine at the end of a way has died, as this error says: so do all requests that are on it."""
-        if self._way is not way:
-            return  # another request has seen it first
-        self._way = None
-        task = asyncio.get_running_loop().create_task(way.close(error) if isinstance(way, FarClient) else way.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        Raises:
+            WouldBlock: no engine is attached now.
+        """
+        connection = self._connections.pick(key, None)
+        if connection is None:
+            raise WouldBlock("none of the engines is attached now")
+        return connection.name
+
+    async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
+        """Waits until an engine is attached: the one that is named, or any.
+
+        Raises:
+            TimeoutError: it took longer.
+            EngineDeadError: it took longer than ``connect_timeout_s``.
+            ValueError: there is no such engine.
+        """
+        one = self._connections.only if engine is None else self._connections.given(engine)
+        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
+            await (self._connections.some_engine() if one is None else one.ready())
+
+    def statistics(self) -> ClientStatistics:
+        """Returns gauges of the present state, and counters since the start: the sums, of several engines. Each of
+        :attr:`engines` has its own. What engines count is told by :func:`~shmring.integrations.ray.statistics`."""
+        parts = [connection.statistics() for connection in self.engines.values()]
+        return ClientStatistics.total(parts if self._connections.only is not None else [*parts, self._connections.forgotten])
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -177,6 +144,8 @@ class Client:
         timeout: float | None = None,
         reply_type: Any = Any,
         request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
         retry: int = 0,
     ) -> Any:
         """Sends a payload and waits for its one reply. Cancelling aborts the request.
@@ -188,21 +157,20 @@ class Client:
             retry: how often it may be sent again because its engine died before a reply had come, or because Ray can't say
                 whether the engine has got it. It may then have been carried out twice, or in part.
         """
-        until_s = _deadline(timeout)
-        left_s = timeout
-        while True:
-            way = self._way
-            if way is None:
-                way = await self._in_time(self._ready(), until_s, timeout)
-                left_s = _left_s(until_s)
-            try:
-                if isinstance(way, FarClient):
-                    return await way.request(
-                        payload, until_s=until_s, timeout=timeout, reply_type=reply_type, request_id=request_id
-                    )
-                return await way.request(payload, timeout=left_s, reply_type=reply_type, request_id=request_id)
-            except EngineDeadError as error:
-                retry = self._again(way, error, retry)
+        check_retry(retry, engine)
+        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)) as deadline:
+            why_not_sent = deadline.waits_for
+            while True:
+                connection, way, submission = await self._submit(payload, request_id, key, engine, one_reply=True)
+                deadline.waits_for = submission._why_no_reply
+                try:
+                    return await submission.result(reply_type)
+                except EngineDeadError as error:
+                    retry = self._again(connection, way, submission, error, retry)
+                    deadline.waits_for = why_not_sent
+                except BaseException:
+                    submission.abort()
+                    raise
 
     async def stream(
         self,
@@ -211,125 +179,200 @@ class Client:
         timeout: float | None = None,
         reply_type: Any = Any,
         request_id: str = "",
+        key: str | bytes | None = None,
+        engine: str | None = None,
         retry: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """Sends a payload and yields its replies as they come. Leaving the loop early aborts the request.
 
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting.
         """
-        until_s = _deadline(timeout)
-        left_s = timeout
+        check_retry(retry, engine)
+        check_timeout(timeout)
+        until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
+
+        async def next_reply(submission: shmring.Submission | FarSubmission) -> list[Any]:
+            if submission._need_not_wait():
+                return [await submission.next(reply_type)]
+            with self._deadlines.within(timeout, submission._why_no_reply, until_s=until_s):
+                return [await submission.next(reply_type)]
+
         while True:
-            way = self._way
-            if way is None:
-                way = await self._in_time(self._ready(), until_s, timeout)
-                left_s = _left_s(until_s)
-            has_replied = False
-            if isinstance(way, FarClient):
-                replies = way.stream(payload, until_s=until_s, timeout=timeout, reply_type=reply_type, request_id=request_id)
-            else:
-                replies = way.stream(payload, timeout=left_s, reply_type=reply_type, request_id=request_id)
+            with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine), until_s=until_s):
+                connection, way, submission = await self._submit(payload, request_id, key, engine)
             try:
-                async for reply in replies:
-                    has_replied = True
-                    yield reply
-                    del reply  # or this frame would keep it until the next one has come
-                return
-            except EngineDeadError as error:
-                retry = self._again(way, error, 0 if has_replied else retry)
+                while True:
+                    try:
+                        reply = await next_reply(submission)
+                    except StopAsyncIteration:
+                        return
+                    except EngineDeadError as error:
+                        retry = self._again(connection, way, submission, error, retry)
+                        break
+                    yield reply.pop()  # or this frame would keep the reply's memory until the caller asks for the next one
             finally:
-                await replies.aclose()
+                submission.abort()
 
-    def _again(self, way: shmring.Client | FarClient, error: EngineDeadError, retry: int) -> int:
+    async def submit(
+        self, payload: object, *, request_id: str = "", key: str | bytes | None = None, engine: str | None = None
+    ) -> shmring.Submission | FarSubmission:
+        """Sends a payload, and returns when it is an engine's, or on its way there; see :meth:`shmring.Client.submit`.
+
+        Nothing that was sent is sent again.
+        """
+        _, _, submission = await self._submit(payload, request_id, key, engine)
+        return submission
+
+    async def _submit(
+        self,
+        payload: object,
+        request_id: str,
+        key: str | bytes | None,
+        engine: str | None,
+        *,
+        one_reply: bool = False,
+    ) -> tuple[Connection, Way, shmring.Submission | FarSubmission]:
+        check_name(request_id)
+        while True:
+            connection, way = await self._named(request_id, self._connections.chosen(key, engine, payload))
+            try:
+                if isinstance(way, FarClient):
+                    sending = way.submit(payload, request_id, one_reply=one_reply)
+                    return connection, way, await self._named(request_id, sending)
+                return connection, way, await way.submit(payload, request_id=request_id)
+            except EngineDeadError as error:  # before it was sent
+                connection.lose(way, error)
+                if self._connections.leaves_no_other(engine):
+                    raise _named_as(error, connection) from None
+
+    async def _named(self, name: str, work: Awaitable[_Result]) -> _Result:
+        return await (self._preparations.prepare(name, work) if name else work)
+
+    def _again(
+        self,
+        connection: Connection,
+        way: Way,
+        submission: shmring.Submission | FarSubmission,
+        error: EngineDeadError,
+        retry: int,
+    ) -> int:
         """Raises the error unless a request may be sent again; returns how often it may be after that."""
-        self._lose(way, error)
-        if self._is_closed:
-            raise error
-        if isinstance(error, UnknownClientError):  # nothing was done
-            return retry
-        if not retry:
-            raise error
-        self.resent += 1
-        return retry - 1
-
-    async def _in_time(self, step: Awaitable[Any], until_s: float | None, timeout: float | None) -> Any:
-        scope = asyncio.timeout_at(until_s)
-        try:
-            async with scope:
-                return await step
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise TimeoutError(
-                f"it took longer than the {timeout:g} s it was given: engine {self.name!r} is looked up"
-            ) from None
+        connection.lose(way, error)
+        if not self._connections.is_closed:
+            if isinstance(error, UnknownClientError):  # nothing was done
+                return retry
+            if retry and not submission.has_replied and not submission._on_gpu:
+                self.resent += 1
+                return retry - 1
+        raise _named_as(error, connection) from None
 
     def abort(self, request_id: str | Iterable[str]) -> int:
-        """Aborts the requests of these names; tasks that wait for them get :class:`~shmring.AbortedError`.
+        """Aborts the requests of these names, wherever they are; tasks that wait for them get :class:`~shmring.AbortedError`.
 
         Returns:
             How many were in flight.
         """
-        if self._way is None:
-            return 0
         names = {request_id} if isinstance(request_id, str) else set(request_id)
-        return self._way.abort(names)
+        ways = [way for connection in self.engines.values() if (way := connection.now()) is not None]
+        return self._preparations.abort(names) + sum(way.abort(names) for way in ways)
 
-    async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
-        """Calls a control method of the engine and returns its result; see :meth:`shmring.Client.call`."""
-        until_s = _deadline(timeout)
-        way = await self._in_time(self._ready(), until_s, timeout)
-        try:
-            if isinstance(way, FarClient):
-                return await self._in_time(way.call(method, arguments), until_s, timeout)
-            return await way.call(method, *arguments, timeout=_left_s(until_s))
-        except EngineDeadError as error:
-            self._lose(way, error)
-            raise
+    async def call(self, method: str, *arguments: object, engine: str | None = None, timeout: float | None = None) -> Any:
+        """Calls a control method of an engine and returns its result; see :meth:`shmring.Client.call`.
+
+        Args:
+            engine: which one; None: the only one. To call several engines, call this for each of :attr:`names`.
+        """
+        connection = self._connections.the_only("control methods") if engine is None else self._connections.given(engine)
+        with self._deadlines.within(timeout, lambda: f"the answer of engine {connection.name!r}"):
+            way = await connection.ready()
+            try:
+                return await (way.call(method, arguments) if isinstance(way, FarClient) else way.call(method, *arguments))
+            except EngineDeadError as error:
+                connection.lose(way, error)
+                raise _named_as(error, connection) from None
 
     # -- memory --------------------------------------------------------------------------------------------------------------
 
-    async def slot(self, nbytes: int | str, *, timeout: float | None = None) -> shmring.Slot | FarSlot:
+    def slot(
+        self,
+        nbytes: int | str,
+        *,
+        timeout: float | None = None,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> AcquiringSlot:
         """Waits for memory to write tensors into: a slot of the slab, or, if the engine is on another node, of this process.
 
-        Use it as ``async with await client.slot(nbytes) as slot:``; see :meth:`shmring.Client.slot`.
+        Use it as ``async with client.slot(nbytes) as slot:``; see :meth:`shmring.Client.slot`. A request with tensors in a
+        slot of the slab goes to the engine of that slot.
         """
-        until_s = _deadline(timeout)
-        way = await self._in_time(self._ready(), until_s, timeout)
-        if isinstance(way, FarClient):
-            return FarSlot(parse_nbytes(nbytes))
-        slot: shmring.Slot = await way.slot(nbytes, timeout=_left_s(until_s))
-        return slot
+        asked_nbytes = parse_nbytes(nbytes)
+        check_timeout(timeout)
 
-    async def find(self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None) -> shmring.Kept[Any] | None:
-        """Looks for content that the engine keeps; see :meth:`shmring.Client.find`. On another node, nothing is ever found."""
-        way = await self._ready()
-        return None if isinstance(way, FarClient) else await way.find(key, payload_type=payload_type, timeout=timeout)
+        async def acquire() -> shmring.Slot | FarSlot:
+            with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
+                while True:
+                    connection, way = await self._connections.chosen(key, engine)
+                    if isinstance(way, FarClient):
+                        return FarSlot(connection.name, asked_nbytes)
+                    try:
+                        return await way.slot(asked_nbytes)
+                    except EngineDeadError as error:
+                        connection.lose(way, error)
+                        if self._connections.leaves_no_other(engine):
+                            raise _named_as(error, connection) from None
 
-    async def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> shmring.Kept[Any]:
-        """Gives content to the engine; see :meth:`shmring.Client.keep`.
+        return AcquiringSlot(acquire)
+
+    async def find(
+        self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
+    ) -> shmring.Kept[Any] | None:
+        """Looks for content that an engine on this node keeps; see :meth:`shmring.Client.find`. On another node, nothing is
+        ever found."""
+        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
+            await self._connections.chosen(None, engine)
+            for connection, way in self._connections.near_ones(engine):
+                try:
+                    kept = await way.find(key, payload_type=payload_type)
+                except EngineDeadError as error:
+                    connection.lose(way, error)
+                    if self._connections.leaves_no_other(engine):
+                        raise _named_as(error, connection) from None
+                else:
+                    if kept is not None:
+                        return kept
+        return None
+
+    async def keep(
+        self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None
+    ) -> shmring.Kept[Any]:
+        """Gives content to an engine on this node; see :meth:`shmring.Client.keep`.
 
         Raises:
-            LocalProtocolError: the engine is on another node.
+            LocalProtocolError: the engine is on another node, or all are.
         """
-        way = await self._ready()
-        if isinstance(way, FarClient):
-            raise LocalProtocolError(
-                f"engine {self.name!r} is on another node: only clients on its own node give it content to keep"
-            )
-        return await way.keep(key, payload, timeout=timeout)
+        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
+            holder = self._connections.holder(payload, engine)
+            if holder is None:
+                await self._connections.chosen(None, engine)
+            near = self._connections.near_ones(engine if holder is None else holder.name)
+            if not near:
+                raise LocalProtocolError(
+                    "no engine on this node is attached: only clients on its own node give an engine content to keep"
+                )
+            connection, way = near[0]
+            try:
+                return await way.keep(key, payload)
+            except EngineDeadError as error:
+                connection.lose(way, error)
+                raise _named_as(error, connection) from None
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Aborts pending requests, and says goodbye. A second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        way, self._way = self._way, None
-        if way is not None:
-            await way.close()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        if not self._connections.is_closed:
+            await self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -340,64 +383,66 @@ class Client:
         await self.close()
 
 
-def _deadline(timeout: float | None) -> float | None:
-    check_timeout(timeout)
-    return None if timeout is None else asyncio.get_running_loop().time() + timeout
-
-
-def _left_s(until_s: float | None) -> float | None:
-    return None if until_s is None else max(0.0, until_s - asyncio.get_running_loop().time())
-
-
-class Connecting:
-    """What :func:`connect` returns: await it, or use it with ``async with``."""
-
-    def __init__(self, create: Callable[[], Awaitable[Client]]) -> None:
-        self._create = create
-        self._client: Client | None = None
-
-    def __await__(self) -> Generator[Any, None, Client]:
-        return self._create().__await__()
-
-    async def __aenter__(self) -> Client:
-        self._client = await self._create()
-        return self._client
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._client is not None
-        await self._client.close()
+def _named_as(error: EngineDeadError, connection: Connection) -> EngineDeadError:
+    """Returns an error with the name that the caller knows the engine by, and not that of its ring."""
+    named = fresh(error)
+    named.engine = connection.name
+    return named
 
 
 def connect(
-    name: str,
+    name: str | list[str] | tuple[str, ...],
     *,
+    route: Route | None = None,
+    near_bound: int = _NEAR_BOUND,
     connect_timeout_s: float = 60.0,
     in_flight_nbytes: int | str | None = None,
     description: str = "",
     **options: Any,
-) -> Connecting:
+) -> Opening[Client]:
     """Connects an actor, a task or a driver to an engine of its cluster: ``async with connect("vision") as client``.
 
+    With a list of names, or a pattern such as ``"vision-*"``, it connects to several engines, and each request goes to one of
+    them. One engine that answers is enough; the client attaches to the others when they start. A pattern stands for all engines
+    whose names are like it, also for those that are started later.
+
     Args:
-        name: the engine's, as given to ``EngineActor.remote``.
-        connect_timeout_s: how long the engine is waited for: Ray may be starting it, or starting it again on another node.
-        in_flight_nbytes: if the engine is on another node, the bytes of tensors that this client may have in flight; further
+        name: the engine's, as given to ``EngineActor.remote``; a pattern, in which ``*`` stands for any characters; or a list.
+        route: for several engines: ``"nearest"`` (the default), to the least loaded one on this node, unless that has
+            ``near_bound`` requests more in flight than an engine on another node; ``"least_loaded"``, wherever they are; or
+            ``"round_robin"``, to each in turn. A request's ``key`` or ``engine`` comes first.
+        near_bound: how many requests more an engine on this node may have.
+        connect_timeout_s: how long an engine is waited for: Ray may be starting it, or starting it again on another node.
+        in_flight_nbytes: of each engine on another node, the bytes of tensors that this client may have in flight; further
             requests wait. None: a fourth of the smaller of both nodes' object stores.
         description: what the engine's log calls this client.
-        options: of :func:`shmring.connect`, if the engine is on this node.
+        options: fields of :class:`shmring.ClientConfig`, for engines on this node.
 
     Raises:
-        EngineDeadError: no engine of that name answers in time.
+        EngineDeadError: no engine of that name (none of these names) answers in time.
         LocalProtocolError: this process is not connected to a Ray cluster.
-        ValueError, TypeError: a size or option is not valid.
+        ValueError, TypeError: a name, size or option is not valid.
     """
-    max_nbytes = None if in_flight_nbytes is None else parse_nbytes(in_flight_nbytes)
+    is_one = isinstance(name, str) and not is_pattern(name)
+    if is_one and route is not None:
+        raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
+    check_name(description)
+    configured(ClientConfig, None, {**options, "connect_timeout_s": connect_timeout_s})
+    settings = Settings(
+        float(connect_timeout_s),
+        None if in_flight_nbytes is None else parse_nbytes(in_flight_nbytes),
+        description,
+        options,
+    )
+    names = [name] if isinstance(name, str) else list(name)
 
     async def create() -> Client:
-        client = Client(name, connect_timeout_s, max_nbytes, description, **options)
-        await client._ready()
+        client = Client(names, is_one, settings, route or "nearest", near_bound)
+        try:
+            await client._connections.attach()
+        except BaseException:
+            await client.close()
+            raise
         return client
 
-    return Connecting(create)
+    return Opening(create)

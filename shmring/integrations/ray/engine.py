@@ -26,11 +26,14 @@ import ray
 import shmring
 from shmring.config import parse_nbytes, validate_name
 from shmring.engine.core import EngineCore
+from shmring.engine.counted import EngineNumbers
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import ExecutorOptions
+from shmring.engine.metrics import EngineMetrics
 from shmring.engine.scheduler import SchedulerConfig
-from shmring.errors import EngineDeadError, LocalProtocolError, RemoteError, ShmringError
-from shmring.integrations.ray.directory import NAMESPACE, Where, actor_name, node_id, store_nbytes
+from shmring.errors import EngineDeadError, ShmringError
+from shmring.integrations.ray.directory import NAMESPACE, Load, Where, actor_name, node_id, store_nbytes
+from shmring.integrations.ray.metrics import keep_reporting
 from shmring.memory.bundles import Bundle
 from shmring.ring.injecting import Injected, Injector
 
@@ -45,8 +48,10 @@ _NODE_CHARACTERS = 12  # of a node's id, in the name of a ring: test clusters ha
 
 Handler = Callable[[shmring.Claim[Any]], Awaitable[object]]
 
-#: What a call returns: replies, and why no more will come.
-Outcome = tuple[list[Bundle], Exception | None]
+#: What a call returns: replies, why no more will come, and what the engine has to do then.
+Outcome = tuple[list[Bundle], Exception | None, Load]
+
+_LONGEST_S = 1e7  # of a deadline, which loops can count
 
 
 class UnknownClientError(EngineDeadError):
@@ -63,6 +68,8 @@ class _Engine:
         self._node = node_id()
         self._injectors: dict[str, Injector] = {}
         self._watching: set[asyncio.Task[None]] = set()
+        self._core: EngineCore | None = None
+        self._is_draining = False
         self._end_with_raylet()
         ring_name = f"ray-{self._node[:_NODE_CHARACTERS]}-{name}"
         options.setdefault("socket_dir", f"/tmp/shmring-{os.getuid()}")  # of all processes, whatever their environment says
@@ -72,7 +79,7 @@ class _Engine:
             running: Awaitable[None] = self._ring.run(handler, max_concurrency)
         else:
             assert executor is not None
-            core = await _make_core(ring_name, executor, **options)
+            core = self._core = await _make_core(ring_name, executor, **options)
             self._ring = core.ring
             running = core.run()
         config = self._ring.config
@@ -88,6 +95,7 @@ class _Engine:
             store_nbytes=await asyncio.to_thread(store_nbytes, self._node),
         )
         self._start(self._run(running))
+        self._start(keep_reporting({"node": self._node, "engine": name}, self._numbers))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -124,6 +132,33 @@ class _Engine:
         """Returns those of its ring."""
         return self._ring.statistics()
 
+    def _numbers(self) -> EngineNumbers:
+        """What its node's metrics say of it."""
+        statistics = self._ring.statistics()
+        if self._core is not None:
+            return EngineNumbers(self._core.metrics.collect(statistics), self._core.times.as_dict())
+        counts = EngineMetrics().collect(statistics)
+        return EngineNumbers({name: count for name, count in counts.items() if name.startswith("ring_")}, {})
+
+    async def load(self) -> Load:
+        """Returns what it has to do."""
+        return self._load()
+
+    def _load(self) -> Load:
+        statistics = self._ring.statistics()
+        return statistics.running + statistics.waiting, statistics.waiting, self._is_draining
+
+    async def drain(self, timeout_s: float = 60.0) -> bool:
+        """Ends what it has; clients of several engines send it nothing more. Then it can be killed.
+
+        Returns:
+            Whether all requests have ended in that time.
+        """
+        self._is_draining = True
+        if self._core is not None:
+            return await self._core.drain(timeout_s)
+        return await self._ring.drain(timeout_s, claiming=True)
+
     async def call(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         """Calls a control method, as a client of the ring does."""
         try:
@@ -138,7 +173,7 @@ class _Engine:
         """A lifeline: its reference belongs to the client that has called this, and is never fulfilled."""
         await asyncio.Event().wait()
 
-    async def enter(self, client: str, description: str, lifeline: list[Any]) -> None:
+    async def enter(self, client: str, description: str, lifeline: list[Any]) -> Load:
         """A client begins.
 
         Args:
@@ -148,6 +183,7 @@ class _Engine:
         """
         self._injectors[client] = self._ring.injector(description)
         self._start(self._watch(client, lifeline[0]))
+        return self._load()
 
     async def _watch(self, client: str, lifeline: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError, asyncio.CancelledError):  # whatever it is, the client has gone
@@ -160,42 +196,46 @@ class _Engine:
         if injector is not None:
             injector.close()
 
-    async def request(self, client: str, name: str, bundle: Bundle) -> Outcome:
-        """Carries a request out that has one reply."""
+    async def request(self, client: str, name: str, bundle: Bundle, left_s: float | None) -> Outcome:
+        """Carries a request out that is to have one reply; if it has more, there are two or more in what this returns.
+
+        Args:
+            client: as of :meth:`enter`.
+            name: the caller's own name for the request.
+            bundle: its payload.
+            left_s: how long it may take; None: as long as it does.
+        """
         replies: list[Bundle] = []
+        until_s = _until_s(left_s)
         try:
             injected = self._inject(client, name, bundle)
             del bundle  # or this frame would keep its memory in the object store
             try:
-                while len(replies) < 2 and (more := await injected.read()):
+                while len(replies) < 2 and (more := await _read(injected, until_s)):
                     replies += more
             finally:
                 injected.abort()
-            if not replies:
-                raise RemoteError(
-                    "NoReply",
-                    f"the engine finished request {injected.request_id} without a reply; use stream() if that is meant",
-                )
-            if len(replies) > 1:
-                raise LocalProtocolError(
-                    f"request {injected.request_id} has more than one reply; use stream() for such requests"
-                )
         except (ShmringError, TimeoutError) as error:
-            return [], self._told(error)
-        return replies, None
+            return [], self._told(error), self._load()
+        return replies, None, self._load()
 
-    async def stream(self, client: str, name: str, bundle: Bundle) -> AsyncGenerator[Outcome, None]:
-        """Carries a request out. All replies that are there travel in one object: Ray moves some thousand objects a second."""
+    async def stream(self, client: str, name: str, bundle: Bundle, left_s: float | None) -> AsyncGenerator[Outcome, None]:
+        """Carries a request out. All replies that are there travel in one object: Ray moves some thousand objects a second.
+
+        Args:
+            client, name, bundle, left_s: as of :meth:`request`.
+        """
+        until_s = _until_s(left_s)
         try:
             injected = self._inject(client, name, bundle)
             del bundle
             try:
-                while more := await injected.read():
-                    yield more, None
+                while more := await _read(injected, until_s):
+                    yield more, None, self._load()
             finally:
                 injected.abort()
         except (ShmringError, TimeoutError) as error:
-            yield [], self._told(error)
+            yield [], self._told(error), self._load()
 
     def _inject(self, client: str, name: str, bundle: Bundle) -> Injected:
         injector = self._injectors.get(client)
@@ -208,6 +248,24 @@ class _Engine:
         if isinstance(error, shmring.ClosedError):
             return EngineDeadError(str(error), engine=self._name)
         return error.with_traceback(None)
+
+
+def _until_s(left_s: float | None) -> float | None:
+    if left_s is None:
+        return None
+    return asyncio.get_running_loop().time() + min(max(0.0, left_s), _LONGEST_S)
+
+
+async def _read(injected: Injected, until_s: float | None) -> list[Bundle]:
+    """Reads replies until the deadline: only while it waits, since a generator may be left for long in between."""
+    scope = asyncio.timeout_at(until_s)
+    try:
+        async with scope:
+            return await injected.read()
+    except TimeoutError:
+        if scope.expired():
+            raise TimeoutError("the request's deadline has passed in the engine") from None
+        raise
 
 
 async def _make_core(

@@ -2,20 +2,26 @@
 
 Theory of operation: a payload becomes a :class:`~shmring.memory.bundles.Bundle`, the one argument of a call that holds tensors.
 Ray moves it to the engine's node in its object store, without pickling tensors, and the engine views it there. Replies come in
-the same way. How many bytes are on their way is bounded here (``flight.py``). Cancelling a call, or its timeout, cancels it at
-the engine, which aborts the request.
+the same way. How many bytes are on their way is bounded here (``flight.py``). A task for each request reads what comes, so that
+a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up cancels the call at the
+engine, which aborts it.
 
-What Ray says of a call becomes the error that a client of the ring would get (:func:`_translated`).
+With each reply, the engine says its load. What Ray says of a call becomes the error that a client of the ring would get
+(:func:`_translated`).
+
+Invariants: a request counts as in flight from its turn on until its call is over; after :meth:`FarClient.close`, none is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import secrets
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Iterable
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import msgspec
 import ray
@@ -31,64 +37,29 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
+from shmring.client.counters import ClientCounters
+from shmring.client.routing import EngineLoad, LoadEstimate
+from shmring.engine.protocol import EncodeRequest, GenerateRequest
 from shmring.errors import AbortedError, CapacityError, ClosedError, EngineDeadError, RemoteError, WouldBlock, fresh
-from shmring.integrations.ray.directory import Where
+from shmring.integrations.ray.directory import Load, Where, membership
+from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.flight import Flight
 from shmring.memory.bundles import Bundle, bundle
+from shmring.statistics import ClientStatistics
 
-__all__ = ["FarClient"]
+__all__ = ["NOTHING", "FarClient"]
 
-_Result = TypeVar("_Result")
+#: Statistics where no engine is attached.
+NOTHING = ClientStatistics(
+    **dict.fromkeys((field.name for field in dataclasses.fields(ClientStatistics)), 0) | {"connected": False}  # type: ignore[arg-type]
+)
 
 _PUT_NBYTES = 100_000  # Ray sends smaller arguments along with the call
 _THREAD_NBYTES = 1 << 20  # a longer copy into the object store is made beside the loop; it takes seconds if the store is full
 
-
-class _Sending:
-    """A request on its way. Its steps are waited for here, so that a deadline or an abort ends any of them.
-
-    Args:
-        name: the caller's own name for it.
-        until_s: the deadline, in the loop's time; None: there is none.
-        timeout: that the deadline was made of, for the error's text.
-    """
-
-    def __init__(self, engine: str, name: str, until_s: float | None, timeout: float | None) -> None:
-        self._engine = engine
-        self.name = name
-        self._until_s = until_s
-        self._timeout = timeout
-        self._scope: asyncio.Timeout | None = None
-        self._error: Exception | None = None
-
-    def abort(self, error: Exception) -> None:
-        """Whoever waits for it, now or later, gets the error."""
-        self._error = error
-        if self._scope is not None:
-            self._scope.reschedule(0)
-
-    async def wait(self, step: Awaitable[_Result]) -> _Result:
-        """Waits for a step.
-
-        Raises:
-            TimeoutError: its time is over.
-            Exception: it was aborted with this error.
-        """
-        scope = asyncio.timeout_at(self._until_s if self._error is None else 0)
-        try:
-            async with scope:
-                self._scope = scope
-                return await step
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            if self._error is not None:
-                raise self._error from None
-            raise TimeoutError(
-                f"it took longer than the {self._timeout:g} s it was given: at {self._engine!r}, on another node"
-            ) from None
-        finally:
-            self._scope = None
+# An engine that answers says its load at once. A node that is busy may take some tenths of a second.
+_PATIENCE_S = 1.0
+_LOAD_S = 0.5  # a load that is older is asked for; choosing does not wait for the answer
 
 
 class FarClient:
@@ -102,16 +73,26 @@ class FarClient:
 
     Attributes:
         flight: what is in flight.
+        is_draining: whether the engine drains, so that new requests should go to other engines.
     """
 
     def __init__(self, name: str, actor: Any, where: Where, max_nbytes: int) -> None:
         self.flight = Flight(where.max_inflight, max_nbytes)
+        self.is_draining = False
         self._name = name
         self._actor = actor
         self._where = where
+        self._membership = membership()
         self._id = secrets.token_hex(8)
         self._lifeline: Any = None
-        self._sending: defaultdict[str, set[_Sending]] = defaultdict(set)
+        self._numbers = itertools.count(1)
+        self._calls: dict[FarSubmission, tuple[Any, asyncio.Task[None]]] = {}
+        self._counters = ClientCounters()
+        self._load: Load = (0, 0, False)
+        self._load_s = 0.0  # when it was said
+        self._loads = 0  # how often it was
+        self._estimate = LoadEstimate(_PATIENCE_S)
+        self._asking: asyncio.Task[None] | None = None
 
     @classmethod
     async def enter(cls, name: str, actor: Any, where: Where, max_nbytes: int, description: str) -> FarClient:
@@ -123,73 +104,98 @@ class FarClient:
         client = cls(name, actor, where, max_nbytes)
         client._lifeline = actor.hold.remote()
         try:
-            await actor.enter.remote(client._id, description, [client._lifeline])
+            client._heard(await actor.enter.remote(client._id, description, [client._lifeline]))
         except RayError as error:
             raise client._translated(error) from error
         return client
 
-    async def request(
-        self, payload: object, *, until_s: float | None, timeout: float | None, reply_type: Any, request_id: str
-    ) -> Any:
-        """See :meth:`Client.request`."""
-        with self._sent(request_id, until_s, timeout) as sending:
-            packed = self._pack(payload)
-            del payload
-            nbytes = _size(packed)
-            await sending.wait(self.flight.begin(nbytes))
-            try:
-                argument = await sending.wait(self._argument(packed))
-                del packed
-                reference = self._actor.request.remote(self._id, request_id, argument)
-                del argument
-                replies = await self._outcome(sending, reference, reference)
-            except RayError as error:
-                raise self._translated(error, nbytes) from error
-            finally:
-                self.flight.end(nbytes)
-            return _opened(replies[0], reply_type)
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def stream(
-        self, payload: object, *, until_s: float | None, timeout: float | None, reply_type: Any, request_id: str
-    ) -> AsyncGenerator[Any, None]:
-        """See :meth:`Client.stream`."""
-        with self._sent(request_id, until_s, timeout) as sending:
-            packed = self._pack(payload)
-            del payload
-            nbytes = _size(packed)
-            await sending.wait(self.flight.begin(nbytes))
-            generator = None
-            try:
-                argument = await sending.wait(self._argument(packed))
-                del packed
-                generator = self._actor.stream.options(num_returns="streaming").remote(self._id, request_id, argument)
-                del argument
-                while True:
-                    try:
-                        reference = await sending.wait(anext(generator))
-                    except StopAsyncIteration:
-                        generator = None
-                        return
-                    for reply in await self._outcome(sending, reference, generator):
-                        yield _opened(reply, reply_type)
-            except RayError as error:
-                generator = None
-                raise self._translated(error, nbytes) from error
-            finally:
-                if generator is not None:  # its caller has left, or was cancelled
-                    ray.cancel(generator)
-                self.flight.end(nbytes)
+    async def submit(self, payload: object, name: str, *, one_reply: bool = False) -> FarSubmission:
+        """Sends a payload, and returns when it is on its way to the engine.
 
-    @contextlib.contextmanager
-    def _sent(self, request_id: str, until_s: float | None, timeout: float | None) -> Any:
-        sending = _Sending(self._name, request_id, until_s, timeout)
-        self._sending[request_id].add(sending)
+        Args:
+            payload: as of :meth:`shmring.Client.request`.
+            name: the caller's own name for it.
+            one_reply: whether one reply is wanted: it then travels in one object with the end, which is faster.
+
+        Raises:
+            EngineDeadError: the engine has died. Nothing was sent.
+            TypeError, CapacityError, ClosedError: as :meth:`shmring.Client.request`.
+        """
+        self.flight.check_open()
+        self._check_membership()
+        payload, deadline = _without_deadline(payload)
+        packed = self._pack(payload)
+        del payload
+        nbytes = _size(packed)
+        await self.flight.begin(nbytes)
         try:
-            yield sending
+            argument = await self._argument(packed)
+            self._counters.copies += len(packed.buffers)
+            self._counters.copied_nbytes += packed.nbytes
+            del packed
+            self.flight.check_open()  # it may have been closed meanwhile
+            left_s = None if deadline is None else deadline - time.monotonic()
+            method = self._actor.request if one_reply else self._actor.stream.options(num_returns="streaming")
+            call = method.remote(self._id, name, argument, left_s)
+        except BaseException as error:
+            self.flight.end(nbytes)
+            if isinstance(error, RayError):
+                raise self._translated(error, nbytes) from error
+            raise
+        del argument
+        submission = FarSubmission(self._name, next(self._numbers), name, self._give_up)
+        outcomes = _only(call) if one_reply else _each(call)
+        reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
+        self._calls[submission] = call, reading
+        self._counters.submitted += 1
+        return submission
+
+    async def _read(self, submission: FarSubmission, outcomes: AsyncIterator[Any], nbytes: int) -> None:
+        """Hands what comes to a submission, until it has ended."""
+        error: Exception | None = None
+        try:
+            async for outcome in outcomes:
+                replies, error, load = outcome
+                del outcome
+                self._heard(load)
+                self._counters.replies += len(replies)
+                submission.replied(replies)
+                del replies  # or this frame would keep their memory until more has come
+        except RayError as ray_error:
+            error = self._translated(ray_error, nbytes)
+        except Exception as other:  # noqa: BLE001  # its caller gets it
+            error = other
+        except asyncio.CancelledError:
+            error = ClosedError("the loop of this client has ended")  # unless it has ended before
+            raise
         finally:
-            self._sending[request_id].discard(sending)
-            if not self._sending[request_id]:
-                del self._sending[request_id]
+            self._calls.pop(submission, None)
+            self.flight.end(nbytes)
+            self._count_end(submission, error)
+            submission.end(error)
+
+    def _count_end(self, submission: FarSubmission, error: Exception | None) -> None:
+        if submission.ended or isinstance(error, AbortedError | EngineDeadError):
+            self._counters.aborted += 1
+        elif error is not None:
+            self._counters.failed += 1
+        else:
+            self._counters.finished += 1
+
+    def _give_up(self, submission: FarSubmission) -> None:
+        """A submission was aborted, or has ended for its caller."""
+        call = self._calls.pop(submission, None)
+        if call is not None:
+            with contextlib.suppress(RayError, EngineDeadError):  # the engine may have gone
+                self._check_membership()
+                ray.cancel(call[0])
+            call[1].cancel()
+
+    def _check_membership(self) -> None:
+        if membership() != self._membership:
+            raise EngineDeadError(f"this process has left the Ray cluster of engine {self._name!r}", engine=self._name)
 
     def _pack(self, payload: object) -> Bundle:
         where = self._where
@@ -207,18 +213,6 @@ class FarClient:
         if nbytes < _THREAD_NBYTES:
             return ray.put(packed)
         return await asyncio.to_thread(ray.put, packed)
-
-    async def _outcome(self, sending: _Sending, reference: Any, call: Any) -> list[Bundle]:
-        """Returns the replies that a reference stands for. Whoever waits for them no longer cancels the call."""
-        try:
-            replies, error = await sending.wait(reference)
-        except (asyncio.CancelledError, AbortedError, ClosedError, TimeoutError):
-            ray.cancel(call)
-            raise
-        if error is not None:
-            raise error
-        bundles: list[Bundle] = replies
-        return bundles
 
     def _translated(self, error: RayError, nbytes: int = 0) -> Exception:
         """Returns what an error of Ray means to a client of an engine."""
@@ -240,13 +234,14 @@ class FarClient:
 
     def abort(self, names: Iterable[str]) -> int:
         """See :meth:`Client.abort`."""
-        sendings = [sending for name in names for sending in self._sending.get(name, ())]
-        for sending in sendings:
-            sending.abort(AbortedError(f"request {sending.name!r} was aborted", request_id=sending.name))
-        return len(sendings)
+        submissions = [submission for submission in self._calls if submission.name in names]
+        for submission in submissions:
+            submission.abort()
+        return len(submissions)
 
     async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
         """See :meth:`Client.call`."""
+        self._check_membership()
         try:
             result, error = await self._actor.call.remote(method, arguments)
         except RayError as ray_error:
@@ -255,24 +250,104 @@ class FarClient:
             raise error
         return result
 
+    # -- what is known of the engine -----------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        """Returns the engine's load, as it was said last, with what this client has sent since. If that is long ago, the
+        engine is asked, for the next time."""
+        loop = asyncio.get_running_loop()
+        if self._asking is None and loop.time() - self._load_s > _LOAD_S:
+            self._asking = loop.create_task(self._ask())
+        in_flight, waiting, _ = self._load
+        return self._estimate.look(
+            published=in_flight,
+            waiting=waiting,
+            own=self.flight.requests + self.flight.waiting,
+            unread_nbytes=self._asking is not None,
+            taken_nbytes=self._loads,
+            now=loop.time(),
+        )
+
+    async def _ask(self) -> None:
+        try:
+            self._check_membership()
+            self._heard(await self._actor.load.remote())
+        except (RayError, EngineDeadError) as error:
+            lost = self._translated(error) if isinstance(error, RayError) else error
+            if isinstance(lost, EngineDeadError):
+                await self.close(lost)
+        finally:
+            self._asking = None
+
+    def _heard(self, load: Load) -> None:
+        self._load, self._load_s = load, asyncio.get_running_loop().time()
+        self._loads += 1
+        self.is_draining = load[2]
+
+    @property
+    def connected(self) -> bool:
+        """Whether the engine is not known to have gone, and this client is open."""
+        return self.flight.why_closed is None
+
+    @property
+    def why_closed(self) -> Exception | None:
+        """The error that it was closed with."""
+        return self.flight.why_closed
+
+    def why_not_sent(self) -> str:
+        """Says for what an unsent request is waiting."""
+        return (
+            f"on another node; {self.flight.requests} requests with {self.flight.nbytes} bytes are in flight, and "
+            f"{self.flight.waiting} wait"
+        )
+
+    def statistics(self) -> ClientStatistics:
+        """Returns gauges and counters. It has no slots; copies are those into Ray's object store."""
+        gauges = {"connected": self.connected, "in_flight": self.flight.requests, "waiting": self.flight.waiting}
+        return dataclasses.replace(NOTHING, **gauges, **self._counters.as_dict())  # type: ignore[arg-type]  # as their names say
+
     async def close(self, why: Exception | None = None) -> None:
-        """Ends what is in flight, and says goodbye.
+        """Ends what is in flight, and says goodbye. A second call does nothing.
 
         Args:
             why: the error of what is in flight; None: this client was closed.
         """
-        with contextlib.suppress(RayError):  # the engine may have gone
+        if self.flight.why_closed is not None:
+            return
+        error = ClosedError("the client was closed") if why is None else why
+        self.flight.close(error)
+        with contextlib.suppress(RayError, EngineDeadError):  # the engine may have gone
+            self._check_membership()
             self._actor.leave.remote(self._id)
             ray.cancel(self._lifeline)
-        for sending in [sending for sendings in self._sending.values() for sending in sendings]:
-            sending.abort(ClosedError("the client was closed") if why is None else fresh(why))
+        if self._asking is not None and self._asking is not asyncio.current_task():
+            self._asking.cancel()
+        reading = [task for _, task in self._calls.values()]
+        for submission in list(self._calls):
+            submission.end(fresh(error))
+            self._give_up(submission)
+        if reading:
+            await asyncio.wait(reading)  # they count how requests have ended
 
 
-def _opened(reply: Bundle, reply_type: Any) -> Any:
-    try:
-        return reply.open(reply_type)
-    except msgspec.ValidationError as error:
-        raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
+async def _only(call: Any) -> AsyncIterator[Any]:
+    """The one outcome of a call."""
+    yield await call
+
+
+async def _each(call: Any) -> AsyncIterator[Any]:
+    """The outcomes of a call that streams."""
+    async for reference in call:
+        outcome = [await reference]
+        del reference  # or this frame would keep it in the object store until the next one has come
+        yield outcome.pop()
+
+
+def _without_deadline(payload: object) -> tuple[object, float | None]:
+    """Returns a payload without its deadline, and that: a time of this machine's clock, which means nothing on another one."""
+    if isinstance(payload, EncodeRequest | GenerateRequest) and payload.deadline is not None:
+        return msgspec.structs.replace(payload, deadline=None), payload.deadline
+    return payload, None
 
 
 def _size(packed: Bundle) -> int:

@@ -9,9 +9,8 @@ Invariants: what is counted is what has begun and not ended; a cancelled waiter 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import deque
+from shmring.errors import fresh
+from shmring.line import Line, give
 
 __all__ = ["Flight"]
 
@@ -25,7 +24,7 @@ class Flight:
 
     Attributes:
         requests, nbytes: in flight now.
-        waiting: how many wait.
+        why_closed: the error that it was closed with; None: it is open.
     """
 
     def __init__(self, max_requests: int, max_nbytes: int) -> None:
@@ -33,32 +32,28 @@ class Flight:
         self._max_nbytes = max_nbytes
         self.requests = 0
         self.nbytes = 0
-        self._line: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._line: Line[int] = Line()
+        self.why_closed: Exception | None = None
 
     @property
     def waiting(self) -> int:
-        return sum(not place.done() for place, _ in self._line)
+        """How many wait."""
+        return sum(1 for _ in self._line.waiting())
 
     def _fits(self, nbytes: int) -> bool:
         return self.requests < self._max_requests and (not self.nbytes or self.nbytes + nbytes <= self._max_nbytes)
 
     async def begin(self, nbytes: int) -> None:
-        """Waits for the turn of a request of so many bytes, which is in flight from then on."""
-        if not self._line and self._fits(nbytes):
+        """Waits for the turn of a request of so many bytes, which is in flight from then on.
+
+        Raises:
+            Exception: that this was closed with.
+        """
+        self.check_open()
+        if not self._line.is_waited_in and self._fits(nbytes):
             self._count(nbytes)
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((place, nbytes))
-        try:
-            await place
-        except BaseException:
-            if place.done() and not place.cancelled():  # its turn came just then
-                self.end(nbytes)
-            else:
-                with contextlib.suppress(ValueError):  # whoever served the line has seen it leave
-                    self._line.remove((place, nbytes))
-                self._serve()
-            raise
+        else:
+            await self._line.stay(self._line.enter(nbytes), self.end, lambda _: self._serve())
 
     def end(self, nbytes: int) -> None:
         """A request of so many bytes is over."""
@@ -66,13 +61,24 @@ class Flight:
         self.nbytes -= nbytes
         self._serve()
 
+    def check_open(self) -> None:
+        """Raises the error that this was closed with, if it was."""
+        if self.why_closed is not None:
+            raise fresh(self.why_closed)
+
+    def close(self, why: Exception) -> None:
+        """No more requests begin; those that wait get this error."""
+        self.why_closed = why
+        for place, _ in self._line.waiting():
+            place.set_exception(fresh(why))
+
     def _count(self, nbytes: int) -> None:
         self.requests += 1
         self.nbytes += nbytes
 
     def _serve(self) -> None:
-        while self._line and self._fits(self._line[0][1]):
-            place, nbytes = self._line.popleft()
-            if not place.done():
-                self._count(nbytes)
-                place.set_result(None)
+        for place, nbytes in self._line.waiting():
+            if not self._fits(nbytes):
+                break
+            self._count(nbytes)
+            give(place, nbytes)
