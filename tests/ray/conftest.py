@@ -6,6 +6,7 @@ cluster serves all tests of a file that kill nothing of it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import secrets
@@ -52,13 +53,19 @@ def until_fixture() -> Callable[..., Any]:
 
 
 class Nodes:
-    """A cluster of two nodes or more; this process is a driver on node 0."""
+    """A cluster of two nodes or more; this process is a driver on node 0.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: of its nodes.
+        first_address: the last number of node 0's; that of node 1 is the next one.
+    """
+
+    def __init__(self, count: int, first_address: int = 2) -> None:
         import ray
         from ray.cluster_utils import Cluster
 
         self._ray = ray
+        self._first_address = first_address
         self.cluster = Cluster(initialize_head=True, head_node_args=self._arguments(0))
         self.nodes = [self.cluster.head_node]
         try:
@@ -70,23 +77,33 @@ class Nodes:
             self.close()
             raise
 
-    def _arguments(self, number: int) -> dict[str, Any]:
+    def _arguments(self, number: int, **resources: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "num_cpus": 4,
             "object_store_memory": STORE_NBYTES,
-            "resources": {f"node{number}": 1000},
-            "node_ip_address": f"127.0.0.{number + 2}",  # a driver rewrites 127.0.0.1 to the machine's own address
+            "resources": {f"node{number}": 1000, **resources},
+            # Not 127.0.0.1, which a driver rewrites to the machine's own address.
+            "node_ip_address": f"127.0.0.{self._first_address + number}",
         }
         return arguments if number else arguments | {"include_dashboard": False}
 
-    def add(self) -> None:
-        """Adds a node, which has a resource ``node<number>``."""
-        self.nodes.append(self.cluster.add_node(**self._arguments(len(self.nodes))))
+    def add(self, **resources: float) -> int:
+        """Adds a node, which has these resources and ``node<number>``; returns its number."""
+        number = len(self.nodes)
+        self.nodes.append(self.cluster.add_node(**self._arguments(number, **resources)))
+        return number
 
     def raylet(self, number: int) -> int:
         """The process of a node's raylet."""
         pid: int = self.nodes[number].all_processes["raylet"][0].process.pid
         return pid
+
+    def processes(self, number: int) -> set[int]:
+        """All processes of a node: what was started for it, and their children."""
+        import psutil
+
+        started = [psutil.Process(each.process.pid) for of in self.nodes[number].all_processes.values() for each in of]
+        return {process.pid for root in started for process in (root, *root.children(recursive=True))}
 
     def on(self, number: int) -> dict[str, Any]:
         """Options for an actor that is to run on a node."""
@@ -136,7 +153,9 @@ def _is_dead(path: Path) -> bool:
     return False
 
 
-def kill(pid: int) -> float:
-    """Kills a process; returns when."""
-    os.kill(pid, signal.SIGKILL)
+def kill(*pids: int) -> float:
+    """Kills processes; returns when."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+            os.kill(pid, signal.SIGKILL)
     return time.monotonic()

@@ -28,7 +28,7 @@ def engine_on(nodes: Nodes, number: int, **resources: Any) -> Any:
 
 def caller_on(nodes: Nodes, number: int) -> Any:
     caller = ray.remote(Caller).options(**nodes.on(number), max_concurrency=1000).remote()
-    ray.get(caller.connect.remote("vision"))
+    ray.get(caller.connect.remote("vision", connect_timeout_s=300.0))  # until Ray has started its engine again elsewhere
     return caller
 
 

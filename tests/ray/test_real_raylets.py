@@ -1,4 +1,4 @@
-"""A node whose raylet dies: the engine there ends with it, and is found on another node."""
+"""A node that dies, its raylet alone or all of it: the engine there ends with it, and is found on another node, which joins."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import shmring
+from tests.ray.actors import Caller
 from tests.ray.conftest import Nodes, is_running, kill, until
 from tests.ray.test_real_deaths import HANG, TENSOR, caller_on, engine_on, pid_of, running
 
@@ -16,22 +17,33 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_an_engine_whose_raylet_dies_ends_and_is_found_elsewhere(nodes: Nodes) -> None:
-    engine = engine_on(nodes, 1)
-    far = caller_on(nodes, 0)
+@pytest.mark.parametrize("dying", ["raylet", "node"])
+def test_an_engine_whose_node_dies_ends_and_is_found_elsewhere(nodes: Nodes, dying: str) -> None:
+    resource = f"engines {dying}"
+    number = nodes.add(**{resource: 1000})
+    engine = engine_on(nodes, number, **{resource: 1})
+    far, near = caller_on(nodes, 0), caller_on(nodes, number)
     old_pid = pid_of(engine)
     pending = far.requests.remote(HANG, 2)
-    until(lambda: running(engine) == 2)
-    killed_s = kill(nodes.raylet(1))
+    near.requests.remote(HANG, 1)
+    until(lambda: running(engine) == 3)
+    victims = nodes.processes(number) if dying == "node" else [nodes.raylet(number)]
+    killed_s = kill(*victims)
     until(lambda: not is_running(old_pid))
-    print(f"the engine has ended {time.monotonic() - killed_s:.2f} s after its raylet")
+    print(f"the engine has ended {time.monotonic() - killed_s:.2f} s after its {dying}")
     results = ray.get(pending)
     assert {type(error) for error, _ in results} == {shmring.EngineDeadError}
-    print(f"the far client heard of it after {max(at for _, at in results) - killed_s:.2f} s")
-    # Its resource is gone with its node; one that has it joins.
-    nodes.cluster.add_node(num_cpus=4, object_store_memory=150 << 20, resources={"node1": 1000}, node_ip_address="127.0.0.9")
-    assert ray.get(far.request.remote(TENSOR))["sum"] == 1000
-    print(f"an engine on another node answered after {time.monotonic() - killed_s:.2f} s")
+    print(f"the far client heard of the {dying} after {max(at for _, at in results) - killed_s:.2f} s")
+
+    # Its resource is gone with its node. A node that has it joins, and Ray starts the engine there.
+    waiting = far.request.remote(TENSOR)
+    number = nodes.add(**{resource: 1000})
+    assert ray.get(waiting)["sum"] == 1000
+    print(f"an engine on another node answered {time.monotonic() - killed_s:.2f} s after the end of the {dying}")
     assert pid_of(engine) != old_pid
-    ray.kill(engine)
+    neighbour = ray.remote(Caller).options(**nodes.on(number)).remote()
+    assert ray.get(neighbour.connect.remote("vision")) is True
+    assert ray.get(neighbour.request.remote(TENSOR))["sum"] == 1000
+    for actor in (engine, far, neighbour):
+        ray.kill(actor)
     until(lambda: not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("shmring-")])
