@@ -37,6 +37,7 @@ from shmring.ring.workers import Workers
 from tests.simulation.around import Connected, CopyingThreads, End, Watch, standing_on
 from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
+from tests.simulation.injecting import Injecting
 from tests.simulation.loop import SimulatedLoop, came_to, local_of, require_obeyed
 from tests.simulation.midst import Midst
 from tests.simulation.payloads import (
@@ -149,6 +150,7 @@ class Engine:
     Attributes:
         ring: the real one.
         loop: that it lives in.
+        injecting: what this process itself asks.
         claims: in the hands of handlers, whether or not they can still be answered.
         draining: what views and workers read of claims that were released.
     """
@@ -190,6 +192,7 @@ class Engine:
         self.book = self.end.book
         self.copier = cast(CopyingThreads, self.shell._copier)
         self.fan_out = self.shell.workers if isinstance(self.shell.workers, FanOut) else None
+        self.injecting = Injecting(scenario, self.ring, self.loop)
         self.claims: list[Handling] = []
         self.draining: list[Draining] = []
         self._clients: dict[int, Client] = {}
@@ -198,7 +201,13 @@ class Engine:
     @property
     def clients(self) -> dict[int, Client]:
         """Connections that the ring has, ended ones included."""
-        return {client_id: self._clients[client_id] for client_id in self.shell._frontends}
+        there = self.shell._frontends
+        return {client_id: client for client_id, client in self._clients.items() if client_id in there}
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any] | None]:
+        """Of handlers that reply, and of callers of this process, by their places."""
+        return [*(handling.replying for handling in self.claims), *(asked.reading for asked in self.injecting.asked)]
 
     # -- connections ---------------------------------------------------------------------------------------------------------
 
@@ -209,7 +218,7 @@ class Engine:
         self._shake_hands(wire, lambda peer, welcome, *descriptors: welcomes.append(welcome))
         [welcome] = welcomes
         frontend = self.shell._frontends[welcome.client_id]
-        assert isinstance(frontend, Frontend), "nobody has injected anything"
+        assert isinstance(frontend, Frontend)
         self._clients[welcome.client_id] = Client(process, wire, frontend, cast(Any, frontend.watch))
         return wire, welcome
 
@@ -269,13 +278,14 @@ class Engine:
             cast(End, client.frontend.link).lost = True
         if self.fan_out is not None:
             self.fan_out.close()
-        tasks = [handling.replying for handling in self.claims if handling.replying is not None]
+        tasks = [task for task in self.tasks if task is not None]
         self.copier.abandon()
         for task in tasks:
             task.cancel()
         if tasks:
             self.loop.run_all()
         self.loop.clear()
+        self.injecting.asked.clear()
         self.claims.clear()
         self.draining.clear()
         self.end.detach()
@@ -450,6 +460,7 @@ class Engine:
     def follow(self) -> None:
         """Something has happened here: what it means for handlers, for workers, and for slots that are read."""
         self._replied()
+        self.injecting.follow()
         if self.fan_out is not None:
             with self.loop.running():  # with a task go the views that it had
                 self.fan_out.follow()
@@ -522,6 +533,7 @@ class Engine:
         for index, draining in enumerate(self.draining):
             if draining.view is not None:
                 yield Action(Kind.ENGINE_VIEW_DIES, index)
+        yield from self.injecting.enabled()
         if self.fan_out is not None:
             yield from self.fan_out.enabled()
 
@@ -538,7 +550,7 @@ class Engine:
         if claim.aborted or handling.replies >= self.scenario.max_replies:
             return actions
         wanted = self.scenario.reply_blocks_wanted
-        if not self.scenario.turns_wait and not self.clients[claim.client_id].frontend.link.can_write:
+        if not self.scenario.turns_wait and not self.shell._frontends[claim.client_id].link.can_write:
             return actions
         actions += [Action(Kind.REPLY, index, blocks) for blocks in wanted]
         if self.scenario.in_code:

@@ -281,6 +281,17 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         in_code=frozenset({Kind.LEAVE, Kind.UNPIN, Kind.HANG_UP, Kind.TO_FRONTEND}),
         without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.CLAIM},
     ),
+    # A request of the engine's own process, whose handler replies more than is read, and the next one.
+    "injected": msgspec.structs.replace(
+        _ALONE,
+        processes=0,
+        injectors=1,
+        max_inflight=1,
+        reply_blocks_wanted=(1,),
+        max_replies=3,
+        turns_wait=True,
+        without=_NEVER | _OF_FRONTENDS | {Kind.RELEASE},
+    ),
     # Frontends that come again, and engines that die and start.
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
 }

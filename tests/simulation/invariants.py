@@ -189,7 +189,8 @@ def check_books(simulation: Simulation) -> None:
     lent = book.host.leased_nbytes(Lease.LEASED) + book.host.leased_nbytes(Lease.QUARANTINED)
     lent += book.kept.blocks * BLOCK_NBYTES
     require(book.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
-    require(book.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
+    require(book.clients.keys() == engine.shell._frontends.keys(), "the ring and its book have different clients")
+    engine.injecting.check()
     for handling in engine.claims:
         require(handling.claim.released == handling.is_released, "a claim was released by nobody")
     running = {(handling.client_id, handling.request_id) for handling in engine.claims if not handling.claim.ended}

@@ -80,6 +80,12 @@ class Kind(enum.StrEnum):
     CANCEL_REPLY = "cancel reply"  # [claim] its handler is cancelled while it waits or copies
     ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]
     TICK = "tick"  # an idle time passes
+    # callers of the engine's own process
+    INJECTOR = "injector"  # one is made
+    CLOSE_INJECTOR = "close injector"  # [injector]
+    INJECT = "inject"  # [injector, blocks] a request whose payload lies anywhere
+    READ_INJECTED = "read injected"  # [request] its caller reads what is there, or waits for it
+    GIVE_UP_INJECTED = "give up injected"  # [request] its caller is cancelled while it waits, or aborts it
     # workers
     WORKER_JOINS = "worker joins"  # [-, rank] a process starts and joins
     WORKER_CLOSES = "worker closes"  # [worker] what it has in hands it keeps
@@ -107,12 +113,12 @@ DISTURBANCES = frozenset(
     {
         Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ENGINE_DIES, Kind.CONNECT_FAILS, Kind.FORGE,
         Kind.CANCEL, Kind.ABORT, Kind.FORGET, Kind.RELEASE, Kind.CANCEL_REPLY, Kind.WORKER_CLOSES, Kind.WORKER_DIES,
-        Kind.DROP_WORKER, Kind.CANCEL_CALL,
+        Kind.DROP_WORKER, Kind.CANCEL_CALL, Kind.CLOSE_INJECTOR, Kind.GIVE_UP_INJECTED,
     }
 )  # fmt: skip
 
 #: What leaves a task that was cancelled and has not run yet.
-CANCELLING = frozenset({Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CANCEL_CALL})
+CANCELLING = frozenset({Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CANCEL_CALL, Kind.GIVE_UP_INJECTED})
 
 
 #: What the code of a caller can do while a call of its process runs it.
@@ -122,7 +128,8 @@ IN_CODE = frozenset(
         Kind.KEPT_VIEW_DIES, Kind.ABORT, Kind.READ, Kind.FORGET, Kind.DROP_REPLY,
         Kind.TO_ENGINE, Kind.ENGINE_HANGS_UP, Kind.CLAIM, Kind.RELEASE, Kind.FINISH, Kind.FAIL, Kind.TIME_OUT, Kind.REPLY_NOW,
         Kind.CANCEL_REPLY, Kind.ENGINE_VIEW_DIES, Kind.BROADCAST, Kind.SHARE, Kind.CANCEL_CALL, Kind.FROM_WORKER,
-        Kind.DROP_WORKER, Kind.WORKER_CLOSES, Kind.LEAVE_MESSAGE, Kind.MESSAGES_VIEW_DIES,
+        Kind.DROP_WORKER, Kind.WORKER_CLOSES, Kind.LEAVE_MESSAGE, Kind.MESSAGES_VIEW_DIES, Kind.CLOSE_INJECTOR, Kind.INJECT,
+        Kind.GIVE_UP_INJECTED,
     }
 )  # fmt: skip
 
@@ -220,6 +227,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         joined_workers: those that are there from the beginning.
         broadcast_blocks, broadcast_blocks_wanted: memory for what is copied to workers, and what a message asks of it.
         worker_backlog: messages that a worker may have.
+        injectors: of the engine's own process, at a time.
         copies_wait: whether copies are made by threads.
         turns_wait: whether what becomes ready in a loop runs in a turn of its own, and callers may wait for room, for their
             turn and to read. Otherwise it runs at once, unless a task was cancelled just now.
@@ -258,6 +266,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     broadcast_blocks: int = 3
     broadcast_blocks_wanted: tuple[int, ...] = (0, 1)
     worker_backlog: int = 2
+    injectors: int = 0
     copies_wait: bool = True
     turns_wait: bool = False
     sendings: tuple[Sending, ...] = tuple(Sending)

@@ -19,6 +19,7 @@ from tests.simulation import books, crash
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.injecting import Injecting
 from tests.simulation.invariants import check_books, check_end, check_memory, check_workers
 from tests.simulation.midst import Midst
 from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Inside, Kind, Scenario, Violation, require
@@ -36,7 +37,7 @@ _FINISHING = frozenset(
         Kind.FRONTEND_TURN, Kind.COPIED, Kind.LEAVE, Kind.VIEW_DIES, Kind.READ, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH,
         Kind.REPLY_COPIED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN, Kind.WORKER_SEES_END, Kind.RECEIVE, Kind.LEAVE_MESSAGE,
         Kind.MESSAGES_VIEW_DIES, Kind.ANSWER, Kind.TURN, Kind.FROM_WORKER, Kind.WORKERS_BELL, Kind.ENGINE_SEES_WORKERS_END,
-        Kind.WORKER_IS_DEAD, Kind.KEPT_VIEW_DIES,
+        Kind.WORKER_IS_DEAD, Kind.KEPT_VIEW_DIES, Kind.READ_INJECTED,
     }
 )  # fmt: skip
 
@@ -305,6 +306,10 @@ class Simulation:
         for process in self.processes.values():
             self._check_settled(process.session)
         self._check_calls()
+        injecting = self.engine.injecting if self.engine is not None else None
+        require(injecting is None or not injecting.asked, "a request of the engine's process never ended")
+        while injecting is not None and injecting.injectors:
+            self.apply(Action(Kind.CLOSE_INJECTOR))
         for pid, process in list(self.processes.items()):
             if process.session is not None:
                 self.apply(Action(Kind.GOODBYE, pid))
@@ -381,6 +386,10 @@ class Simulation:
 _Happening = Callable[[Simulation, Action], None]
 
 
+def _injecting(does: Callable[[Injecting, Action], None]) -> _Happening:
+    return lambda world, action: does(world._living().injecting, action)
+
+
 def _fan_out(does: Callable[[FanOut, Action], None]) -> _Happening:
     def happening(world: Simulation, action: Action) -> None:
         fan_out = world._living().fan_out
@@ -455,6 +464,11 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.REPLY_COPIED: _engine(lambda engine, action: engine.reply_copied(action.at)),
     Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
     Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),
+    Kind.INJECTOR: _injecting(lambda injecting, action: injecting.open()),
+    Kind.CLOSE_INJECTOR: _injecting(lambda injecting, action: injecting.close(action.at)),
+    Kind.INJECT: _injecting(lambda injecting, action: injecting.inject(action.at, action.item)),
+    Kind.READ_INJECTED: _injecting(lambda injecting, action: injecting.read(action.at)),
+    Kind.GIVE_UP_INJECTED: _injecting(lambda injecting, action: injecting.give_up(action.at)),
     Kind.WORKER_JOINS: lambda world, action: world._worker_joins(action.item),
     Kind.WORKER_DIES: Simulation._worker_dies,
     Kind.WORKER_CLOSES: _worker(lambda worker, action: worker.close()),

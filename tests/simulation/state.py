@@ -42,6 +42,7 @@ from shmring.errors import RemoteProtocolError
 from tests.model.inside import Done, Reply, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
+from tests.simulation.injecting import Asked
 from tests.simulation.loop import came_to, local_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
@@ -322,11 +323,29 @@ class _Encoding:
             None if window is None else [self._clients[window.client_id], window.start, window.blocks],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(engine, handling) for handling in engine.claims],
-            [] if engine.fan_out is not None else engine.loop.plain_ready([handling.replying for handling in engine.claims]),
+            [] if engine.fan_out is not None else engine.loop.plain_ready(engine.tasks),
+            [
+                [self._clients[each.client_id], each.connected, self._client(book.clients[each.client_id])]
+                for each in engine.injecting.known
+            ],
+            [self._asked_here(asked) for asked in engine.injecting.asked],
             [
                 [self._clients[draining.client_id], self._generations[draining.slot.generation], draining.view is not None]
                 for draining in engine.draining
             ],
+        ]
+
+    def _asked_here(self, asked: Asked) -> list[Any]:
+        """A request of the engine's own process, and what its caller waits for."""
+        request, task, client_id = asked.request, asked.reading, asked.injector.client_id
+        return [
+            self._clients[client_id],
+            self._requests[client_id, request.request_id],
+            request.ended,
+            type(request._error).__name__,
+            request._news.is_set(),
+            [reply.nbytes for reply in request._replies],
+            [] if task is None else [task.cancelling() > 0, waited_for(task) is None or waited_for(task).done()],
         ]
 
     def _kept(self, book: EngineBook) -> list[Any]:

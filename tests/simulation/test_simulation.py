@@ -57,7 +57,7 @@ PLAIN = {"requests_end_twice", "a_cancelled_turn_is_nobodys", "a_reply_that_is_n
 
 @pytest.mark.parametrize("steps", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
-    walked = walk(steps, seed=23)
+    walked = walk(steps, seed=23, injectors=1)
     assert walked.failure is None
     assert walked.steps == steps
     assert walked.states > 0.75 * steps
@@ -69,7 +69,7 @@ def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
 @pytest.mark.parametrize("steps", [800, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_walk_with_the_models_beside_finds_no_difference(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(books, "chosen", books.PAIRS)
-    walked = walk(steps, seed=11)
+    walked = walk(steps, seed=11, injectors=1)
     assert walked.failure is None
     assert walked.steps == steps
 

@@ -41,6 +41,7 @@ WEIGHTS: Mapping[Kind, float] = {
     Kind.LEAVE_MESSAGE: 10, Kind.MESSAGES_VIEW_DIES: 4, Kind.ANSWER: 6, Kind.BROADCAST: 4, Kind.SHARE: 4,
     Kind.CANCEL_CALL: 0.5, Kind.TURN: 20, Kind.TIMER: 0.5, Kind.FROM_WORKER: 10, Kind.WORKERS_BELL: 4,
     Kind.ENGINE_SEES_WORKERS_END: 1, Kind.WORKER_IS_DEAD: 0.5, Kind.DROP_WORKER: 0.06,
+    Kind.INJECTOR: 3, Kind.CLOSE_INJECTOR: 0.06, Kind.INJECT: 6, Kind.READ_INJECTED: 8, Kind.GIVE_UP_INJECTED: 1,
 }  # fmt: skip
 
 
@@ -73,7 +74,14 @@ class Walk(msgspec.Struct):
         return self.steps / self.seconds if self.seconds else 0.0
 
 
-def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walked: None, *, in_the_midst: bool = True) -> Walk:
+def walk(
+    steps: int,
+    seed: int,
+    progress: Callable[[Walk], object] = lambda walked: None,
+    *,
+    in_the_midst: bool = True,
+    injectors: int = 0,
+) -> Walk:
     """Walks until so many steps are done or something does not hold.
 
     Args:
@@ -81,29 +89,30 @@ def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walk
         seed: what everything is drawn from.
         progress: called after each episode with what was walked so far.
         in_the_midst: whether something may happen in the midst of calls. Without that, what is found has fewer actions.
+        injectors: of each engine's own process, at a time. Without them, likewise.
     """
     try:
-        return in_child(lambda: _walked(steps, seed, progress, in_the_midst), Walk)
+        return in_child(lambda: _walked(steps, seed, progress, in_the_midst, injectors), Walk)
     except Crash as crash:
         walked = Walk(seed, failure=shorten(Failure.of(crash)))
         walked.steps = walked.failed_step = len(crash.trace)
         return walked
 
 
-def _walked(steps: int, seed: int, progress: Callable[[Walk], object], in_the_midst: bool) -> Walk:
+def _walked(steps: int, seed: int, progress: Callable[[Walk], object], in_the_midst: bool, injectors: int) -> Walk:
     walked = Walk(seed)
     states: set[int] = set()
     started = time.perf_counter()
     while walked.steps < steps and walked.failure is None:
-        _episode(walked, steps - walked.steps, states, in_the_midst)
+        _episode(walked, steps - walked.steps, states, in_the_midst, injectors)
         walked.states, walked.seconds = len(states), time.perf_counter() - started
         progress(walked)
     return walked
 
 
-def _episode(walked: Walk, max_steps: int, states: set[int], in_the_midst: bool) -> None:
+def _episode(walked: Walk, max_steps: int, states: set[int], in_the_midst: bool, injectors: int) -> None:
     random = Random(f"{walked.seed}:{walked.episodes}")
-    scenario = Scenario.draw(random)
+    scenario = msgspec.structs.replace(Scenario.draw(random), injectors=injectors)
     if not in_the_midst:
         scenario = msgspec.structs.replace(scenario, looks=False, in_code=frozenset())
     steps = min(random.choice(_EPISODE_STEPS), max_steps)

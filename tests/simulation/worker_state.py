@@ -73,7 +73,7 @@ class FanOutEncoding:
         loop, workers = fan_out.engine.loop, fan_out._line
         changes = fan_out._change
         tasks: list[Any] = [call.task for call in fan_out.calls]
-        tasks += [handling.replying for handling in fan_out.engine.claims]
+        tasks += fan_out.engine.tasks
         places = {id(task): place for place, task in enumerate(tasks) if task is not None}
         taken = fan_out.truth.taken
         return [
