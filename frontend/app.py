@@ -85,11 +85,15 @@ class Application(Observation):
         headers_for: returns the CORS headers of answers that the server makes itself.
     """
 
-    def __init__(self, answers: ASGIApp, routes: _Routes, cors: CorsSettings, *, access_log: bool) -> None:
+    def __init__(
+        self, answers: ASGIApp, routes: _Routes, cors: CorsSettings, *, access_log: bool, cancels_for_callers: bool
+    ) -> None:
         cross_origin = CrossOrigin(answers, cors)
         self.headers_for = cross_origin.headers_for
         app = cross_origin if cors.allowed_origins else answers
-        super().__init__(app, routes.metrics.http, self.headers_for, access_log=access_log)
+        super().__init__(
+            app, routes.metrics.http, self.headers_for, access_log=access_log, cancels_for_callers=cancels_for_callers
+        )
         self._routes = routes
 
     def begin_shutdown(self) -> None:
@@ -109,6 +113,7 @@ def create_app(
     frontends: Callable[[], Sequence[FrontendState]] = tuple,
     usage: UsageTable | None = None,
     usage_row: int = 0,
+    cancels_for_callers: bool = False,
 ) -> Application:
     """Makes the application of a frontend process.
 
@@ -118,6 +123,7 @@ def create_app(
         frontends: returns the states of all frontends of the server, for ``/health``.
         usage: what owners of keys use, of all frontends; None: this one counts for itself.
         usage_row: this frontend's part of it.
+        cancels_for_callers: whether the server cancels a request whose caller has gone. Ray Serve does; uvicorn does not.
     """
     routes = _Routes(engine, settings, frontends)
     usages = usages_of(settings.key_owners, routes.metrics.keys, usage, usage_row)
@@ -153,7 +159,9 @@ def create_app(
         redirect_slashes=False,  # a redirect of a POST has no body in some clients
         lifespan=lambda _: routes.running(),
     )
-    return Application(_ErrorAnswers(router), routes, settings.cors, access_log=settings.access_log)
+    answers = _ErrorAnswers(router)
+    access_log = settings.access_log
+    return Application(answers, routes, settings.cors, access_log=access_log, cancels_for_callers=cancels_for_callers)
 
 
 class _Router(Router):

@@ -49,13 +49,24 @@ class Observation:
         http: where it is counted.
         headers_for: returns the CORS headers of an answer that is made here.
         access_log: whether each request is a line of the log.
+        cancels_for_callers: whether a request is cancelled when its caller has gone. Otherwise only a server that shuts down
+            cancels requests.
     """
 
-    def __init__(self, app: ASGIApp, http: HttpStatistics, headers_for: HeadersFor, *, access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        http: HttpStatistics,
+        headers_for: HeadersFor,
+        *,
+        access_log: bool = False,
+        cancels_for_callers: bool = False,
+    ) -> None:
         self._app = app
         self._http = http
         self._headers_for = headers_for
         self._access_log = access_log
+        self._cancels_for_callers = cancels_for_callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request (or runs the application's lifespan)."""
@@ -86,6 +97,8 @@ class Observation:
         try:
             await self._app(scope, receive, observed_send)
         except asyncio.CancelledError:
+            if self._cancels_for_callers:
+                raise
             # Only the server cancels a request, when it shuts down and the time for running requests is over.
             if status == _HUNG_UP:
                 note_failure(scope, _SHUTTING_DOWN.code)

@@ -157,6 +157,28 @@ async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
     assert value(metrics, "shmring_http_broken_streams_total", code="shutting_down") == 1
 
 
+async def test_a_server_may_cancel_requests_whose_callers_have_gone() -> None:
+    """Then there is nobody to be told, and it is no failure of the server."""
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
+    entered = asyncio.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    observation = Observation(wait, metrics.http, lambda headers: [], cancels_for_callers=True)
+    task = asyncio.ensure_future(observation(exchange.scope, exchange.receive, exchange.send))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert exchange.sent == []
+    assert count(metrics, 499) == 1
+    assert value(metrics, "shmring_http_aborted_total") == 1
+    assert value(metrics, "shmring_http_in_flight") == 0
+    assert value(metrics, "shmring_request_failure_total", route="/a/route", reason="shutting_down") is None
+
+
 async def test_an_access_is_a_line_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCESS)
     for access_log in (False, True):
