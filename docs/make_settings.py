@@ -17,6 +17,7 @@ from shmring.engine.executors.transformers import TransformersOptions
 from shmring.engine.flags import descriptions
 from shmring.engine.option_table import ELSEWHERE, Option
 from shmring.frontend.__main__ import main as frontend_command
+from shmring.frontend.ray_options import DeploymentSettings
 from shmring.frontend.serve_command import serve as serve_command
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -41,6 +42,7 @@ def make_page() -> str:
         _command("shmring serve", serve_command),
         _command("shmring engine", engine_command),
         _command("shmring frontend", frontend_command),
+        _record("shmring.frontend.ray:app", "on Ray Serve, beside options of `shmring serve`", DeploymentSettings),
         _record("RingConfig", "the engine's end of the ring, in code", shmring.RingConfig),
         _record("ClientConfig", "a frontend's end of the ring, in code", shmring.ClientConfig),
         _record("WorkerConfig", "a worker's end of the ring, in code", shmring.WorkerConfig),

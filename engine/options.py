@@ -34,8 +34,12 @@ _OF_EXECUTORS = (
 ENGINE_OPTIONS = (*_SETTINGS, *_OF_EXECUTORS)
 
 
-def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
+def engine_settings_of(values: dict[str, Any], *, here: bool = True) -> EngineSettings:
     """Returns the settings that options ask for, once they are known to make sense.
+
+    Args:
+        values: of the options, by name.
+        here: whether the engine will run on this machine (:meth:`EngineSettings.check`).
 
     Raises:
         click.UsageError: they do not.
@@ -45,7 +49,7 @@ def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
     try:
         changed = {"model": model, "executor": executor, "executor_options": _executor_options_of(values)}
         settings = filled(EngineSettings(), _SETTINGS, values | changed)
-        settings.check()
+        settings.check(here=here)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return settings

@@ -22,7 +22,6 @@ import shmring
 from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
-from shmring.engine.scheduler import SchedulerConfig
 from shmring.engine.settings import EngineSettings, server_name
 from shmring.engine.supervision import Stop, SupervisorLink
 from shmring.engine.tracing import start_tracing, stop_tracing
@@ -111,11 +110,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
         settings.name,
         executor,
         settings.ring,
-        SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs or description.max_batch_size,
-            max_batch_nbytes=settings.max_batch_nbytes,
-            max_waiting=settings.max_waiting,
-        ),
+        settings.scheduling(description.max_batch_size),
         step_timeout_s=settings.step_timeout_s,
         profiler_dir=settings.profiler_dir,
         server=server,

@@ -127,28 +127,44 @@ class EngineSettings:
     log_format: LogFormat = "text"
     otlp_traces_endpoint: Annotated[str | None, Flag(parse=parse_endpoint, metavar="URL")] = None
 
-    def check(self) -> None:
+    def scheduling(self, max_batch_size: int) -> SchedulerConfig:
+        """Returns the bounds of steps, for an executor that takes so many requests in one."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs or max_batch_size,
+            max_batch_nbytes=self.max_batch_nbytes,
+            max_waiting=self.max_waiting,
+        )
+
+    def check(self, *, here: bool = True) -> None:
         """Looks, without importing anything large, whether the executor and its model are there.
+
+        Args:
+            here: False: the engine will run on another machine, so packages, modules and directories are not looked for.
 
         Raises:
             ValueError: the name can't be one; there is no such executor, or it does not go with this model; says what to do.
         """
         validate_name(self.name)
         if self.executor not in EXECUTORS:
-            self._check_module()
+            self._check_module(here=here)
         elif self.executor in _THEIR_PACKAGES:
-            _check_packages(self.executor)
-            _check_model(self.executor, self.model)
+            if here:
+                _check_packages(self.executor)
+            _check_model(self.executor, self.model, here=here)
         elif self.model is not None:
             raise ValueError(f"the executor {self.executor!r} loads no model; leave --executor out to serve {self.model!r}")
 
-    def _check_module(self) -> None:
+    def _check_module(self, *, here: bool) -> None:
         module, colon, attribute = self.executor.partition(":")
         if not (colon and module and attribute):
             names = ", ".join(sorted(EXECUTORS))
             raise ValueError(f"there is no executor {self.executor!r}; choose one of {names}, or write module:Class")
         package = module.partition(".")[0]
-        if not _can_be_imported(package) and not (self.executor_path and PathFinder.find_spec(package, [self.executor_path])):
+        if (
+            here
+            and not _can_be_imported(package)
+            and not (self.executor_path and PathFinder.find_spec(package, [self.executor_path]))
+        ):
             raise ValueError(
                 f"there is no module {package!r} for the executor {self.executor!r}; say where it lies with --executor-path "
                 "(the working directory is not searched)"
@@ -169,10 +185,12 @@ def _check_packages(executor: str) -> None:
         raise ValueError(f"serving a model needs {', '.join(missing)}: {advice}")
 
 
-def _check_model(executor: str, model: str | None) -> None:
+def _check_model(executor: str, model: str | None, *, here: bool) -> None:
     """A directory must have a model. Any other name may be one of the hub, which is asked when the model is loaded."""
     if not model:
         raise ValueError(f"the executor {executor!r} needs a model: a directory, or a name on the Hugging Face hub")
+    if not here:
+        return
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():

@@ -33,6 +33,7 @@ from shmring.config import parse_nbytes
 from shmring.engine.option_table import Option
 from shmring.frontend import serve_command, supervisor
 from shmring.frontend.keys import KEYS_VARIABLE
+from shmring.frontend.ray_options import settings_of_arguments
 from shmring.frontend.supervisor import ServeOptions
 from tests.frontend.test_option_places import accepted
 from tests.tables import for_each
@@ -199,7 +200,7 @@ def test_every_option_and_variable_that_a_file_names_is_there() -> None:
     known = {text for option in serve_command.serve.params for text in option.opts}
     variables = {option.envvar for option in serve_command.serve.params if isinstance(option, Option)} | {KEYS_VARIABLE}
     files = [path for path in DEPLOY.rglob("*") if path.is_file()]
-    assert len(files) == 7
+    assert len(files) == 8
     of_others = {  # programs that the comments tell people to run
         *(
             "--build-arg",
@@ -246,6 +247,53 @@ def test_compose_is_as_its_specification_says() -> None:
 @for_each("name", ["deployment.yaml", "service.yaml"])
 def test_manifests_are_as_kubernetes_says(name: str) -> None:
     kubernetes_validate.validate(read(f"kubernetes/{name}"), KUBERNETES, strict=True)
+
+
+def in_ray() -> Any:
+    return read("kubernetes/rayservice.yaml")["spec"]["rayClusterConfig"]
+
+
+@for_each("group", ["head", "worker"])
+def test_pods_of_ray_are_as_kubernetes_says(group: str) -> None:
+    """KubeRay's own fields have no schema here; docs/clusters.md says with which version they were compared."""
+    spec = in_ray()["headGroupSpec"] if group == "head" else in_ray()["workerGroupSpecs"][0]
+    pod_spec = spec["template"]["spec"]
+    deployment = read("kubernetes/deployment.yaml")
+    labels = deployment["spec"]["template"]["metadata"]
+    deployment["spec"]["template"] = {"metadata": labels, "spec": pod_spec}
+    kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+    [container] = pod_spec["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod_spec["volumes"]}
+
+
+def test_a_worker_of_ray_has_room_for_a_replica_and_the_object_store() -> None:
+    serving = yaml.safe_load(read("kubernetes/rayservice.yaml")["spec"]["serveConfigV2"])
+    [application] = serving["applications"]
+    settings = settings_of_arguments(application["args"], here=False)
+    [group] = in_ray()["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == settings.deployment.num_replicas
+    assert int(group["rayStartParams"]["num-cpus"]) == settings.deployment.num_cpus + 1, (
+        "one replica fits a worker, and no second"
+    )
+    pod_spec = group["template"]["spec"]
+    [container] = pod_spec["containers"]
+    [volume] = pod_spec["volumes"]
+    memory_nbytes = size(container["resources"]["limits"]["memory"])
+    store_nbytes = int(group["rayStartParams"]["object-store-memory"])
+    slab_nbytes = parse_nbytes(settings.engine.ring.slab_nbytes)
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert slab_nbytes + store_nbytes < size(volume["emptyDir"]["sizeLimit"])
+    each_nbytes = settings.http.max_decoded_nbytes + settings.http.max_bodies_nbytes
+    memory_of_ray_nbytes = 1 << 30  # its own processes on a node
+    assert slab_nbytes + store_nbytes + each_nbytes + PROCESSES_NBYTES + memory_of_ray_nbytes < 0.95 * memory_nbytes, (
+        "from 95 % on, Ray kills workers"
+    )
+    assert settings.engine.shutdown_timeout_s < pod_spec["terminationGracePeriodSeconds"]
+    assert settings.http.request_timeout_s < serving["http_options"]["request_timeout_s"], "the frontend says what was too slow"
+    [variable] = container["env"]
+    assert variable["name"] == KEYS_VARIABLE, "nobody may call it without a key"
+    assert serving["http_options"]["port"] == container["ports"][0]["containerPort"]
+    assert application["import_path"] == "shmring.frontend.ray:app"
 
 
 def test_a_wrong_field_is_noticed() -> None:

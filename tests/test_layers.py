@@ -61,6 +61,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # an actor of Ray hosts an engine
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
         *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.distributions", "shmring.engine.metrics"),
+        *("shmring.engine.logs", "shmring.engine.settings", "shmring.engine.tracing"),
     ),
 }
 PARTS = ("shmring", *ALLOWED)

@@ -21,9 +21,9 @@ def main() -> None:
     say("1 of 3: torch ...")
     environment.install_torch()
     say("2 of 3: Ray ...")
-    environment.install(f"ray[default]=={RAY}")
+    environment.install(f"ray[default,serve]=={RAY}")
     say("3 of 3: this package, and what tests need ...")
-    environment.install_this_package()
+    environment.install_this_package("[demo]")  # with the server and the openai client
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example of docs/clusters.md, run as it stands."""
+"""The examples of docs/clusters.md, run as they stand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,3 +22,20 @@ def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
     program.write_text(example)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=240)
     assert done.stdout == printed, done.stderr[-4000:]
+
+
+def test_configurations_of_ray_serve_are_as_ray_serve_says() -> None:
+    """Each is built as ``serve run`` and ``serve deploy`` build it."""
+    from ray.serve.schema import ServeDeploySchema
+
+    from shmring.frontend.ray import app
+
+    [on_the_page] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.DOTALL)
+    service = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "rayservice.yaml").read_text())
+    for text in (on_the_page, service["spec"]["serveConfigV2"]):
+        checked: Any = ServeDeploySchema.model_validate(yaml.safe_load(text))
+        [application] = checked.applications
+        assert application.import_path == "shmring.frontend.ray:app"
+        built = app(application.args)
+        assert built._bound_deployment.name == "shmring"
+        assert built._bound_deployment.num_replicas == 2

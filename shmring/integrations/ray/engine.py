@@ -37,7 +37,7 @@ from shmring.integrations.ray.metrics import keep_reporting
 from shmring.memory.bundles import Bundle
 from shmring.ring.injecting import Injected, Injector
 
-__all__ = ["EngineActor", "Engines", "UnknownClientError"]
+__all__ = ["EngineActor", "Engines", "HostedEngine", "UnknownClientError"]
 
 logger = logging.getLogger("shmring.ray")
 
@@ -58,7 +58,7 @@ class UnknownClientError(EngineDeadError):
     """This life of the engine does not know the client: it must look the engine up again. Nothing was done."""
 
 
-class _Engine:
+class HostedEngine:
     """The actor. Ray makes it anew when its process has died."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -79,7 +79,7 @@ class _Engine:
             running: Awaitable[None] = self._ring.run(handler, max_concurrency)
         else:
             assert executor is not None
-            core = self._core = await _make_core(ring_name, executor, **options)
+            core = self._core = await self._make_core(ring_name, executor, options)
             self._ring = core.ring
             running = core.run()
         config = self._ring.config
@@ -121,6 +121,9 @@ class _Engine:
             os._exit(1)
 
         asyncio.get_running_loop().add_reader(pidfd, ended)
+
+    async def _make_core(self, ring_name: str, executor: str, options: dict[str, Any]) -> EngineCore:
+        return await _make_core(ring_name, executor, **options)
 
     # -- for everybody -------------------------------------------------------------------------------------------------
 
@@ -325,7 +328,7 @@ class Engines:
         validate_name(name)
         validate_name(f"ray-{'0' * _NODE_CHARACTERS}-{name}")
         settings: dict[str, Any] = {"max_concurrency": _MAX_CALLS, "max_restarts": -1, **self._ray_options}
-        actor = ray.remote(_Engine).options(name=actor_name(name), namespace=NAMESPACE, **settings)
+        actor = ray.remote(HostedEngine).options(name=actor_name(name), namespace=NAMESPACE, **settings)
         return actor.remote(name, handler, executor, options)
 
 
