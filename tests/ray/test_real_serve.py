@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -296,6 +299,20 @@ def test_wrong_arguments_are_said_when_it_is_deployed(application: Application, 
     with pytest.raises(RuntimeError):
         application.run(executor_options={"colour": "red"})
     assert "colour" in application.status().deployments["shmring"].message
+
+
+def test_the_command_of_the_page_deploys_it(application: Application) -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    [command] = re.findall(r"^serve run (shmring\.frontend\.ray:app .*)$", page, re.MULTILINE)
+    address = application.nodes.cluster.address
+    options = ["run", "--address", address, "--name", "shmring", "--non-blocking"]
+    program = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", *options]
+    subprocess.run([*program, *command.split()], check=True, timeout=240)
+    assert [model.id for model in application.client().models.list()] == ["shmring-fingerprints"]
+    done = subprocess.run([*program, *command.split(), "max-pixel=1"], capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0
+    assert "the application's arguments: 'max-pixel' can't be one: it may be 'max-pixels'" in done.stderr
+    assert application.client().embeddings.create(model="shmring-fingerprints", input="a").data, "the other one goes on"
 
 
 def test_the_end_waits_for_requests_and_leaves_nothing(application: Application, until: Until) -> None:
