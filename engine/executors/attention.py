@@ -5,10 +5,13 @@ after the other, without padding. In all of a model but attention, a token has n
 matter whose they are. In attention, each token sees the tokens before it in its own context. :func:`attend` does this, in place
 of the function that transformers would call; :class:`FlatStep` says which token belongs to which context.
 
-Contexts lie on *shelves*. A shelf has room for a few contexts of at most so many tokens: 16 of 128, 8 of 256, ..., one of 2048
-or more. A context that outgrows its shelf moves to one of twice the length: it alone is copied, and rarely. The tokens of all
-contexts on one shelf are computed by one call, because calls cost more than reading: a context is at least half as long as its
-shelf, unless it is a short one.
+Contexts lie on *shelves*. A shelf has room for some contexts of at most so many tokens: on a CPU, 128 of 128, 64 of 256, ...,
+one of 16,384 or more. A context that outgrows its shelf moves to one of twice the length: it alone is copied, and rarely.
+The tokens of contexts that lie side by side on one shelf are computed by one call, because calls cost more than reading: a
+context is at least half as long as its shelf, unless it is a short one.
+
+On a CPU, a shelf is memory that the kernel gives when it is first written to and takes back when a context leaves its row: room
+for contexts that never come costs nothing. An accelerator reserves what it is asked for; its shelves are smaller.
 
 Invariants:
 
@@ -25,6 +28,8 @@ kernel on a CPU: contexts would be gathered anew in each layer.
 from __future__ import annotations
 
 import dataclasses
+import math
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,11 +40,15 @@ __all__ = ["ATTENTION", "ContextCache", "FlatStep", "Row", "attend", "refuse_mas
 ATTENTION = "shmring_flat"
 """The name by which models find :func:`attend`."""
 
-_SHELF_TOKENS = 2048  # of a shelf of short contexts: 57 MB for a model of 2 billion parameters (28 layers, 2 heads of 128)
-_SHORTEST = 128  # tokens; 16 contexts are read by one call
+_SHELF_TOKENS = 16384  # of a shelf on a CPU, unless one context is longer: 16 contexts of 1024 tokens are read by one call
+_RESERVED = 8  # A shelf of an accelerator has fewer tokens by this: 57 MB for 2 billion parameters (28 layers, 2 heads of 128).
+_SHORTEST = 128  # tokens
+_GAP_TOKENS = 256  # of rows between two contexts that a CPU reads for nothing, before it is cheaper to make another call
 
 # What attention functions are given beside queries, keys and values, and what this one does not do.
 _REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+_CPU = torch.device("cpu")
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -47,20 +56,40 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 class _Shelf:
     """Memory of a few contexts: of each layer, keys and values of shape (rows, heads, capacity, head size)."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, rows: int) -> None:
         self.capacity = capacity
-        self.rows = max(1, _SHELF_TOKENS // capacity)
+        self.rows = rows
         self.free = list(range(self.rows))[::-1]  # the last is taken: contexts lie side by side
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._mappings: list[tuple[mmap.mmap | None, torch.Tensor]] = []
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the memory of a layer, whose tokens have keys and values like these, of shape (heads, tokens, head size)."""
         if index not in self.layers:
-            self.layers[index] = self._make(keys), self._make(values)
+            made = self._make(keys), self._make(values)
+            self._mappings += made
+            self.layers[index] = made[0][1], made[1][1]
         return self.layers[index]
 
-    def _make(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros((self.rows, like.shape[0], self.capacity, like.shape[2]))
+    def clear(self, index: int) -> None:
+        """Nothing is left in a row. The kernel has its memory back."""
+        for mapping, memory in self._mappings:
+            row = memory[index]
+            if mapping is None or row.nbytes % mmap.PAGESIZE:
+                row.zero_()
+            else:
+                mapping.madvise(mmap.MADV_DONTNEED, index * row.nbytes, row.nbytes)
+
+    def _make(self, like: torch.Tensor) -> tuple[mmap.mmap | None, torch.Tensor]:
+        shape = (self.rows, like.shape[0], self.capacity, like.shape[2])
+        if like.device.type != "cpu":
+            return None, like.new_zeros(shape)
+        nbytes = math.prod(shape) * like.itemsize
+        try:  # a mapping is clear, and goes with the tensor
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes} bytes for contexts: {error}") from None
+        return mapping, torch.frombuffer(mapping, dtype=like.dtype).view(shape)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,12 +109,16 @@ class Row:
 class ContextCache:
     """The keys and values of all contexts.
 
+    Args:
+        device: of the model.
+
     Attributes:
         shelves: that have a context; memory goes back when the last one has left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = _CPU) -> None:
         self.shelves: list[_Shelf] = []
+        self._shelf_tokens = _SHELF_TOKENS if device.type == "cpu" else _SHELF_TOKENS // _RESERVED
 
     def open(self, tokens: int) -> Row:
         """Returns a row for a context of so many tokens, more or less."""
@@ -123,9 +156,7 @@ class ContextCache:
         if len(shelf.free) == shelf.rows:
             self.shelves.remove(shelf)
             return
-        for layer in shelf.layers.values():
-            for memory in layer:
-                memory[row.index].zero_()
+        shelf.clear(row.index)
 
     def _find(self, tokens: int) -> _Shelf:
         capacity = _SHORTEST
@@ -134,7 +165,7 @@ class ContextCache:
         for shelf in self.shelves:
             if shelf.capacity == capacity and shelf.free:
                 return shelf
-        self.shelves.append(_Shelf(capacity))
+        self.shelves.append(_Shelf(capacity, max(1, self._shelf_tokens // capacity)))
         return self.shelves[-1]
 
 
@@ -144,7 +175,7 @@ class FlatStep:
     Args:
         pieces: of each context in the step, in the sequence's order, its row and how many tokens follow those that are there.
             A row of None is a sequence that sees itself and leaves nothing. Single tokens of one shelf are computed together if
-            they stand side by side.
+            they stand side by side, in the order of their rows.
         device: of the model.
     """
 
@@ -153,7 +184,7 @@ class FlatStep:
         column = 0
         together: list[Row] = []
         for row, count in [*pieces, (None, 0)]:
-            if together and (row is None or count > 1 or row.shelf is not together[0].shelf):
+            if together and (row is None or count > 1 or _is_far(together[-1], row, device)):
                 self.parts.append(_Tokens(together, column - len(together), device))
                 together = []
             if row is not None and count == 1:
@@ -164,6 +195,14 @@ class FlatStep:
 
     def __iter__(self) -> Iterator[_Tokens | _Piece]:
         return iter(self.parts)
+
+
+def _is_far(row: Row, following: Row, device: torch.device) -> bool:
+    """Whether two contexts are better read by a call each."""
+    gap = following.index - row.index - 1
+    if row.shelf is not following.shelf or gap < 0:
+        return True
+    return device.type == "cpu" and gap * row.shelf.capacity > _GAP_TOKENS
 
 
 class _Tokens:
@@ -191,6 +230,9 @@ class _Tokens:
     ) -> torch.Tensor:
         """Returns what the tokens see, shape (tokens, heads, head size)."""
         keys, values = self._shelf.layer(layer, key, value)
+        if self._mask is not None and self._mask.dtype == torch.bool:  # which torch would turn into numbers in each layer
+            hidden = ~self._mask
+            self._mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
         keys[self._indices, :, self._last] = key.transpose(0, 1)
         values[self._indices, :, self._last] = value.transpose(0, 1)
         # The heads that share keys stand where a sequence's tokens would: nothing is repeated.

@@ -123,7 +123,7 @@ class LanguageModel:
         self._with_deltas = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._seeing = threading.local()  # in the thread whose pixels are on their way to the door
         self.flat = False
-        self.contexts = ContextCache()
+        self.contexts = ContextCache(self.device)
 
     @property
     def can_read(self) -> bool:
@@ -381,7 +381,7 @@ class LanguageModel:
             reason = str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
         if reason is not None:
             self.flat = False
-            self.contexts = ContextCache()
+            self.contexts = ContextCache(self.device)
             config._attn_implementation = before
             door.remove()
         return reason

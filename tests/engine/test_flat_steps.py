@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,79 @@ def test_what_is_not_a_number_in_a_context_stays_in_it() -> None:
         memory[damaged.index, :, :10] = float("nan")
     cache.close(damaged)
     assert all(torch.isfinite(memory).all() for memory in kept.shelf.layer(0, one, one))
+
+
+def test_contexts_far_apart_on_a_shelf_are_computed_as_alone() -> None:
+    cache = ContextCache()
+    rows = [cache.open(100 + 20 * number) for number in range(9)]  # 128 tokens have room for two of them, 256 for the others
+    for number in (3, 6, 7):  # a gap that is read, and one that is not
+        cache.close(rows[number])
+    kept = [row for number, row in enumerate(rows) if number not in (3, 6, 7)]
+    generator = torch.Generator().manual_seed(1)
+    heads, shared, size = 4, 2, 8
+    keys, values = (torch.randn(len(kept), shared, 60, size, generator=generator) for _ in range(2))
+    for number, row in enumerate(kept):
+        row.length = 50 + number
+        for memory, numbers in zip(row.shelf.layer(0, keys[0], values[0]), (keys, values), strict=True):
+            memory[row.index, :, : row.length] = numbers[number, :, : row.length]
+    query = torch.randn(1, heads, len(kept), size, generator=generator)
+    key, value = (torch.randn(1, shared, len(kept), size, generator=generator) for _ in range(2))
+    step = attention.FlatStep([(row, 1) for row in kept], torch.device("cpu"))
+    assert [part.columns for part in step] == [slice(0, 2), slice(2, 5), slice(5, 6)]
+
+    class Layer:
+        layer_idx = 0
+
+    seen, _ = attention.attend(Layer(), query, key, value, None, flat=step)
+    for number, row in enumerate(kept):
+        now = [
+            torch.cat([old[number, :, : row.length], new[0, :, number : number + 1]], dim=1)
+            for old, new in ((keys, key), (values, value))
+        ]
+        wide = [tensor.repeat_interleave(heads // shared, 0) for tensor in now]
+        expected = torch.nn.functional.scaled_dot_product_attention(query[0, :, number : number + 1], *wide)
+        assert torch.allclose(seen[0, number], expected[:, 0], atol=1e-5)
+
+
+def _resident_pages(memory: torch.Tensor) -> int:
+    """How many pages the kernel has given for contiguous memory on a CPU."""
+    assert memory.is_contiguous()
+    pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+def test_memory_of_a_context_goes_back_when_it_ends_though_others_stay_on_its_shelf() -> None:
+    cache = ContextCache()
+    rows = [cache.open(100) for _ in range(3)]
+    one = torch.ones(4, 1, 64)
+    for memory in rows[0].shelf.layer(0, one, one):
+        assert _resident_pages(memory) == 0, "room for contexts that never come costs nothing"
+        memory[:3] = 1
+    cache.close(rows[1])
+    for memory in rows[0].shelf.layer(0, one, one):
+        of_rows = memory[0].nbytes // mmap.PAGESIZE
+        assert [_resident_pages(memory[index]) for index in range(4)] == [of_rows, 0, of_rows, 0]
+        assert [bool(memory[index].any()) for index in range(4)] == [True, False, True, False]
+    assert cache.open(100).index == 1
+
+
+def test_rows_that_share_a_page_are_cleared_apart() -> None:
+    cache = ContextCache()
+    rows = [cache.open(100) for _ in range(3)]
+    one = torch.ones(1, 1, 3)  # 1,536 bytes a row
+    for memory in rows[0].shelf.layer(0, one, one):
+        memory[:3] = 1
+    cache.close(rows[0])
+    for memory in rows[1].shelf.layer(0, one, one):
+        assert [int(memory[index].sum()) for index in range(4)] == [0, 384, 384, 0]
+
+
+def test_room_that_the_kernel_does_not_give_is_a_lack_of_memory() -> None:
+    row = ContextCache().open(1 << 44)
+    one = torch.ones(2, 1, 64)
+    with pytest.raises(MemoryError, match="bytes for contexts"):
+        row.shelf.layer(0, one, one)
 
 
 # -- who takes no flat steps ------------------------------------------------------------------------------------------------
