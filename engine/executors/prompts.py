@@ -264,11 +264,14 @@ class PromptBuilder:
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
         self._texts.check_prompt(prompt, request.sampling.max_tokens)
-        if isinstance(prompt, str):
-            prompt = self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
-        if not prompt:
+        tokens: list[int] = (
+            self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
+            if isinstance(prompt, str)
+            else prompt
+        )
+        if not tokens:
             raise ValueError("a prompt can't be empty")
-        return {"input_ids": _row_of(prompt)}
+        return {"input_ids": _row_of(tokens)}
 
     def _tokenize(self, text: str | list[int]) -> dict[str, Any]:
         if isinstance(text, str):
@@ -355,7 +358,7 @@ class PromptBuilder:
         return settings
 
 
-def _row_of(numbers: list[int] | list[list[int]]) -> torch.Tensor:
+def _row_of(numbers: Any) -> torch.Tensor:
     """Returns the numbers of one prompt, which processors put into a list, as a tensor of shape (1, length).
 
     torch, and transformers with it, looks at each number of a list for itself. For a million tokens that takes a second, in
