@@ -364,7 +364,7 @@ def _row_of(numbers: Any) -> torch.Tensor:
     torch, and transformers with it, looks at each number of a list for itself. For a million tokens that takes a second, in
     which no other thread runs.
     """
-    [row] = numbers if numbers and isinstance(numbers[0], list) else [numbers]
+    row: Any = numbers[0] if numbers and isinstance(numbers[0], list) else numbers
     return torch.from_numpy(np.frombuffer(array("q", row), np.int64))[None] if row else torch.empty((1, 0), dtype=torch.int64)
 
 
