@@ -29,7 +29,7 @@ __all__ = [
 
 #: The built-in executors, by name.
 EXECUTORS = {
-    "fingerprints": "shmring.engine.executors.fingerprints.executor:FingerprintsExecutor",
+    "fingerprints": "shmring.engine.executors.fingerprints:FingerprintsExecutor",
     "synthetic": "shmring.engine.executors.synthetic:SyntheticExecutor",
     "transformers": "shmring.engine.executors.transformers:TransformersExecutor",
     "vllm": "shmring.engine.executors.vllm:VllmExecutor",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from shmring.engine.executors.fingerprints.clips import fingerprint_clip
+from shmring.engine.fingerprints.clips import fingerprint_clip
 from tests.fingerprints.pictures import load_pictures
 from tests.fingerprints.scores import Kind, score
 

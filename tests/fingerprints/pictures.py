@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance
 
-from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
+from shmring.engine.fingerprints.pictures import fingerprint_picture
 from tests.fingerprints.scores import Kind, sample_files, score
 
 __all__ = ["load_pictures", "score_pictures"]

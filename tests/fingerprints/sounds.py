@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from av.audio.resampler import AudioResampler
 
-from shmring.engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
+from shmring.engine.fingerprints.sounds import MEL_BANDS, fingerprint_sound
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
 from tests.fingerprints.scores import Kind, sample_files, score
 

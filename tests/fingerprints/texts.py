@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shmring.engine.executors.fingerprints.texts import fingerprint_text
+from shmring.engine.fingerprints.texts import fingerprint_text
 from tests.fingerprints.scores import Kind, score
 
 __all__ = ["score_texts"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.isolation.attacks import ATTACKS
-from shmring.engine.executors.fingerprints.executor import FingerprintsExecutor
+from shmring.engine.executors.fingerprints import FingerprintsExecutor
 from shmring.engine.executors.interface import StepInput
 from shmring.engine.protocol import EncodeRequest, Picture, Text
 from shmring.frontend.bodies import BodyReader, BodyShare

@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from shmring.engine.executors.fingerprints import clips
-from shmring.engine.executors.fingerprints.clips import fingerprint_clip
-from shmring.engine.executors.fingerprints.pictures import View, fingerprint_picture
+from shmring.engine.fingerprints import clips
+from shmring.engine.fingerprints.clips import fingerprint_clip
+from shmring.engine.fingerprints.pictures import View, fingerprint_picture
 from tests.tables import for_each
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"

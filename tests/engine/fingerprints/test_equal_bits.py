@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, Numbers, length_of, product
+from shmring.engine.fingerprints.vectors import FINGERPRINT_SIZE, Numbers, length_of, product
 from tests.tables import for_each
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -23,10 +23,10 @@ FINGERPRINTS = """
 import json, sys
 import numpy as np, torch
 from PIL import Image
-from shmring.engine.executors.fingerprints.clips import fingerprint_clip
-from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
-from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
-from shmring.engine.executors.fingerprints.texts import fingerprint_text
+from shmring.engine.fingerprints.clips import fingerprint_clip
+from shmring.engine.fingerprints.pictures import fingerprint_picture
+from shmring.engine.fingerprints.sounds import fingerprint_sound
+from shmring.engine.fingerprints.texts import fingerprint_text
 
 torch.set_num_threads(int(sys.argv[1]))
 generator = torch.Generator().manual_seed(1)

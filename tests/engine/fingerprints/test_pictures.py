@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
-from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
+from shmring.engine.fingerprints.pictures import fingerprint_picture
+from shmring.engine.fingerprints.vectors import FINGERPRINT_SIZE
 from tests.tables import for_each
 
 MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"

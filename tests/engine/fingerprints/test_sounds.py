@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
+from shmring.engine.fingerprints.sounds import fingerprint_sound
 from tests.tables import for_each
 
 REPOSITORY = Path(__file__).resolve().parents[3]

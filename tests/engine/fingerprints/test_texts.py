@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shmring.engine.executors.fingerprints.texts import count_words, fingerprint_text
+from shmring.engine.fingerprints.texts import count_words, fingerprint_text
 from tests.tables import for_each
 
 TEXTS = [

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, place_in_space
+from shmring.engine.fingerprints.vectors import FINGERPRINT_SIZE, place_in_space
 
 
 def test_within_a_space_cosines_stay_and_between_spaces_they_vanish() -> None:

@@ -44,7 +44,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from shmring.engine.executors.fingerprints.vectors import (
+from shmring.engine.fingerprints.vectors import (
     FINGERPRINT_SIZE,
     Neighbours,
     Numbers,

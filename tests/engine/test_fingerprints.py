@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from shmring.engine.executors.fingerprints.clips import fingerprint_clip
-from shmring.engine.executors.fingerprints.executor import FingerprintsExecutor
-from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
-from shmring.engine.executors.fingerprints.sounds import fingerprint_sound
-from shmring.engine.executors.fingerprints.texts import fingerprint_text
+from shmring.engine.executors.fingerprints import FingerprintsExecutor
 from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.fingerprints.clips import fingerprint_clip
+from shmring.engine.fingerprints.pictures import fingerprint_picture
+from shmring.engine.fingerprints.sounds import fingerprint_sound
+from shmring.engine.fingerprints.texts import fingerprint_text
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -37,7 +37,7 @@ from shmring.engine.protocol import (
 )
 from tests.tables import for_each
 
-MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
+MEDIA = Path(__file__).resolve().parents[2] / "frontend" / "samples"
 
 
 def random_bytes(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """The ``fingerprints`` executor: from pictures, sounds, clips and texts to fingerprints, on the CPU, without a model.
 
-A fingerprint says what a thing looks or sounds like, or how it is worded; altered copies of it stay close (see
-:mod:`.pictures`, :mod:`.sounds`, :mod:`.clips`, :mod:`.texts`). It makes the whole path testable where there is no
-accelerator, and is useful by itself for finding near-duplicates. All fingerprints have one size, and each kind of thing has a
-space of its own, so that one index can hold them all; a picture of a dog is not near the word for it.
+An executor in one file, to be read as an example of one (docs/executors.md). The fingerprints themselves are
+:mod:`shmring.engine.fingerprints`: a fingerprint says what a thing looks or sounds like, or how it is worded, and altered
+copies of it stay close. They make the whole path testable where there is no accelerator, and are useful by themselves for
+finding near-duplicates. All fingerprints have one size, and each kind of thing has a space of its own, so that one index can
+hold them all; a picture of a dog is not near the word for it.
 
 Invariants: deterministic; a request fails alone, and its error holds no view of the slab.
 """
@@ -14,12 +15,12 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from shmring.engine.executors.encoding import Encoded, EncodingLine
-from shmring.engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip_in_steps
-from shmring.engine.executors.fingerprints.pictures import fingerprint_picture
-from shmring.engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
-from shmring.engine.executors.fingerprints.texts import count_words, fingerprint_text
-from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip_in_steps
+from shmring.engine.fingerprints.pictures import fingerprint_picture
+from shmring.engine.fingerprints.sounds import MEL_BANDS, fingerprint_sound
+from shmring.engine.fingerprints.texts import count_words, fingerprint_text
+from shmring.engine.fingerprints.vectors import FINGERPRINT_SIZE
 from shmring.engine.protocol import (
     EncodeRequest,
     Features,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmring.engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, length_of, normalise, place_in_space, tensor_from
+from shmring.engine.fingerprints.vectors import FINGERPRINT_SIZE, length_of, normalise, place_in_space, tensor_from
 
 __all__ = ["count_words", "fingerprint_text"]
 

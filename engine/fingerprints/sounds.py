@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmring.engine.executors.fingerprints.vectors import (
+from shmring.engine.fingerprints.vectors import (
     FINGERPRINT_SIZE,
     Numbers,
     cosine_waves,

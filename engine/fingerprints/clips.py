@@ -26,8 +26,8 @@ from collections.abc import Generator, Sequence
 import numpy as np
 import torch
 
-from shmring.engine.executors.fingerprints.pictures import WHOLE, fingerprint_picture
-from shmring.engine.executors.fingerprints.vectors import (
+from shmring.engine.fingerprints.pictures import WHOLE, fingerprint_picture
+from shmring.engine.fingerprints.vectors import (
     Numbers,
     cosine_waves,
     normalise,
