@@ -26,7 +26,7 @@ def run(directory: Path, **settings: str) -> str:
 
 def test_the_answers_are_the_same(runtime_directory: Path) -> None:
     without = run(runtime_directory)
-    # On a machine that is busy with something else, a request may wait for space longer than by default, after which it goes inline.
+    # Where something else runs beside, a request may wait for space longer than it does by default; then it would go inline.
     settings = {"SHMRING_VLLM_SLAB": "256MiB", "SHMRING_VLLM_WAIT_S": "10", "SHMRING_VLLM_CHECK": "1"}
     output = run(runtime_directory, SHMRING_VLLM="1", **settings)
     digests = re.findall(r"^digest (\w+)$", without + output, re.MULTILINE)
