@@ -228,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of its body came."""
         self._overhead_nbytes = 0
-        so_far: bytes | bytearray = self.cycle.body
+        so_far: Any = self.cycle.body
         if not so_far:
             self.cycle.body = b""  # type: ignore[assignment]  # it becomes this part itself, where a bytearray would copy it
         elif type(so_far) is bytes:
