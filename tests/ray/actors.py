@@ -163,6 +163,8 @@ class Caller:
             await waiting
         except shmring.AbortedError as error:
             results.append(_value(error))
+        at_once = await self.client.submit({"do": "sleep", "s": 600})
+        at_once.abort()  # before anything has looked at it
         await (await self.client.submit({"do": "nothing"})).wait()
         await self.client.submit({"do": "sleep", "s": 0})  # dropped: it goes on
         return results

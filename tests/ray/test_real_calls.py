@@ -193,8 +193,8 @@ def test_submissions(caller: Any, engine: Any) -> None:
     until(lambda: is_idle(engine))
     until(lambda: ray.get(caller.statistics.remote()).in_flight == 0)
     after = ray.get(caller.statistics.remote())
-    assert after.submitted - before.submitted == 8
-    assert after.aborted - before.aborted >= 1
+    assert after.submitted - before.submitted == 9
+    assert after.aborted - before.aborted >= 2
     assert after.failed - before.failed == 1
 
 

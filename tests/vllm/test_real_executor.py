@@ -110,8 +110,9 @@ def is_the_same(answer: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_what_vllm_has_seen_is_not_looked_at_again(seen: dict[str, Any]) -> None:
-    # The last three: one of the request whose thread is looked at, one after an abort, and one after a reset.
-    assert seen["looked at"] == [1, 1, 3, 6]
+    # The last five: one of the request whose thread is looked at, two of those that wait in the queue of media, one after an
+    # abort, and one after a reset.
+    assert seen["looked at"] == [1, 1, 3, 8]
     assert is_the_same(seen["again"], seen["first"])
     assert is_the_same(*seen["new"])
     assert not is_the_same(seen["new"][0], seen["again"])

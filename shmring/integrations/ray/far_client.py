@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import secrets
 import time
@@ -86,7 +87,7 @@ class FarClient:
         self._id = secrets.token_hex(8)
         self._lifeline: Any = None
         self._numbers = itertools.count(1)
-        self._calls: dict[FarSubmission, tuple[Any, asyncio.Task[None]]] = {}
+        self._calls: dict[FarSubmission, tuple[Any, asyncio.Task[Exception | None]]] = {}
         self._counters = ClientCounters()
         self._load: Load = (0, 0, False)
         self._load_s = 0.0  # when it was said
@@ -148,12 +149,13 @@ class FarClient:
         submission = FarSubmission(self._name, next(self._numbers), name, self._give_up)
         outcomes = _only(call) if one_reply else _each(call)
         reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
+        reading.add_done_callback(functools.partial(self._over, submission, nbytes))
         self._calls[submission] = call, reading
         self._counters.submitted += 1
         return submission
 
-    async def _read(self, submission: FarSubmission, outcomes: AsyncIterator[Any], nbytes: int) -> None:
-        """Hands what comes to a submission, until it has ended."""
+    async def _read(self, submission: FarSubmission, outcomes: AsyncIterator[Any], nbytes: int) -> Exception | None:
+        """Hands what comes to a submission; returns the error with which that ended."""
         error: Exception | None = None
         try:
             async for outcome in outcomes:
@@ -164,17 +166,18 @@ class FarClient:
                 submission.replied(replies)
                 del replies  # or this frame would keep their memory until more has come
         except RayError as ray_error:
-            error = self._translated(ray_error, nbytes)
+            return self._translated(ray_error, nbytes)
         except Exception as other:  # noqa: BLE001  # its caller gets it
-            error = other
-        except asyncio.CancelledError:
-            error = ClosedError("the loop of this client has ended")  # unless it has ended before
-            raise
-        finally:
-            self._calls.pop(submission, None)
-            self.flight.end(nbytes)
-            self._count_end(submission, error)
-            submission.end(error)
+            return other
+        return error
+
+    def _over(self, submission: FarSubmission, nbytes: int, reading: asyncio.Task[Exception | None]) -> None:
+        """What comes of a request is read no longer; perhaps the task was cancelled before it began."""
+        error = ClosedError("the loop of this client has ended") if reading.cancelled() else reading.result()
+        self._calls.pop(submission, None)
+        self.flight.end(nbytes)
+        self._count_end(submission, error)
+        submission.end(error)
 
     def _count_end(self, submission: FarSubmission, error: Exception | None) -> None:
         if submission.ended or isinstance(error, AbortedError | EngineDeadError):
