@@ -181,7 +181,7 @@ class _FillTarget(NamedTuple):
 
 #: A slab of 4 GiB is too small beside its largest slots: no policy that leaves slots where they are fills it so.
 FILL_TARGETS = (
-    _FillTarget(_SLAB_NBYTES, "mean", 90, Known(8, 82)),
+    _FillTarget(_SLAB_NBYTES, "mean", 90, Known(8, 80)),
     _FillTarget(_SLAB_NBYTES, "minimum", 75, Known(8, 65)),
     _FillTarget(_LARGE_SLAB_NBYTES, "mean", 90),
     _FillTarget(_LARGE_SLAB_NBYTES, "minimum", 75),
