@@ -218,6 +218,7 @@ class Admission:
             on_hang_up(receive, None)
             self._requests.discard(admitted)
             admitted.release_turn()
+            admitted.long_texts = {}  # the connection knows this request until the next one comes
         if not isinstance(why, HungUp):
             raise why  # without the error, whose frames may keep views of slots
 

@@ -239,6 +239,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """All of it came."""
         self._overhead_nbytes = 0
         super().on_message_complete()
+        if self._running is self.cycle:
+            self.flow.resume_reading()  # a large last part had it paused, and nobody else would see the caller hang up
 
     def on_response_complete(self) -> None:
         """A request was answered; the next one's turn has come."""
@@ -306,8 +308,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         be sending the next one just now.
         """
         self.timeout_keep_alive = min(self.timeout_keep_alive, _IDLE_GRACE_S)  # type: ignore[assignment]  # for call_later
+        self._unset_keepalive_if_required()  # also of an earlier answer, or the one that is under way would set no other
         if self.cycle is None or self.cycle.response_complete:
-            self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         elif not self.cycle.response_started:
             self.cycle.keep_alive = False

@@ -152,11 +152,11 @@ class ContextCache:
     def close(self, row: Row) -> None:
         """A context has ended; nothing of it is left."""
         shelf = row.shelf
-        shelf.free = sorted([*shelf.free, row.index], reverse=True)
-        if len(shelf.free) == shelf.rows:
+        if len(shelf.free) + 1 == shelf.rows:
             self.shelves.remove(shelf)
             return
-        shelf.clear(row.index)
+        shelf.clear(row.index)  # before anybody can have it
+        shelf.free = sorted([*shelf.free, row.index], reverse=True)
 
     def _find(self, tokens: int) -> _Shelf:
         capacity = _SHORTEST

@@ -233,10 +233,10 @@ class Grammars:
             form = make_form()
             self._awaited[request_id] = form, self._find(form)
         form, future = self._awaited[request_id]
-        if future.done() and future.exception() is None and future.result() is None:
-            future = self._threads.submit(self._compile, form, count)
-            self._awaited[request_id] = form, future
-        if not future.done():
+        if not future.done():  # asked once: it may be done in the next moment
+            return None
+        if future.exception() is None and future.result() is None:
+            self._awaited[request_id] = form, self._threads.submit(self._compile, form, count)
             return None
         del self._awaited[request_id]
         error = future.exception()

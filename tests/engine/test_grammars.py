@@ -211,6 +211,26 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
     assert "form of the answer" in str(outcome)  # it takes more than 2 s of a processor; a busy machine does not give it these
 
 
+class DoneAMomentLater(Future[Any]):
+    """A trial that ends between two looks at it."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return super().done() and self.looks > 1
+
+
+def test_a_trial_may_end_while_it_is_looked_at(executor: TransformersExecutor) -> None:
+    tried = DoneAMomentLater()
+    tried.set_result(None)
+    form = grammars.form_of(StructuredOutputsParams(choice=["quick"]))
+    executor._grammars._awaited[8] = form, tried
+    while (found := executor._grammars.ready(8, lambda: form)) is None:
+        executor._grammars.wait(1.0)
+    assert len(found) == 1
+
+
 def test_a_form_that_nobody_waits_for_is_not_compiled(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     tried: list[str] = []

@@ -222,6 +222,18 @@ async def test_a_handler_s_error_comes_through_and_frees_its_turn(run: Run) -> N
             await run(admission, Caller(b"body"), fail)  # type: ignore[arg-type]
 
 
+async def test_the_long_texts_of_a_body_go_with_its_request(run: Run) -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        assert admitted_of(scope).long_texts
+        raise KeyError("a text where no medium belongs")
+
+    begin = b'{"messages": [{"role": "user", "content": "'
+    caller = Caller(begin, *[b"A" * (1 << 20)] * 4, b'"}]}', headers={b"content-length": b"%d" % (len(begin) + (4 << 20) + 4)})
+    with pytest.raises(KeyError):
+        await run(Admission(FrontendSettings()), caller, fail)  # type: ignore[arg-type]
+    assert not admitted_of(caller.scope).long_texts, "a connection keeps the scope of its last request"
+
+
 async def test_who_hung_up_while_waiting_is_gone_when_its_turn_comes(run: Run, eventually: Any) -> None:
     admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)

@@ -29,8 +29,9 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the size of the body.
 
     /never does not, /late not before LATE is set, /early before the body, /large with 32 MB, /gone to who has gone, and /pieces
-    without a length. /watched is told when its caller hangs up, and goes on after its answer until LATE is set. /longer and
-    /shorter say so of themselves, and are not, and /broken has a header that is two.
+    without a length. /begun begins at once, and ends when LATE is set. /watched is told when its caller hangs up, and goes on
+    after its answer until LATE is set. /longer and /shorter say so of themselves, and are not, and /broken has a header that is
+    two.
     """
     if scope["type"] == "lifespan":
         return
@@ -43,6 +44,12 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()
     if scope["path"] == "/late":
         await LATE.wait()
+    if scope["path"] == "/begun":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await LATE.wait()
+        await send({"type": "http.response.body", "body": b""})
+        return
     if scope["path"] == "/pieces":
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
         for piece in (b"one ", b"", b"two ", b"three"):
@@ -239,6 +246,23 @@ async def test_who_hangs_up_is_told_to_whoever_watches_and_only_before_the_answe
     await eventually(lambda: not server.server_state.tasks)
 
 
+async def test_who_hangs_up_after_a_large_last_part_of_a_body_is_noticed(
+    server: uvicorn.Server, port: int, eventually: Any
+) -> None:
+    WATCHED.clear()
+    CALLED.clear()
+    with socket.create_connection(("127.0.0.1", port)) as late:
+        late.sendall(b"POST /watched/late HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
+        await eventually(lambda: server.server_state.tasks)
+        for _ in range(10):  # until it waits for its body
+            await asyncio.sleep(0)
+        the_connection(server).data_received(b"a" * 200_000)  # as one part, of whatever size the kernel would make them
+        await eventually(lambda: WATCHED)
+        assert the_connection(server).transport.is_reading()
+    await eventually(lambda: CALLED == ["/watched/late"])
+    LATE.set()
+
+
 @pytest.mark.parametrize("path", [b"/longer", b"/shorter", b"/broken"])
 async def test_an_answer_that_is_not_as_its_head_says_is_not_sent(port: int, path: bytes) -> None:
     answer = await exchange(port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
@@ -269,6 +293,24 @@ async def test_a_connection_that_is_not_used_ends_after_a_while_and_one_that_is_
             LATE.set()
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
         await pass_time(4)
+    await pass_time(2)
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.adjustable_clock
+async def test_a_connection_ends_soon_after_the_answer_within_which_a_shutdown_began(
+    server: uvicorn.Server, port: int, pass_time: Any
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    the_connection(server).timeout_keep_alive = 60
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n0")
+    writer.write(b"GET /begun HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readuntil(b"one")
+    the_connection(server).shutdown()
+    LATE.set()
+    await reader.readuntil(b"0\r\n\r\n")
     await pass_time(2)
     assert await reader.read() == b""
     writer.close()
