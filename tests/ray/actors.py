@@ -169,6 +169,27 @@ class Caller:
         await self.client.submit({"do": "sleep", "s": 0})  # dropped: it goes on
         return results
 
+    async def aborted_soon(self) -> list[Any]:
+        """Aborts requests some turns of the loop after they were sent; what as many others get that are sent at once."""
+        results: list[Any] = []
+        for turns in (0, 1, 2, 4, 8):
+            for one_reply in (False, True):
+                for _ in range(8):
+                    if one_reply:
+                        request = asyncio.create_task(self.request({"do": "sleep", "s": 600}, request_id="soon"))
+                        await asyncio.sleep(0)
+                    else:
+                        submission = await self.client.submit({"do": "sleep", "s": 600})
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    if one_reply:
+                        self.client.abort("soon")
+                        await request
+                    else:
+                        submission.abort()
+                results += [result for result, _ in await self.requests({"do": "sleep", "s": 0}, 8, timeout=60)]
+        return results
+
     async def slot(self, nbytes: int) -> Any:
         async with self.client.slot(nbytes) as slot:
             tensor = slot.tensor((4,), torch.float32).fill_(2.0)

@@ -168,6 +168,11 @@ def test_aborting_by_name(caller: Any, engine: Any) -> None:
     until(lambda: is_idle(engine))
 
 
+def test_what_is_aborted_soon_after_it_was_sent_is_in_nobodys_way(caller: Any, engine: Any) -> None:
+    assert ray.get(caller.aborted_soon.remote()) == ["slept"] * 80
+    until(lambda: is_idle(engine))
+
+
 def test_more_than_may_be_in_flight_wait(caller: Any, engine: Any) -> None:
     results = ray.get(caller.requests.remote({"do": "sum", "x": torch.ones(50_000)}, 40))
     assert {result["sum"] for result, _ in results} == {50_000.0}

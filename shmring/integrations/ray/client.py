@@ -257,9 +257,10 @@ class Client:
         retry: int,
     ) -> int:
         """Raises the error unless a request may be sent again; returns how often it may be after that."""
-        connection.lose(way, error)
+        is_unknown = isinstance(error, UnknownClientError)  # of this request, nothing was done; others may have been
+        connection.lose(way, EngineDeadError(str(error), engine=error.engine) if is_unknown else error)
         if not self._connections.is_closed:
-            if isinstance(error, UnknownClientError):  # nothing was done
+            if is_unknown and not submission.has_replied:
                 return retry
             if retry and not submission.has_replied and not submission._on_gpu:
                 self.resent += 1

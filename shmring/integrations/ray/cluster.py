@@ -52,10 +52,12 @@ async def statistics(name: str = "*", *, timeout: float = 10.0) -> dict[str, Eng
     check_in_cluster()
     names = await names_like([validate_pattern(name)])
     tasks = {each: asyncio.create_task(_ask(each)) for each in names}
-    if tasks:
-        await asyncio.wait(tasks.values(), timeout=timeout)
-    for task in tasks.values():
-        task.cancel()
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=timeout)
+    finally:
+        for task in tasks.values():
+            task.cancel()
     answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
     return {each: answer for each, answer in zip(tasks, answers, strict=True) if isinstance(answer, EngineReport)}
 

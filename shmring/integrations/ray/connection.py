@@ -21,7 +21,7 @@ from shmring.cancellation import retrieve
 from shmring.client.counters import ClientCounters
 from shmring.client.routing import EngineLoad
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, fresh
-from shmring.integrations.ray.directory import look_up, node_id, store_nbytes
+from shmring.integrations.ray.directory import Where, look_up, node_id, store_nbytes
 from shmring.integrations.ray.far_client import NOTHING, FarClient
 from shmring.statistics import ClientStatistics
 
@@ -249,14 +249,24 @@ class Connection:
                         connect_timeout_s=_ATTACH_S if until_s is None else max(0.0, min(_ATTACH_S, until_s - loop.time())),
                         **settings.options,
                     )
-                max_nbytes = settings.in_flight_nbytes
-                if max_nbytes is None:
-                    here_nbytes = await asyncio.to_thread(store_nbytes, node_id())
-                    max_nbytes = max(_LEAST_FLIGHT_NBYTES, min(here_nbytes, where.store_nbytes) // _STORE_SHARE)
-                return await FarClient.enter(self.name, actor, where, max_nbytes, settings.description)
+                entering = asyncio.timeout_at(until_s if until_s is not None else loop.time() + settings.connect_timeout_s)
+                try:
+                    async with entering:
+                        return await self._enter(actor, where)
+                except TimeoutError:
+                    if not entering.expired():
+                        raise
+                    raise EngineDeadError(f"engine {self.name!r}, on another node, does not answer", engine=self.name) from None
             except EngineDeadError:  # it has died since it was looked up
                 if until_s is not None and loop.time() >= until_s:
                     raise
+
+    async def _enter(self, actor: Any, where: Where) -> FarClient:
+        max_nbytes = self._settings.in_flight_nbytes
+        if max_nbytes is None:
+            here_nbytes = await asyncio.to_thread(store_nbytes, node_id())
+            max_nbytes = max(_LEAST_FLIGHT_NBYTES, min(here_nbytes, where.store_nbytes) // _STORE_SHARE)
+        return await FarClient.enter(self.name, actor, where, max_nbytes, self._settings.description)
 
     def lose(self, way: Way, error: Exception) -> None:
         """The engine at the end of a way has died, as this error says: so do all requests that are on it."""

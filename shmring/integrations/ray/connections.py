@@ -12,11 +12,12 @@ forgotten.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 
 import shmring
-from shmring.cancellation import retrieve
+from shmring.cancellation import retrieve, uninterrupted
 from shmring.client.routing import EngineLoad, check_route_key
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError
 from shmring.integrations.ray.connection import Connection, Looks, Settings, Way
@@ -160,12 +161,16 @@ class Connections:
 
         Raises:
             EngineDeadError: none has answered in time.
+            LocalProtocolError: this process is not connected to a Ray cluster.
         """
         loop = asyncio.get_running_loop()
         timeout_s = self._settings.connect_timeout_s
         until_s = loop.time() + timeout_s
         while not any(connection.connected for connection in self.by_name.values()):
             self.check_open()
+            check_in_cluster()
+            for name in self._given.difference(self._patterns):  # it may have joined another cluster meanwhile
+                self._found(name)
             self._look_for_more()
             left_s = until_s - loop.time()
             if left_s <= 0:
@@ -173,10 +178,10 @@ class Connections:
                 why = f"none of the engines {self._listed} has answered in this Ray cluster within {timeout_s:g} s"
                 raise EngineDeadError("; ".join([why, *lost[:3]]), engine=None)
             pause_s = min(left_s, _FIRST_LISTED_S) if self._patterns else left_s
-            try:
-                await asyncio.wait_for(self._some_attached.wait(), pause_s)
-            except TimeoutError:
-                continue
+            # Not wait_for(): that of Python 3.11 loses a cancellation that comes as the event is set.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._some_attached.wait()
         self.check_open()
 
     def check_open(self) -> None:
@@ -190,7 +195,8 @@ class Connections:
         self._some_attached.set()  # whoever waits for an engine learns that there will be none
         if self._listing is not None:
             self._listing.cancel()
-        await asyncio.gather(*(connection.close() for connection in self.by_name.values()), return_exceptions=True)
+        closing = [connection.close() for connection in self.by_name.values()]
+        await uninterrupted(asyncio.gather(*closing, return_exceptions=True))
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -304,7 +310,8 @@ class Connections:
 
     def why_not_sent(self, engine: str | None) -> str:
         """Says for what an unsent request, or a caller that wants a slot, is waiting."""
-        of = [self.given(engine)] if engine is not None else [*self.by_name.values()]
+        named = [] if engine is None else [each for each in self.by_name.values() if engine in (each.name, each.ring)]
+        of = named if engine is not None else [*self.by_name.values()]
         attached = [f"at {each.name!r}: {_why_at(way)}" for each in of if (way := each.now()) is not None]
         if attached:
             return "; ".join(attached)

@@ -1,8 +1,8 @@
 """The engine's side: a Ray actor that hosts a ring.
 
 Theory of operation: the actor's loop has the ring. Clients on its node connect to its socket, without Ray. Each client on
-another node has an injector of the ring (:meth:`shmring.Ring.injector`). A call of the actor is a request there, and cancelling
-it aborts the request. Errors of requests travel as values beside the replies, so that they arrive as what they are.
+another node has an injector of the ring (:meth:`shmring.Ring.injector`). A call of the actor is a request there; another one
+aborts it, also if it comes first. Errors of requests travel as values beside the replies, so that they arrive as what they are.
 
 A client's *lifeline* is a reference that belongs to its process, and that is never fulfilled. Ray tells whoever waits for it
 when that process has died; then the client's requests are aborted.
@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,6 +45,8 @@ logger = logging.getLogger("shmring.ray")
 #: Calls that an engine carries out at a time, each of which may be a request, and one for each client on another node.
 _MAX_CALLS = 10_000
 
+_MAX_GIVEN_UP = 10_000  # requests: most of them are over, and were when their client gave them up
+
 _NODE_CHARACTERS = 12  # of a node's id, in the name of a ring: test clusters have several nodes on a machine
 
 Handler = Callable[[shmring.Claim[Any]], Awaitable[object]]
@@ -67,6 +70,8 @@ class HostedEngine:
         self._name = name
         self._node = node_id()
         self._injectors: dict[str, Injector] = {}
+        self._far: dict[tuple[str, int], Injected] = {}  # by client and its number of the request
+        self._given_up: OrderedDict[tuple[str, int], None] = OrderedDict()  # before they have come, or when they were over
         self._watching: set[asyncio.Task[None]] = set()
         self._core: EngineCore | None = None
         self._is_draining = False
@@ -199,11 +204,26 @@ class HostedEngine:
         if injector is not None:
             injector.close()
 
-    async def request(self, client: str, name: str, bundle: Bundle, left_s: float | None) -> Outcome:
+    async def abort(self, client: str, number: int) -> None:
+        """Aborts a request, also one that has not come yet.
+
+        Args:
+            client, number: as of :meth:`request`.
+        """
+        injected = self._far.get((client, number))
+        if injected is not None:
+            injected.abort()
+            return
+        self._given_up[client, number] = None
+        if len(self._given_up) > _MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+
+    async def request(self, client: str, number: int, name: str, bundle: Bundle, left_s: float | None) -> Outcome:
         """Carries a request out that is to have one reply; if it has more, there are two or more in what this returns.
 
         Args:
             client: as of :meth:`enter`.
+            number: of the request; a client uses each once.
             name: the caller's own name for the request.
             bundle: its payload.
             left_s: how long it may take; None: as long as it does.
@@ -211,40 +231,45 @@ class HostedEngine:
         replies: list[Bundle] = []
         until_s = _until_s(left_s)
         try:
-            injected = self._inject(client, name, bundle)
-            del bundle  # or this frame would keep its memory in the object store
-            try:
+            with self._injected(client, number, name, [bundle]) as injected:
+                del bundle  # or this frame would keep its memory in the object store
                 while len(replies) < 2 and (more := await _read(injected, until_s)):
                     replies += more
-            finally:
-                injected.abort()
         except (ShmringError, TimeoutError) as error:
             return [], self._told(error), self._load()
         return replies, None, self._load()
 
-    async def stream(self, client: str, name: str, bundle: Bundle, left_s: float | None) -> AsyncGenerator[Outcome, None]:
+    async def stream(
+        self, client: str, number: int, name: str, bundle: Bundle, left_s: float | None
+    ) -> AsyncGenerator[Outcome, None]:
         """Carries a request out. All replies that are there travel in one object: Ray moves some thousand objects a second.
 
         Args:
-            client, name, bundle, left_s: as of :meth:`request`.
+            client, number, name, bundle, left_s: as of :meth:`request`.
         """
         until_s = _until_s(left_s)
         try:
-            injected = self._inject(client, name, bundle)
-            del bundle
-            try:
+            with self._injected(client, number, name, [bundle]) as injected:
+                del bundle
                 while more := await _read(injected, until_s):
                     yield more, None, self._load()
-            finally:
-                injected.abort()
         except (ShmringError, TimeoutError) as error:
             yield [], self._told(error), self._load()
 
-    def _inject(self, client: str, name: str, bundle: Bundle) -> Injected:
+    @contextlib.contextmanager
+    def _injected(self, client: str, number: int, name: str, bundle: list[Bundle]) -> Iterator[Injected]:
+        """A request in the ring's line, until it is over. Takes its payload out of the list."""
         injector = self._injectors.get(client)
         if injector is None:
             raise UnknownClientError(f"engine {self._name!r} has started again", engine=self._name)
-        return injector.inject(bundle, request_id=name)
+        if self._given_up.pop((client, number), self) is None:
+            raise shmring.AbortedError(f"request {number} was aborted before it came", request_id=name or number)
+        injected = self._far[client, number] = injector.inject(bundle.pop(), request_id=name)
+        try:
+            yield injected
+        finally:
+            del self._far[client, number]
+            injected.abort()
 
     def _told(self, error: Exception) -> Exception:
         """Returns an error as its client gets it."""

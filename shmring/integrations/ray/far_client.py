@@ -3,13 +3,14 @@
 Theory of operation: a payload becomes a :class:`~shmring.memory.bundles.Bundle`, the one argument of a call that holds tensors.
 Ray moves it to the engine's node in its object store, without pickling tensors, and the engine views it there. Replies come in
 the same way. How many bytes are on their way is bounded here (``flight.py``). A task for each request reads what comes, so that
-a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up cancels the call at the
-engine, which aborts it.
+a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up is a call of its own:
+Ray's cancellation may overtake what it cancels, and is then tried again seconds later, or never.
 
 With each reply, the engine says its load. What Ray says of a call becomes the error that a client of the ring would get
 (:func:`_translated`).
 
-Invariants: a request counts as in flight from its turn on until its call is over; after :meth:`FarClient.close`, none is.
+Invariants: a request counts as in flight from its turn on until its call is over, or the engine has said that it is aborted;
+after :meth:`FarClient.close`, none is.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
+from shmring.cancellation import uninterrupted
 from shmring.client.counters import ClientCounters
 from shmring.client.routing import EngineLoad, LoadEstimate
 from shmring.engine.protocol import EncodeRequest, GenerateRequest
@@ -88,6 +90,7 @@ class FarClient:
         self._lifeline: Any = None
         self._numbers = itertools.count(1)
         self._calls: dict[FarSubmission, tuple[Any, asyncio.Task[Exception | None]]] = {}
+        self._given_up: set[asyncio.Task[None]] = set()
         self._counters = ClientCounters()
         self._load: Load = (0, 0, False)
         self._load_s = 0.0  # when it was said
@@ -106,8 +109,13 @@ class FarClient:
         client._lifeline = actor.hold.remote()
         try:
             client._heard(await actor.enter.remote(client._id, description, [client._lifeline]))
-        except RayError as error:
-            raise client._translated(error) from error
+        except BaseException as error:
+            with contextlib.suppress(RayError):  # it may have entered
+                actor.leave.remote(client._id)
+                ray.cancel(client._lifeline)
+            if isinstance(error, RayError):
+                raise client._translated(error) from error
+            raise
         return client
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -138,15 +146,16 @@ class FarClient:
             del packed
             self.flight.check_open()  # it may have been closed meanwhile
             left_s = None if deadline is None else deadline - time.monotonic()
+            number = next(self._numbers)
             method = self._actor.request if one_reply else self._actor.stream.options(num_returns="streaming")
-            call = method.remote(self._id, name, argument, left_s)
+            call = method.remote(self._id, number, name, argument, left_s)
         except BaseException as error:
             self.flight.end(nbytes)
             if isinstance(error, RayError):
                 raise self._translated(error, nbytes) from error
             raise
         del argument
-        submission = FarSubmission(self._name, next(self._numbers), name, self._give_up)
+        submission = FarSubmission(self._name, number, name, self._give_up)
         outcomes = _only(call) if one_reply else _each(call)
         reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
         reading.add_done_callback(functools.partial(self._over, submission, nbytes))
@@ -174,10 +183,24 @@ class FarClient:
     def _over(self, submission: FarSubmission, nbytes: int, reading: asyncio.Task[Exception | None]) -> None:
         """What comes of a request is read no longer; perhaps the task was cancelled before it began."""
         error = ClosedError("the loop of this client has ended") if reading.cancelled() else reading.result()
-        self._calls.pop(submission, None)
-        self.flight.end(nbytes)
+        if self._calls.pop(submission, None) is not None or not self.connected:
+            self.flight.end(nbytes)
+        else:
+            giving_up = asyncio.get_running_loop().create_task(self._end_there(submission, nbytes))
+            self._given_up.add(giving_up)
+            giving_up.add_done_callback(self._given_up.discard)
         self._count_end(submission, error)
         submission.end(error)
+
+    async def _end_there(self, submission: FarSubmission, nbytes: int) -> None:
+        """A request was given up: it is in flight until the engine has aborted it."""
+        try:
+            self._check_membership()
+            await self._actor.abort.remote(self._id, submission.request_id)
+        except (RayError, EngineDeadError):  # the engine may have gone
+            pass
+        finally:
+            self.flight.end(nbytes)
 
     def _count_end(self, submission: FarSubmission, error: Exception | None) -> None:
         if submission.ended or isinstance(error, AbortedError | EngineDeadError):
@@ -193,7 +216,7 @@ class FarClient:
         if call is not None:
             with contextlib.suppress(RayError, EngineDeadError):  # the engine may have gone
                 self._check_membership()
-                ray.cancel(call[0])
+                ray.cancel(call[0])  # its tensors may be on their way still
             call[1].cancel()
 
     def _check_membership(self) -> None:
@@ -215,7 +238,8 @@ class FarClient:
             return packed
         if nbytes < _THREAD_NBYTES:
             return ray.put(packed)
-        return await asyncio.to_thread(ray.put, packed)
+        put = asyncio.ensure_future(asyncio.to_thread(ray.put, packed))
+        return await uninterrupted(put)  # the thread goes on in any case, and its bytes are in flight until it is done
 
     def _translated(self, error: RayError, nbytes: int = 0) -> Exception:
         """Returns what an error of Ray means to a client of an engine."""
@@ -331,6 +355,8 @@ class FarClient:
             self._give_up(submission)
         if reading:
             await asyncio.wait(reading)  # they count how requests have ended
+        for task in list(self._given_up):
+            task.cancel()
 
 
 async def _only(call: Any) -> AsyncIterator[Any]:
