@@ -119,7 +119,9 @@ async def test_waiting_and_running_requests_are_aborted(ring: shmring.Ring) -> N
         heard = asyncio.Event()
         with await ring.claim() as claim:
             claim.on_abort(heard.set)
+            assert injector.engine_load == (2, 1)
             waiting.abort()
+            assert injector.engine_load == (1, 0)
             assert ring.statistics().waiting == 0
             running.abort()
             await heard.wait()

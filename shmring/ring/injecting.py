@@ -171,6 +171,11 @@ class Injector(BaseFrontend):
 
     # -- for callers ---------------------------------------------------------------------------------------------------
 
+    @property
+    def engine_load(self) -> tuple[int, int]:
+        """Requests of all clients that have not ended, and those of them that are not claimed. Statistics count slots, too."""
+        return self.end.running_count + self.end.waiting_count, self.end.waiting_count
+
     def inject(self, payload: Bundle, *, request_id: str = "") -> Injected:
         """Submits a request behind all that have come. Its tensors are viewed where they lie.
 

@@ -150,11 +150,13 @@ class HostedEngine:
 
     async def load(self) -> Load:
         """Returns what it has to do."""
-        return self._load()
-
-    def _load(self) -> Load:
         statistics = self._ring.statistics()
         return statistics.running + statistics.waiting, statistics.waiting, self._is_draining
+
+    def _load(self, client: str) -> Load:
+        """The same, with each reply to a client, whom it costs nothing."""
+        injector = self._injectors.get(client)
+        return (*((0, 0) if injector is None else injector.engine_load), self._is_draining)
 
     async def drain(self, timeout_s: float = 60.0) -> bool:
         """Ends what it has; clients of several engines send it nothing more. Then it can be killed.
@@ -191,7 +193,7 @@ class HostedEngine:
         """
         self._injectors[client] = self._ring.injector(description)
         self._start(self._watch(client, lifeline[0]))
-        return self._load()
+        return self._load(client)
 
     async def _watch(self, client: str, lifeline: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError, asyncio.CancelledError):  # whatever it is, the client has gone
@@ -236,8 +238,8 @@ class HostedEngine:
                 while len(replies) < 2 and (more := await _read(injected, until_s)):
                     replies += more
         except (ShmringError, TimeoutError) as error:
-            return [], self._told(error), self._load()
-        return replies, None, self._load()
+            return [], self._told(error), self._load(client)
+        return replies, None, self._load(client)
 
     async def stream(
         self, client: str, number: int, name: str, bundle: Bundle, left_s: float | None
@@ -252,9 +254,9 @@ class HostedEngine:
             with self._injected(client, number, name, [bundle]) as injected:
                 del bundle
                 while more := await _read(injected, until_s):
-                    yield more, None, self._load()
+                    yield more, None, self._load(client)
         except (ShmringError, TimeoutError) as error:
-            yield [], self._told(error), self._load()
+            yield [], self._told(error), self._load(client)
 
     @contextlib.contextmanager
     def _injected(self, client: str, number: int, name: str, bundle: list[Bundle]) -> Iterator[Injected]:
