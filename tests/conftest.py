@@ -154,7 +154,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A limit of time is there for what hangs. What is slow, or what hypothesis marks where it tries many examples, may take
     longer: how long a busy machine takes says nothing.
     """
-    items.sort(key=lambda item: (-_limit_s(item), item.path))
+    # Before the others those that build: minutes each, on one core.
+    items.sort(key=lambda item: (item.path.name != "test_build.py", -_limit_s(item), item.path))
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
