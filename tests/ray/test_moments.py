@@ -10,12 +10,12 @@ import pytest
 
 import shmring
 from shmring.errors import EngineDeadError, LocalProtocolError
-from shmring.integrations.ray.directory import Where
 from shmring.memory.bundles import Bundle, bundle
 
 ray = pytest.importorskip("ray")
 
 from shmring.integrations.ray import connect, connection, connections, far_client  # noqa: E402 - after the skip
+from shmring.integrations.ray.directory import Where  # noqa: E402
 from shmring.integrations.ray.engine import UnknownClientError  # noqa: E402
 
 WHERE = Where("another node", "ring", "/tmp", 1, 8, 16, 1 << 20, 100, 1 << 30)
