@@ -1,19 +1,16 @@
-"""What ``serve``, ``connect`` and ``join`` return: an end that opens when it is awaited, or entered."""
+"""What ``serve``, ``connect`` and ``join`` return, and ``slot`` in a Ray cluster: what opens when it is awaited, or entered."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Opening"]
 
 
-class _Closing(Protocol):
-    async def close(self) -> None: ...
-
-
-_End = TypeVar("_End", bound=_Closing)
+_End = TypeVar("_End", bound=AbstractAsyncContextManager[Any])
 
 
 class Opening(Generic[_End]):
@@ -34,4 +31,4 @@ class Opening(Generic[_End]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._end is not None
-        await self._end.close()
+        await self._end.__aexit__(kind, error, traceback)

@@ -105,6 +105,19 @@ class Application:
         self._serve.delete("shmring")
 
 
+def check_the_end(application: Application, streams: list[Any], until: Until) -> None:
+    """Deletes the application while it streams: the answers are complete, and nothing is left."""
+    processes = {*application.engines(), *application.frontends()}
+    for stream in streams:
+        next(iter(stream))
+    application.delete()
+    for stream in streams:
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+    until(lambda: not [pid for pid in processes if is_running(pid)])
+    assert not list(Path(f"/tmp/shmring-{os.getuid()}").glob("ray-*-shmring-*.sock"))
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("shmring-")]
+
+
 @pytest.fixture(scope="module")
 def application() -> Iterator[Application]:
     os.environ["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] = "0"  # both replicas get requests
@@ -317,18 +330,10 @@ def test_the_command_of_the_page_deploys_it(application: Application) -> None:
 
 def test_the_end_waits_for_requests_and_leaves_nothing(application: Application, until: Until) -> None:
     application.run()
-    processes = {*application.engines(), *application.frontends()}
-    assert len(processes) == 4
+    assert len({*application.engines(), *application.frontends()}) == 4
     said: Any = {"role": "user", "content": "hello"}
     streams = [
         application.client().chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=200)
         for _ in range(4)
     ]
-    for stream in streams:
-        next(iter(stream))
-    application.delete()
-    for stream in streams:
-        assert list(stream)[-1].choices[0].finish_reason == "length"
-    until(lambda: not [pid for pid in processes if is_running(pid)])
-    assert not list(Path(f"/tmp/shmring-{os.getuid()}").glob("ray-*-shmring-*.sock"))
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("shmring-")]
+    check_the_end(application, streams, until)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from tests.ray.conftest import Nodes, is_running, kill
-from tests.ray.test_real_serve import MODEL, Application, picture
+from tests.ray.test_real_serve import MODEL, Application, check_the_end, picture
 
 Until = Callable[..., Any]
 
@@ -106,17 +105,9 @@ def test_when_an_engine_dies_its_port_is_closed(application: Application, until:
 
 
 def test_the_end_waits_for_requests_and_leaves_nothing(application: Application, until: Until) -> None:
-    processes = {*application.engines(), *application.frontends()}
     said: Any = {"role": "user", "content": "hello"}
     streams = [
         client(url).chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=300)
         for url in urls(application).values()
     ]
-    for stream in streams:
-        next(iter(stream))
-    application.delete()
-    for stream in streams:
-        assert list(stream)[-1].choices[0].finish_reason == "length"
-    until(lambda: not [pid for pid in processes if is_running(pid)])
-    assert not list(Path(f"/tmp/shmring-{os.getuid()}").glob("ray-*-shmring-*.sock"))
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("shmring-")]
+    check_the_end(application, streams, until)

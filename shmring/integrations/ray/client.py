@@ -26,7 +26,7 @@ from shmring.integrations.ray.connections import Connections
 from shmring.integrations.ray.directory import is_pattern
 from shmring.integrations.ray.engine import UnknownClientError
 from shmring.integrations.ray.far_client import FarClient
-from shmring.integrations.ray.far_slot import AcquiringSlot, FarSlot
+from shmring.integrations.ray.far_slot import FarSlot
 from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.routing import Route
 from shmring.opening import Opening
@@ -301,7 +301,7 @@ class Client:
         timeout: float | None = None,
         key: str | bytes | None = None,
         engine: str | None = None,
-    ) -> AcquiringSlot:
+    ) -> Opening[shmring.Slot | FarSlot]:
         """Waits for memory to write tensors into: a slot of the slab, or, if the engine is on another node, of this process.
 
         Use it as ``async with client.slot(nbytes) as slot:``; see :meth:`shmring.Client.slot`. A request with tensors in a
@@ -323,7 +323,7 @@ class Client:
                         if self._connections.leaves_no_other(engine):
                             raise _named_as(error, connection) from None
 
-        return AcquiringSlot(acquire)
+        return Opening(acquire)
 
     async def find(
         self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None

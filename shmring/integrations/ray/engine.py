@@ -128,7 +128,10 @@ class HostedEngine:
         asyncio.get_running_loop().add_reader(pidfd, ended)
 
     async def _make_core(self, ring_name: str, executor: str, options: dict[str, Any]) -> EngineCore:
-        return await _make_core(ring_name, executor, **options)
+        executor_options: ExecutorOptions | None = options.pop("executor_options", None)
+        scheduler: SchedulerConfig | None = options.pop("scheduler", None)
+        made = await asyncio.to_thread(create_executor, executor, executor_options)  # which may load a model for minutes
+        return await EngineCore.create(ring_name, made, None, scheduler, **options)
 
     # -- for everybody -------------------------------------------------------------------------------------------------
 
@@ -296,18 +299,6 @@ async def _read(injected: Injected, until_s: float | None) -> list[Bundle]:
         if scope.expired():
             raise TimeoutError("the request's deadline has passed in the engine") from None
         raise
-
-
-async def _make_core(
-    ring_name: str,
-    executor: str,
-    *,
-    executor_options: ExecutorOptions | None = None,
-    scheduler: SchedulerConfig | None = None,
-    **options: Any,
-) -> EngineCore:
-    made = await asyncio.to_thread(create_executor, executor, executor_options)  # which may load a model for minutes
-    return await EngineCore.create(ring_name, made, None, scheduler, **options)
 
 
 class Engines:

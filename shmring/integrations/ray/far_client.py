@@ -195,10 +195,9 @@ class FarClient:
     async def _end_there(self, submission: FarSubmission, nbytes: int) -> None:
         """A request was given up: it is in flight until the engine has aborted it."""
         try:
-            self._check_membership()
-            await self._actor.abort.remote(self._id, submission.request_id)
-        except (RayError, EngineDeadError):  # the engine may have gone
-            pass
+            with contextlib.suppress(RayError, EngineDeadError):  # the engine may have gone
+                self._check_membership()
+                await self._actor.abort.remote(self._id, submission.request_id)
         finally:
             self.flight.end(nbytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,10 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-import shmring
 from shmring.errors import CapacityError, ClosedError
 
-__all__ = ["AcquiringSlot", "FarSlot"]
+__all__ = ["FarSlot"]
 
 
 class FarSlot:
@@ -67,24 +65,3 @@ class FarSlot:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class AcquiringSlot:
-    """What ``client.slot()`` returns: await it, or use it with ``async with``, which leaves the slot."""
-
-    def __init__(self, acquire: Callable[[], Awaitable[shmring.Slot | FarSlot]]) -> None:
-        self._acquire = acquire
-        self._slot: shmring.Slot | FarSlot | None = None
-
-    def __await__(self) -> Generator[Any, None, shmring.Slot | FarSlot]:
-        return self._acquire().__await__()
-
-    async def __aenter__(self) -> shmring.Slot | FarSlot:
-        self._slot = await self._acquire()
-        return self._slot
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._slot is not None
-        self._slot.close()

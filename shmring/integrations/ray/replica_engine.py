@@ -41,7 +41,6 @@ class _ReplicaEngine(HostedEngine):
             sys.path.append(settings.executor_path)  # last: nothing that lies there is taken for something that is installed
         start_tracing(settings.otlp_traces_endpoint, f"engine {name}")
         self._settings = settings
-        self._core: EngineCore | None = None
         self._end_with_replica(replica_pid)
         socket_dir = {} if settings.ring.socket_dir is None else {"socket_dir": settings.ring.socket_dir}
         await super().__init__(name, None, settings.executor, socket_dir)
@@ -52,7 +51,7 @@ class _ReplicaEngine(HostedEngine):
             model=settings.model, mm_processor_kwargs=settings.mm_processor_kwargs, options=settings.executor_options
         )
         made = await asyncio.to_thread(create_executor, executor, executor_options)
-        self._core = await EngineCore.create(
+        return await EngineCore.create(
             ring_name,
             made,
             settings.ring,
@@ -61,7 +60,6 @@ class _ReplicaEngine(HostedEngine):
             profiler_dir=settings.profiler_dir,
             **options,
         )
-        return self._core
 
     def _end_with_replica(self, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
