@@ -35,6 +35,7 @@ from shmring.engine.scheduler import SchedulerConfig
 from shmring.errors import EngineDeadError, ShmringError
 from shmring.integrations.ray.directory import NAMESPACE, Load, Where, actor_name, node_id, store_nbytes
 from shmring.integrations.ray.metrics import keep_reporting
+from shmring.integrations.ray.wire import Call, Sent, to_call, to_sent
 from shmring.memory.bundles import Bundle
 from shmring.ring.injecting import Injected, Injector
 
@@ -50,9 +51,6 @@ _MAX_GIVEN_UP = 10_000  # requests: most of them are over, and were when their c
 _NODE_CHARACTERS = 12  # of a node's id, in the name of a ring: test clusters have several nodes on a machine
 
 Handler = Callable[[shmring.Claim[Any]], Awaitable[object]]
-
-#: What a call returns: replies, why no more will come, and what the engine has to do then.
-Outcome = tuple[list[Bundle], Exception | None, Load]
 
 _LONGEST_S = 1e7  # of a deadline, which loops can count
 
@@ -213,7 +211,7 @@ class HostedEngine:
         """Aborts a request, also one that has not come yet.
 
         Args:
-            client, number: as of :meth:`request`.
+            client, number: of its call.
         """
         injected = self._far.get((client, number))
         if injected is not None:
@@ -223,57 +221,56 @@ class HostedEngine:
         if len(self._given_up) > _MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
 
-    async def request(self, client: str, number: int, name: str, bundle: Bundle, left_s: float | None) -> Outcome:
+    async def request(self, frame: bytes, bundle: Bundle | None = None) -> Sent:
         """Carries a request out that is to have one reply; if it has more, there are two or more in what this returns.
 
         Args:
-            client: as of :meth:`enter`.
-            number: of the request; a client uses each once.
-            name: the caller's own name for the request.
-            bundle: its payload.
-            left_s: how long it may take; None: as long as it does.
+            frame: a :class:`~shmring.integrations.ray.wire.Call`.
+            bundle: its payload, unless that is in the frame.
         """
         replies: list[Bundle] = []
-        until_s = _until_s(left_s)
+        call, payload = to_call(frame, bundle)
+        del frame, bundle  # or this frame would keep its memory in the object store
+        until_s = _until_s(call.left_s)
         try:
-            with self._injected(client, number, name, [bundle]) as injected:
-                del bundle  # or this frame would keep its memory in the object store
+            with self._injected(call, [payload]) as injected:
+                del payload
                 while len(replies) < 2 and (more := await _read(injected, until_s)):
                     replies += more
         except (ShmringError, TimeoutError) as error:
-            return [], self._told(error), self._load(client)
-        return replies, None, self._load(client)
+            return to_sent([], self._told(error), self._load(call.client))
+        return to_sent(replies, None, self._load(call.client))
 
-    async def stream(
-        self, client: str, number: int, name: str, bundle: Bundle, left_s: float | None
-    ) -> AsyncGenerator[Outcome, None]:
+    async def stream(self, frame: bytes, bundle: Bundle | None = None) -> AsyncGenerator[Sent, None]:
         """Carries a request out. All replies that are there travel in one object: Ray moves some thousand objects a second.
 
         Args:
-            client, number, name, bundle, left_s: as of :meth:`request`.
+            frame, bundle: as of :meth:`request`.
         """
-        until_s = _until_s(left_s)
+        call, payload = to_call(frame, bundle)
+        del frame, bundle
+        until_s = _until_s(call.left_s)
         try:
-            with self._injected(client, number, name, [bundle]) as injected:
-                del bundle
+            with self._injected(call, [payload]) as injected:
+                del payload
                 while more := await _read(injected, until_s):
-                    yield more, None, self._load(client)
+                    yield to_sent(more, None, self._load(call.client))
         except (ShmringError, TimeoutError) as error:
-            yield [], self._told(error), self._load(client)
+            yield to_sent([], self._told(error), self._load(call.client))
 
     @contextlib.contextmanager
-    def _injected(self, client: str, number: int, name: str, bundle: list[Bundle]) -> Iterator[Injected]:
+    def _injected(self, call: Call, payload: list[Bundle]) -> Iterator[Injected]:
         """A request in the ring's line, until it is over. Takes its payload out of the list."""
-        injector = self._injectors.get(client)
+        injector, known = self._injectors.get(call.client), (call.client, call.number)
         if injector is None:
             raise UnknownClientError(f"engine {self._name!r} has started again", engine=self._name)
-        if self._given_up.pop((client, number), self) is None:
-            raise shmring.AbortedError(f"request {number} was aborted before it came", request_id=name or number)
-        injected = self._far[client, number] = injector.inject(bundle.pop(), request_id=name)
+        if self._given_up.pop(known, self) is None:
+            raise shmring.AbortedError(f"request {call.number} was aborted before it came", request_id=call.name or call.number)
+        injected = self._far[known] = injector.inject(payload.pop(), request_id=call.name)
         try:
             yield injected
         finally:
-            del self._far[client, number]
+            del self._far[known]
             injected.abort()
 
     def _told(self, error: Exception) -> Exception:

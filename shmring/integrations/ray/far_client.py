@@ -1,10 +1,10 @@
 """A client whose engine is on another node: its requests are calls of the engine's actor.
 
-Theory of operation: a payload becomes a :class:`~shmring.memory.bundles.Bundle`, the one argument of a call that holds tensors.
-Ray moves it to the engine's node in its object store, without pickling tensors, and the engine views it there. Replies come in
-the same way. How many bytes are on their way is bounded here (``flight.py``). A task for each request reads what comes, so that
-a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up is a call of its own:
-Ray's cancellation may overtake what it cancels, and is then tried again seconds later, or never.
+Theory of operation: a payload becomes a :class:`~shmring.memory.bundles.Bundle`. Ray moves it to the engine's node in its
+object store, without pickling tensors, and the engine views it there. Replies come in the same way. Small ones of both travel
+with the call (``wire.py``). How many bytes are on their way is bounded here (``flight.py``). A task for each request reads what
+comes, so that a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up is a call of
+its own: Ray's cancellation may overtake what it cancels, and is then tried again seconds later, or never.
 
 With each reply, the engine says its load. What Ray says of a call becomes the error that a client of the ring would get
 (:func:`_translated`).
@@ -47,6 +47,7 @@ from shmring.errors import AbortedError, CapacityError, ClosedError, EngineDeadE
 from shmring.integrations.ray.directory import Load, Where, membership
 from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.flight import Flight
+from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_frame, to_outcome
 from shmring.memory.bundles import Bundle, bundle
 from shmring.statistics import ClientStatistics
 
@@ -57,7 +58,6 @@ NOTHING = ClientStatistics(
     **dict.fromkeys((field.name for field in dataclasses.fields(ClientStatistics)), 0) | {"connected": False}  # type: ignore[arg-type]
 )
 
-_PUT_NBYTES = 100_000  # Ray sends smaller arguments along with the call
 _THREAD_NBYTES = 1 << 20  # a longer copy into the object store is made beside the loop; it takes seconds if the store is full
 
 # An engine that answers says its load at once. A node that is busy may take some tenths of a second.
@@ -137,24 +137,24 @@ class FarClient:
         payload, deadline = _without_deadline(payload)
         packed = self._pack(payload)
         del payload
-        nbytes = _size(packed)
+        nbytes = size_of(packed)
         await self.flight.begin(nbytes)
         try:
-            argument = await self._argument(packed)
+            there = None if nbytes < SMALL_NBYTES else await self._put(packed)
             self._counters.copies += len(packed.buffers)
             self._counters.copied_nbytes += packed.nbytes
-            del packed
             self.flight.check_open()  # it may have been closed meanwhile
             left_s = None if deadline is None else deadline - time.monotonic()
             number = next(self._numbers)
             method = self._actor.request if one_reply else self._actor.stream.options(num_returns="streaming")
-            call = method.remote(self._id, number, name, argument, left_s)
+            head = Call(self._id, number, name, left_s)
+            call = method.remote(to_frame(head, [packed])) if there is None else method.remote(to_frame(head, ()), there)
         except BaseException as error:
             self.flight.end(nbytes)
             if isinstance(error, RayError):
                 raise self._translated(error, nbytes) from error
             raise
-        del argument
+        del packed, there
         submission = FarSubmission(self._name, number, name, self._give_up)
         outcomes = _only(call) if one_reply else _each(call)
         reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
@@ -168,7 +168,7 @@ class FarClient:
         error: Exception | None = None
         try:
             async for outcome in outcomes:
-                replies, error, load = outcome
+                replies, error, load = to_outcome(outcome)
                 del outcome
                 self._heard(load)
                 self._counters.replies += len(replies)
@@ -231,11 +231,8 @@ class FarClient:
             max_values=where.max_values,
         )
 
-    async def _argument(self, packed: Bundle) -> Any:
-        nbytes = _size(packed)
-        if nbytes < _PUT_NBYTES:
-            return packed
-        if nbytes < _THREAD_NBYTES:
+    async def _put(self, packed: Bundle) -> Any:
+        if size_of(packed) < _THREAD_NBYTES:
             return ray.put(packed)
         put = asyncio.ensure_future(asyncio.to_thread(ray.put, packed))
         return await uninterrupted(put)  # the thread goes on in any case, and its bytes are in flight until it is done
@@ -376,7 +373,3 @@ def _without_deadline(payload: object) -> tuple[object, float | None]:
     if isinstance(payload, EncodeRequest | GenerateRequest) and payload.deadline is not None:
         return msgspec.structs.replace(payload, deadline=None), payload.deadline
     return payload, None
-
-
-def _size(packed: Bundle) -> int:
-    return packed.nbytes + len(packed.payload)
