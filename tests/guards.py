@@ -1112,9 +1112,31 @@ GUARDS = (
     Guard(
         "a slot is kept until its copy to a GPU is over",
         "shmring/core/copies.pyx",
-        "            self._watch.guard(point)\n",
-        "            self._gpu.give_point(point)\n",
+        "            if code:  # also",
+        "            if False:  # also",
         "tests/memory/test_claim_to.py::test_no_slot_is_reused_before_its_copy",
+    ),
+    Guard(
+        "so is that of a large copy",
+        "shmring/core/copies.pyx",
+        "            else:\n                self._watch.guard(point)\n        if",
+        "            else:\n                self._gpu.give_point(point)\n        if",
+        "tests/memory/test_upload.py::test_a_large_copy_never_goes_on_the_consumers_stream",
+    ),
+    Guard(
+        "memory whose last copy failed half way is used again after the other half",
+        "shmring/gpu/upload.py",
+        "stream = part.stream = self._stream_for(",
+        "stream = self._stream_for(",
+        "tests/memory/test_upload.py::"
+        "test_a_copy_that_failed_half_way_on_the_consumers_stream_keeps_its_memory_until_the_other_half_is_over",
+    ),
+    Guard(
+        "a stream uses memory on a GPU behind its last owner",
+        "shmring/gpu/upload.py",
+        "lane.staging.is_used_on(consumer) and",
+        "True and",
+        "tests/memory/test_upload.py::test_a_stream_uses_the_memory_first_behind_whoever_had_it_before",
     ),
     Guard(
         "no copy crosses the boundary between two registrations with CUDA",

@@ -1,6 +1,8 @@
 """From a submission in one process until its data is usable on the engine's stream in another.
 
 - **Host slot**: written into a slot of the pinned slab in place; the engine calls ``claim.to``.
+- **Host slot, both compute**: the same, but the frontend's process has just run a kernel of its own. A GPU changes from one
+  process's work to another's, which takes time, whatever hands the data over. What lies on the GPU is always written there.
 - **Device slab**: written into a slot on the GPU in place (``client.slot(nbytes, device="cuda")``); the engine's claim holds it
   where it lies.
 - **CUDA IPC per tensor**: a new tensor on the GPU for each request, sent through ``torch.multiprocessing.Queue`` and
@@ -29,7 +31,7 @@ import torch.multiprocessing
 
 import shmring
 from bench.children import described
-from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
+from bench.gpu.device import DTYPE, ITEM_NBYTES, MIN_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import SPAWN, Numbers, Openers
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
@@ -67,10 +69,11 @@ class _Slots:
     bytes of the largest tensor.
     """
 
-    def __init__(self, title: str, *, on_gpu: bool) -> None:
+    def __init__(self, title: str, *, on_gpu: bool, both_compute: bool = True) -> None:
         self.title = title
         self._on_gpu = on_gpu
-        self._ring_name = f"bench-{'device' if on_gpu else 'host'}"
+        self._both_compute = both_compute
+        self._ring_name = f"bench-{'device' if on_gpu else 'both' if both_compute else 'host'}"
 
     def create_shared(self) -> Any:
         return None
@@ -95,6 +98,7 @@ class _Slots:
     @contextlib.asynccontextmanager
     async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
         where: dict[str, Any] = {"device": "cuda"} if self._on_gpu else {}
+        own = torch.empty(MIN_NBYTES // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
         # One lease for all slots: asking the engine for another one is no part of a hand-over.
         async with gpu.connect(self._ring_name, lease_nbytes=_leased(nbytes), socket_dir=directory) as client:
 
@@ -102,7 +106,8 @@ class _Slots:
                 async with client.slot(nbytes, timeout=_ANSWER_LIMIT_S, **where) as slot:
                     tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
                     marks(tensor).fill_(number)
-                    if self._on_gpu:
+                    if self._both_compute:
+                        own.fill_(number)
                         gpu.finish()
                     started_ns = time.monotonic_ns()
                     answer = await client.request({"x": tensor}, timeout=_ANSWER_LIMIT_S, reply_type=_Usable)
@@ -171,10 +176,11 @@ def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> Non
             answers.send(receive_one())
 
 
-HOST_SLOT, DEVICE_SLAB = "host-slot", "device-slab"
+HOST_SLOT, BOTH_COMPUTE, DEVICE_SLAB = "host-slot", "host-slot-both", "device-slab"
 
 ROUTES: dict[str, _Slots | CudaIpc] = {
-    HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False),
+    HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False, both_compute=False),
+    BOTH_COMPUTE: _Slots("host slot, both compute", on_gpu=False),
     DEVICE_SLAB: _Slots("device slab", on_gpu=True),
     "cuda-ipc": CudaIpc(),
 }

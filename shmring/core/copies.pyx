@@ -4,6 +4,11 @@ Theory of operation. A content's tensors go to the GPU in as few copies as their
 own. The consumer's stream waits for a point behind them, so work that is queued there afterwards may use the tensors at once.
 Until the GPU has reached that point, the slots must not be reused: the point keeps their regions, like views.
 
+A small copy is over before two streams have agreed on it: on an H100, 64 KB take 5 microseconds, and the consumer's wait takes 25.
+So the caller may have small copies queued on the consumer's stream itself, if that has nothing to do. Waking the thread that waits
+for a point costs as much again. So the point of a small copy is queried in the loop first (:meth:`CopyLane.look`), and only
+if it has not come by then, the thread waits for it.
+
 Copies from memory that is not pinned block the calling thread until the bytes have been read. To run on another thread, a copy
 has three parts: :meth:`CopyLane.begin` and :meth:`CopyLane.finish` in the loop, :meth:`CopyLane.queue` on any thread.
 
@@ -57,20 +62,22 @@ cdef class CopyLane:
     Args:
         gpu: where to.
         watch: its thread waits for the copies.
-        stream: that they are queued on.
+        stream: that they are queued on, unless the consumer's is chosen.
         pinned: address and bytes of what was registered with CUDA in one call each.
     """
 
     cdef Gpu _gpu
     cdef Watch _watch
-    cdef void* _stream
+    cdef readonly uint64_t stream
+    cdef Point* _first       # the points that are to be looked at, in order
+    cdef Point* _last
     cdef _Span* _pinned
     cdef uint32_t _pinned_count
 
     def __init__(self, Gpu gpu not None, Watch watch not None, uint64_t stream, pinned: Sequence[tuple[int, int]]) -> None:
         assert self._pinned == NULL
         self._gpu, self._watch = gpu, watch
-        self._stream = <void*><uintptr_t>stream
+        self.stream = stream
         self._pinned_count = len(pinned)
         self._pinned = <_Span*>malloc((self._pinned_count + 1) * sizeof(_Span))
         if self._pinned == NULL:
@@ -82,29 +89,40 @@ cdef class CopyLane:
     def __dealloc__(self) -> None:
         free(self._pinned)
 
-    def copy(self, Placement placement not None, ContentRegions regions not None, uint64_t consumer) -> None:
+    def copy(self, Placement placement not None, ContentRegions regions not None, uint64_t stream, uint64_t consumer, bint soon) -> bool:
         """Queues the copies, and has a stream wait for them. Returns at once if the slots are pinned.
 
         Args:
             placement: of :func:`plan_copies`, its target set.
             regions: of the content.
+            stream: to queue them on: the lane's, or the consumer's.
             consumer: the stream that will use the tensors.
+            soon: they will be over soon.
+
+        Returns:
+            Whether :meth:`look` is to be called soon; it was not before.
 
         Raises:
             the error that the :class:`Gpu` makes: a call failed. Copies that were queued are still waited for.
         """
-        self.begin(placement, regions)
+        cdef bint none = self._first == NULL
+        self._begin(placement, regions, stream)
         self._queue(placement)
-        self.finish(placement, consumer)
+        self._finish(placement, consumer, soon)
+        return none and self._first != NULL
 
     def begin(self, Placement placement not None, ContentRegions regions not None) -> None:
         """Prepares the copies for :meth:`queue`; the caller must call :meth:`finish` in any case."""
+        self._begin(placement, regions, self.stream)
+
+    cdef int _begin(self, Placement placement, ContentRegions regions, uint64_t stream) except -1:
         cdef Point* point
         cdef Run* run
         cdef uint32_t i
         assert placement.point == NULL and placement.target is not None
         point = self._gpu.new_point(placement.run_count)
         placement.point, placement.queued, placement.code = point, 0, 0
+        placement.stream = <void*><uintptr_t>stream
         try:
             for i in range(placement.run_count):
                 run = &placement.runs[i]
@@ -116,6 +134,7 @@ cdef class CopyLane:
             placement.point = NULL
             self._gpu.give_point(point)
             raise
+        return 0
 
     def queue(self, Placement placement not None) -> None:
         """Queues the copies, without the interpreter's lock: on a thread, where this may block."""
@@ -138,7 +157,7 @@ cdef class CopyLane:
             while at < end and not placement.code:
                 part_end = self._end_of_part(at, end)
                 placement.code = self._gpu.calls.cuMemcpyHtoDAsync_v2(
-                    <uintptr_t>(target + run.target + (at - run.source)), at, part_end - at, self._stream
+                    <uintptr_t>(target + run.target + (at - run.source)), at, part_end - at, placement.stream
                 )
                 placement.queued += not placement.code
                 at = part_end
@@ -162,7 +181,11 @@ cdef class CopyLane:
         Raises:
             the error that the :class:`Gpu` makes: a call failed, here or before.
         """
+        self._finish(placement, consumer, False)
+
+    cdef int _finish(self, Placement placement, uint64_t consumer, bint soon) except -1:
         cdef Point* point = placement.point
+        cdef void* consuming = <void*><uintptr_t>consumer
         cdef int record_code, wait_code = 0
         placement.point = NULL
         if not placement.queued:
@@ -170,15 +193,44 @@ cdef class CopyLane:
         else:
             record_code = self._gpu.push_context()
             if not record_code:
-                record_code = self._gpu.calls.cuEventRecord(point.event, self._stream)
-                if not record_code and not placement.code:
-                    wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)
+                record_code = self._gpu.calls.cuEventRecord(point.event, placement.stream)
+                if not record_code and not placement.code and placement.stream != consuming:
+                    wait_code = self._gpu.calls.cuStreamWaitEvent(consuming, point.event, 0)
                 self._gpu.pop_context()
             if record_code:
                 self._watch.keep(point)
                 raise self._gpu.failure("cuEventRecord", record_code)
-            self._watch.guard(point)
+            if soon and not placement.code and not wait_code:
+                self._remember(point)
+            else:
+                self._watch.guard(point)
         if placement.code:
             raise self._gpu.failure("cuMemcpyHtoDAsync_v2", placement.code)
         if wait_code:
             raise self._gpu.failure("cuStreamWaitEvent", wait_code)
+        return 0
+
+    cdef void _remember(self, Point* point) noexcept:
+        point.next = NULL
+        if self._first == NULL:
+            self._first = point
+        else:
+            self._last.next = point
+        self._last = point
+
+    def look(self) -> None:
+        """Ends the small copies that are over. The thread waits for all others."""
+        cdef Point* point
+        cdef int code = self._gpu.push_context()
+        cdef bint has_context = not code
+        while self._first != NULL:
+            point = self._first
+            self._first = point.next
+            if not code:
+                code = self._gpu.calls.cuEventQuery(point.event)
+            if code:  # also after an error, which the thread will see, too
+                self._watch.guard(point)
+            else:
+                self._gpu.give_point(point)
+        if has_context:
+            self._gpu.pop_context()

@@ -53,6 +53,7 @@ cdef class Placement:
     cdef Run* runs
     cdef uint32_t run_count
     cdef Run _few[_FEW_RUNS]
+    cdef void* stream      # that the copies are queued on
     cdef Point* point      # behind the copies, while they are queued
     cdef uint32_t queued   # of them
     cdef int code          # of the first call that failed

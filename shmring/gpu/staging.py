@@ -147,6 +147,10 @@ class StagingRing:
             self._retire(part)
             self._serve()
 
+    def is_used_on(self, stream: int) -> bool:
+        """Whether a part was handed over to a stream before."""
+        return stream in self._users
+
     def hand_over(self, part: StagingPart, stream: int) -> None:
         """Notes that a part is used on another stream from now on, which waits for what was queued before."""
         if stream not in self._users:

@@ -1,9 +1,9 @@
 """Copies all tensors of a request to a GPU, on a stream of their own, without waiting.
 
 Theory of operation: the bytes go into a part of the device's staging memory (``staging.py``); the tensors are then views of
-that part. How they are copied, and what keeps their slots until that is over, is compiled (``core/copies.pyx``); a thread
-waits for it (``watcher.py``). Copies from a slab that is not pinned block the calling thread until the bytes have been read;
-those above ``offload_nbytes`` are made on a thread.
+that part. How they are copied, and what keeps their slots until that is over, is compiled (``core/copies.pyx``). The loop's
+next turn finds small copies over; a thread waits for all others (``watcher.py``). Copies from a slab that is not pinned block
+the calling thread until the bytes have been read; those above ``offload_nbytes`` are made on a thread.
 
 Invariant: :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shmring.cancellation import retrieve, uninterrupted
-from shmring.core.compiled import ContentRegions, CopyLane, PayloadDecoder, Placement, Region, plan_copies
+from shmring.core.compiled import ContentRegions, CopyLane, Gpu, PayloadDecoder, Placement, Region, plan_copies
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
 from shmring.gpu.pinned import PinnedSlab
@@ -28,6 +28,9 @@ from shmring.gpu.watcher import Watcher
 from shmring.memory.copier import Copier
 
 __all__ = ["NOTHING_GIVEN", "Given", "Uploads"]
+
+#: Copies up to this size take the GPU less time than it takes to agree on them with another stream, or with another thread.
+_SMALL_NBYTES = 1 << 20
 
 #: How long closing waits for the copies under way: thousands of times what the largest of them takes.
 _CLOSE_TIMEOUT_S = 10.0
@@ -41,7 +44,7 @@ NOTHING_GIVEN: Given = {}
 class _Lane:
     """What copies to one device need."""
 
-    device_index: int
+    gpu: Gpu
     stream: Stream
     staging: StagingRing
     watcher: Watcher
@@ -68,6 +71,7 @@ class Uploads:
         self._copier = copier
         self._staging_nbytes = staging_nbytes
         self._offload_nbytes = offload_nbytes
+        self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, _Lane] = {}
         self._opening: dict[int, asyncio.Task[_Lane]] = {}
         self._on_threads = 0
@@ -175,13 +179,14 @@ class Uploads:
         except TimeoutError:
             return False
         for lane in self._lanes.values():
+            lane.copies.look()
             lane.staging.close()
         watchers = [lane.watcher for lane in self._lanes.values()]
         self._lanes.clear()  # the memory goes with the last tensor in it
         if not watchers:
             return True
         ended = await uninterrupted(
-            asyncio.get_running_loop().run_in_executor(None, lambda: [watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers])
+            self._loop.run_in_executor(None, lambda: [watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers])
         )
         return all(ended)
 
@@ -222,7 +227,7 @@ class Uploads:
         number, gpu = stream_number(stream), self._cuda.gpu(device_index)
         watcher = Watcher(gpu, f"shmring-gpu-{device_index}")
         lane = _Lane(
-            device_index,
+            gpu,
             stream,
             StagingRing(self._cuda, device_index, memory, number),
             watcher,
@@ -246,10 +251,21 @@ class Uploads:
         consumer: int,
     ) -> Any:
         placement.target = part.region
-        lane.copies.copy(placement, regions, consumer)
+        stream = part.stream = self._stream_for(lane, placement, consumer)
+        if lane.copies.copy(placement, regions, stream, consumer, placement.nbytes <= _SMALL_NBYTES):
+            self._loop.call_soon(lane.copies.look)
         payload = decoder.decode_again(regions, placement)  # while the GPU is at it
         self._arrive(lane, part, placement, consumer)
         return payload
+
+    def _stream_for(self, lane: _Lane, placement: Placement, consumer: int) -> int:
+        """Chooses the stream for a request's copies: the consumer's own if they are small, and it has nothing to do.
+
+        It must have used this lane's staging memory before: what the memory's last owner had queued on it is over then.
+        """
+        if placement.nbytes <= _SMALL_NBYTES and lane.staging.is_used_on(consumer) and lane.gpu.is_idle(consumer):
+            return consumer
+        return lane.copies.stream
 
     async def _copy_on_thread(
         self,

@@ -388,13 +388,16 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
         await claim.to("cuda")
     (copies,) = (stream for stream in cuda.streams if stream is not cuda.computing())
     copies.held = True
+    computing = cuda.computing()
     wrong: list[int] = []
     stop = threading.Event()
 
     def run_late() -> None:
         while not stop.wait(random_delays.uniform(0, 0.001)):
+            computing.held = random_delays.random() < 0.5  # while it is not, small copies go there
             cuda.advance(copies)
-        cuda.release(copies)
+            cuda.run()
+        cuda.release()
 
     async def ask(number: int) -> None:
         value = number % 200

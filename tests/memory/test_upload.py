@@ -53,7 +53,9 @@ def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b""
 class Rig:
     """Uploads over a slab, whose slots are looked after as a ring would."""
 
-    def __init__(self, cuda: Any, *, pin: bool = True, chunk_nbytes: int | None = None) -> None:
+    def __init__(
+        self, cuda: Any, *, pin: bool = True, chunk_nbytes: int | None = None, staging_nbytes: int = STAGING_NBYTES
+    ) -> None:
         self.cuda = cuda
         self.slab = Slab.create("upload", SLAB_NBYTES, secrets.randbits(63), prefault=True)
         if chunk_nbytes is not None:
@@ -64,7 +66,7 @@ class Rig:
             else PinnedSlab(cuda, 0, self.slab.address)
         )
         self.copier = Copier(1, OFFLOAD_NBYTES)
-        self.uploads = Uploads(cuda, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES)
+        self.uploads = Uploads(cuda, self.pinned, self.copier, staging_nbytes=staging_nbytes, offload_nbytes=OFFLOAD_NBYTES)
         self.regions = Regions()
         self.decoder = make_decoder()
         self.opened: Any = None  # of the last upload
@@ -231,6 +233,7 @@ async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload()
     (stream,) = (stream for stream in rig.cuda.streams if stream.held)
+    rig.cuda.computing().held = True
     delays = []
     for _ in range(50):
         stream.held = True
@@ -273,6 +276,111 @@ async def test_what_can_never_fit_is_refused(rig: Rig) -> None:
     with pytest.raises(CapacityError, match="staging_nbytes"):
         await rig.upload()
     gc.collect()
+    assert rig.held() == []
+
+
+# -- small copies -------------------------------------------------------------------------------------------------------
+
+
+def copying(rig: Rig) -> Any:
+    """The stream for copies."""
+    (stream,) = (stream for stream in rig.cuda.streams if stream is not rig.cuda.computing())
+    return stream
+
+
+async def test_a_small_copy_goes_on_the_consumers_stream_if_that_has_nothing_to_do(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    copying(rig).held = True
+    waits = rig.cuda.calls["cuStreamWaitEvent"]
+    wanted = rig.fill(content((1, 0, "uint8", (20,))), seed=1)
+    (arrived,) = await rig.upload()
+    assert as_bytes(arrived) == wanted[0]
+    assert rig.cuda.calls["cuStreamWaitEvent"] == waits, "a stream is behind what is queued on itself"
+    rig.cuda.computing().held = True
+    rig.fill(content((1, 0, "uint8", (30,))), seed=2)
+    (arrived,) = await rig.upload()
+    rig.cuda.release(rig.cuda.computing())
+    assert arrived.unique().tolist() == [0xEE], "it had something to do, and so the copy is on the other stream"
+
+
+async def test_a_large_copy_never_goes_on_the_consumers_stream(cuda: Any, turns: Any) -> None:
+    rig = Rig(cuda, staging_nbytes=2 << 20)
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    await turns()
+    copying(rig).held = True
+    wanted = rig.fill(content((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (10,))), seed=1)
+    arrived = await rig.upload()
+    assert as_bytes(arrived[0]) != wanted[0]
+    gc.collect()
+    assert rig.held() == [1, 2]
+    cuda.release()
+    assert as_bytes(arrived[0]) == wanted[0]
+    await rig.close()
+    assert rig.held() == []
+
+
+async def test_a_stream_uses_the_memory_first_behind_whoever_had_it_before(rig: Rig) -> None:
+    """What the memory's last owner has queued is known to be over only where something has waited for it."""
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    copying(rig).held = True
+    mine = rig.cuda.create_stream(0)
+    (arrived,) = await rig.upload(stream=mine)
+    assert arrived.unique().tolist() == [0xEE]
+
+
+async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig, turns: Any) -> None:
+    rig.fill(content(*MIXED, inline=bytes(16)))
+    for _ in range(3):
+        await rig.upload()
+        assert rig.held() == [1, 2], "it is looked at in the next turn"
+        await turns()
+        assert rig.held() == []
+    assert rig.cuda.calls["cuEventSynchronize"] == 0
+
+
+async def test_a_copy_that_failed_half_way_on_the_consumers_stream_keeps_its_memory_until_the_other_half_is_over(
+    rig: Rig, eventually: Eventually
+) -> None:
+    rig.fill(content(*MIXED, inline=bytes(16)))
+    await rig.upload()
+    await eventually(lambda: rig.held() == [])
+    gc.collect()
+    lane = rig.uploads._lanes[0]
+
+    def free_nbytes() -> int:
+        lane.staging._reap()
+        return lane.staging.free_nbytes
+
+    await eventually(lambda: free_nbytes() == STAGING_NBYTES)
+    computing = rig.cuda.computing()
+
+    def hold() -> None:
+        computing.held = True
+
+    rig.cuda.before_copies = hold
+    rig.cuda.fail_after("cuMemcpyHtoDAsync_v2", 2)
+    with pytest.raises(CudaError):
+        await rig.upload()
+    gc.collect()
+    assert rig.held() == [1, 2]
+    assert free_nbytes() < STAGING_NBYTES
+    rig.cuda.release(computing)
+    await eventually(lambda: rig.held() == [])
+    assert free_nbytes() == STAGING_NBYTES
+
+
+async def test_closing_waits_for_what_was_not_looked_at(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    copying(rig).held = True
+    rig.cuda.computing().held = True
+    (arrived,) = rig.upload_nowait()
+    threading.Timer(0.1, rig.cuda.release).start()
+    assert await rig.uploads.close()
+    assert arrived.unique().tolist() != [0xEE]
     assert rig.held() == []
 
 
@@ -375,7 +483,7 @@ async def test_without_cuda_it_says_so(rig: Rig) -> None:
 async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventually, call: str) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))
     await rig.upload()
-    rig.uploads._lanes[0].staging._users.clear()
+    rig.uploads._lanes[0].staging._users.clear()  # so that it goes on the other stream
     gc.collect()
     rig.cuda.fail(call)
     with pytest.raises(CudaError, match=f"{call} failed"):
@@ -416,14 +524,13 @@ async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_
     rig.fill(content(*MIXED, inline=bytes(16)))
     await rig.upload()
     await eventually(lambda: rig.held() == [])
-    (stream,) = (stream for stream in rig.cuda.streams if stream is not rig.cuda.computing())
-    stream.held = True
+    copying(rig).held = rig.cuda.computing().held = True
     rig.cuda.fail_after("cuMemcpyHtoDAsync_v2", 2)
     with pytest.raises(CudaError):
         await rig.upload()
     gc.collect()
     assert rig.held() == [1, 2]
-    rig.cuda.release(stream)
+    rig.cuda.release()
     await eventually(lambda: rig.held() == [])
 
 
@@ -441,7 +548,10 @@ async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
         with pytest.raises(CudaError, match="cuEventRecord failed: made to fail"):
             await rig.upload()
     else:
+        copying(rig).held = rig.cuda.computing().held = True  # it has not come when it is looked at
         await rig.upload()
+        await eventually(lambda: cuda.awaited)
+        cuda.release()
         await eventually(lambda: "kept until this process ends" in caplog.text)
     gc.collect()
     assert rig.held() == [1]
