@@ -1126,16 +1126,16 @@ GUARDS = (
     Guard(
         "memory whose last copy failed half way is used again after the other half",
         "shmring/gpu/upload.py",
-        "stream = part.stream = self._stream_for(",
-        "stream = self._stream_for(",
+        "stream = part.stream = consumer if",
+        "stream = consumer if",
         "tests/memory/test_upload.py::"
         "test_a_copy_that_failed_half_way_on_the_consumers_stream_keeps_its_memory_until_the_other_half_is_over",
     ),
     Guard(
         "a stream uses memory on a GPU behind its last owner",
         "shmring/gpu/upload.py",
-        "lane.staging.is_used_on(consumer) and",
-        "True and",
+        "is_there and lane.staging.is_used_on(consumer)",
+        "is_there",
         "tests/memory/test_upload.py::test_a_stream_uses_the_memory_first_behind_whoever_had_it_before",
     ),
     Guard(

@@ -89,7 +89,7 @@ cdef class CopyLane:
     def __dealloc__(self) -> None:
         free(self._pinned)
 
-    def copy(self, Placement placement not None, ContentRegions regions not None, uint64_t stream, uint64_t consumer, bint soon) -> bool:
+    def copy(self, Placement placement not None, ContentRegions regions not None, uint64_t stream, uint64_t consumer, bint soon) -> None:
         """Queues the copies, and has a stream wait for them. Returns at once if the slots are pinned.
 
         Args:
@@ -97,19 +97,14 @@ cdef class CopyLane:
             regions: of the content.
             stream: to queue them on: the lane's, or the consumer's.
             consumer: the stream that will use the tensors.
-            soon: they will be over soon.
-
-        Returns:
-            Whether :meth:`look` is to be called soon; it was not before.
+            soon: they will be over soon: :meth:`look` is called in the loop's next turn.
 
         Raises:
             the error that the :class:`Gpu` makes: a call failed. Copies that were queued are still waited for.
         """
-        cdef bint none = self._first == NULL
         self._begin(placement, regions, stream)
         self._queue(placement)
         self._finish(placement, consumer, soon)
-        return none and self._first != NULL
 
     def begin(self, Placement placement not None, ContentRegions regions not None) -> None:
         """Prepares the copies for :meth:`queue`; the caller must call :meth:`finish` in any case."""

@@ -148,7 +148,7 @@ class StagingRing:
             self._serve()
 
     def is_used_on(self, stream: int) -> bool:
-        """Whether a part was handed over to a stream before."""
+        """Whether a part was handed over to a stream before. So that has waited for the last owner of the memory."""
         return stream in self._users
 
     def hand_over(self, part: StagingPart, stream: int) -> None:

@@ -49,6 +49,7 @@ class _Lane:
     staging: StagingRing
     watcher: Watcher
     copies: CopyLane
+    will_look: bool = False
 
 
 class Uploads:
@@ -115,7 +116,7 @@ class Uploads:
             if lane is None:
                 lane = await self._lane(device_index)
                 check()
-            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
+            consumer, is_there = self._consumer(device_index, stream)
             part, waited = lane.staging.take(placement.nbytes or 1), False
             if part is None:
                 part, waited = await lane.staging.acquire(placement.nbytes or 1), True
@@ -124,7 +125,7 @@ class Uploads:
                     check()
                 if self._must_offload(placement):
                     return await self._copy_on_thread(lane, part, placement, regions, decoder, consumer)
-                return self._copy(lane, part, placement, regions, decoder, consumer)
+                return self._copy(lane, part, placement, regions, decoder, consumer, is_there)
             finally:
                 lane.staging.leave(part)
         except BaseException as error:
@@ -157,12 +158,12 @@ class Uploads:
         if self._must_offload(placement):
             raise WouldBlock(f"the slab is not pinned, and copying {placement.nbytes} bytes from it would hold the loop up")
         try:
-            consumer = self._cuda.current_stream(device_index) if stream is None else stream_number(stream)
+            consumer, is_there = self._consumer(device_index, stream)
             part = lane.staging.take(placement.nbytes or 1)
             if part is None:
                 raise lane.staging.no_space(placement.nbytes)
             try:
-                return self._copy(lane, part, placement, regions, decoder, consumer)
+                return self._copy(lane, part, placement, regions, decoder, consumer, is_there)
             finally:
                 lane.staging.leave(part)
         except BaseException as error:
@@ -249,23 +250,37 @@ class Uploads:
         regions: ContentRegions,
         decoder: PayloadDecoder,
         consumer: int,
+        is_there: bool,
     ) -> Any:
         placement.target = part.region
-        stream = part.stream = self._stream_for(lane, placement, consumer)
-        if lane.copies.copy(placement, regions, stream, consumer, placement.nbytes <= _SMALL_NBYTES):
-            self._loop.call_soon(lane.copies.look)
+        is_small = placement.nbytes <= _SMALL_NBYTES
+        choose = is_small and is_there and lane.staging.is_used_on(consumer)
+        stream = part.stream = consumer if choose and self._is_idle(lane, consumer) else lane.copies.stream
+        if is_small and not lane.will_look:
+            self._loop.call_soon(self._look, lane)  # before there is something: an error in between would leave it forever
+            lane.will_look = True
+        lane.copies.copy(placement, regions, stream, consumer, is_small)
         payload = decoder.decode_again(regions, placement)  # while the GPU is at it
         self._arrive(lane, part, placement, consumer)
         return payload
 
-    def _stream_for(self, lane: _Lane, placement: Placement, consumer: int) -> int:
-        """Chooses the stream for a request's copies: the consumer's own if they are small, and it has nothing to do.
+    def _consumer(self, device_index: int, stream: Stream | None) -> tuple[int, bool]:
+        """Returns the number of the stream that will use the tensors, and whether it is known to be of that device."""
+        if stream is None:
+            return self._cuda.current_stream(device_index), True
+        return stream_number(stream), getattr(stream, "device_index", None) == device_index
 
-        It must have used this lane's staging memory before: what the memory's last owner had queued on it is over then.
-        """
-        if placement.nbytes <= _SMALL_NBYTES and lane.staging.is_used_on(consumer) and lane.gpu.is_idle(consumer):
-            return consumer
-        return lane.copies.stream
+    @staticmethod
+    def _is_idle(lane: _Lane, stream: int) -> bool:
+        try:
+            return lane.gpu.is_idle(stream)
+        except CudaError:  # whatever it is, the lane's stream is there
+            return False
+
+    @staticmethod
+    def _look(lane: _Lane) -> None:
+        lane.will_look = False
+        lane.copies.look()
 
     async def _copy_on_thread(
         self,
@@ -297,7 +312,8 @@ class Uploads:
                 self._idle.set()
 
     def _arrive(self, lane: _Lane, part: StagingPart, placement: Placement, consumer: int) -> None:
-        lane.staging.hand_over(part, consumer)
+        if placement.nbytes:  # or it has waited for nothing
+            lane.staging.hand_over(part, consumer)
         self.copies += 1
         self.copied_nbytes += placement.nbytes
 

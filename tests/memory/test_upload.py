@@ -331,6 +331,64 @@ async def test_a_stream_uses_the_memory_first_behind_whoever_had_it_before(rig: 
     assert arrived.unique().tolist() == [0xEE]
 
 
+async def test_what_copies_nothing_has_not_waited_for_the_memorys_last_owner(rig: Rig) -> None:
+    computing = rig.cuda.computing()
+    computing.held = True
+    mine = rig.cuda.create_stream(0)
+    rig.fill(content())
+    await rig.upload(stream=mine)
+    rig.fill(content((1, 0, "uint8", (10,))))
+    (arrived,) = await rig.upload(stream=mine)
+    assert arrived.unique().tolist() == [0xEE], "the memory's last owner is not done with it"
+    rig.cuda.release()
+    assert arrived.unique().tolist() != [0xEE]
+
+
+@pytest.mark.parametrize("stream", ["number", "of another device"])
+async def test_a_copy_goes_only_on_a_stream_that_is_known_to_be_of_its_device(rig: Rig, stream: str) -> None:
+    """CUDA lets streams of two devices wait for each other, but no event of one is recorded on the other."""
+    computing = rig.cuda.computing()
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    copying(rig).held = True
+
+    class Foreign:
+        cuda_stream, device_index = computing.cuda_stream, 1
+
+    rig.fill(content((1, 0, "uint8", (20,))), seed=1)
+    (arrived,) = await rig.upload(stream=computing.cuda_stream if stream == "number" else Foreign())
+    assert arrived.unique().tolist() == [0xEE]
+
+
+async def test_a_small_copy_goes_on_though_cuda_can_not_say_whether_a_stream_is_idle(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    rig.cuda.fail("cuStreamQuery")
+    wanted = rig.fill(content((1, 0, "uint8", (20,))), seed=1)
+    (arrived,) = await rig.upload()
+    assert as_bytes(arrived) == wanted[0]
+
+
+async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: Rig, turns: Any) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    await turns()
+    loop = rig.uploads._loop
+
+    class Interrupted:
+        def call_soon(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    rig.uploads._loop = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        await rig.upload()
+    rig.uploads._loop = loop
+    await rig.upload()
+    await turns()
+    gc.collect()
+    assert rig.held() == []
+
+
 async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig, turns: Any) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))
     for _ in range(3):
