@@ -57,7 +57,7 @@ FAULTS = (
         "shmring/core/copies.pyx",
         (
             "a consumer's stream waits for no copy",
-            "wait_code = self._gpu.calls.cuStreamWaitEvent(<void*><uintptr_t>consumer, point.event, 0)",
+            "wait_code = self._gpu.calls.cuStreamWaitEvent(consuming, point.event, 0)",
             "wait_code = 0",
             "tests/memory/test_upload.py::test_the_consumers_stream_waits_for_the_copy",
         ),
