@@ -1117,7 +1117,7 @@ GUARDS = (
         "tests/memory/test_claim_to.py::test_no_slot_is_reused_before_its_copy",
     ),
     Guard(
-        "so is that of a large copy",
+        "a slot is kept until its large copy to a GPU is over",
         "shmring/core/copies.pyx",
         "            else:\n                self._watch.guard(point)\n        if",
         "            else:\n                self._gpu.give_point(point)\n        if",
