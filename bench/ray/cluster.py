@@ -136,6 +136,21 @@ class Caller:
             return 1.0
 
 
+def family(pid: int) -> set[int]:
+    """Returns a process and all that it, and those, have started."""
+    import psutil
+
+    root = psutil.Process(pid)
+    return {process.pid for process in (root, *root.children(recursive=True))}
+
+
+def family_of(cluster: Any) -> set[int]:
+    """Returns likewise all processes of a cluster."""
+    nodes = (cluster.head_node, *cluster.worker_nodes)
+    started = [each.process.pid for node in nodes for processes in node.all_processes.values() for each in processes]
+    return set().union(*map(family, started))
+
+
 class Nodes:
     """The cluster, and what is in it."""
 
@@ -166,21 +181,10 @@ class Nodes:
         asking = self._callers[order.place].ask
         what = order.way, order.nbytes, order.window
         self._get(asking.remote(*what, order.warm_up_s))
-        pids = self._pids()
+        pids = family_of(self._cluster)
         before_s = sum(map(process_cpu_s, pids))
         count, took_s = self._get(asking.remote(*what, order.timed_s))
         return Measurement(count / took_s, 1e3 * (sum(map(process_cpu_s, pids)) - before_s) / count)
-
-    def _pids(self) -> set[int]:
-        import psutil
-
-        started = [
-            psutil.Process(each.process.pid)
-            for node in (self._cluster.head_node, *self._cluster.worker_nodes)
-            for processes in node.all_processes.values()
-            for each in processes
-        ]
-        return {process.pid for root in started for process in (root, *root.children(recursive=True))}
 
     def close(self) -> None:
         """Ends everything."""
@@ -191,8 +195,8 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def _settled() -> Iterator[None]:
-    """Has Ray's files in a directory of their own, and nobody else in its cluster."""
+def settled(**variables: str) -> Iterator[None]:
+    """Has Ray's files in a directory of their own, and nobody else in its cluster; further variables are for Ray, too."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # short: sockets are made below it
         os.mkdir(f"{directory}/ray")
         os.environ.update(
@@ -201,13 +205,14 @@ def _settled() -> Iterator[None]:
             RAY_memory_monitor_refresh_ms="0",
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
+            **variables,
         )
         yield
 
 
 def main(control: Connection) -> None:
     """Carries orders out until nobody gives any."""
-    with _settled(), contextlib.closing(Nodes()) as nodes, contextlib.suppress(EOFError):
+    with settled(), contextlib.closing(Nodes()) as nodes, contextlib.suppress(EOFError):
         control.send_bytes(READY)
         while True:
             order = msgspec.json.decode(control.recv_bytes(), type=Order)

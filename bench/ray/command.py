@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from bench import command_line
 from bench.modes import Timing
 from bench.programs import Program
-from bench.ray.cluster import STORE_NBYTES, Measurement, Order
+from bench.ray import cluster, serving
+from bench.ray.cluster import STORE_NBYTES
 from bench.repetitions import (
     Measured,
     Number,
@@ -32,6 +33,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {"same": (_COPY, _IN_PLACE, _NUMPY, _TORCH
 _SIZES: tuple[int, ...] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _WINDOW, _MOST_NBYTES = 16, 192 << 20  # in flight; pickled tensors are copied several times
 _ORDER_LIMIT_S = 120.0  # ten times what the slowest one takes
+_REQUESTS: Mapping[tuple[str, int], int] = {("text", 1): 400, ("text", 16): 600, ("picture", 1): 80, ("picture", 16): 120}
 
 
 class Case(NamedTuple):
@@ -47,26 +49,52 @@ class Case(NamedTuple):
         return f"{format_nbytes(self.nbytes)}, {self.window} in flight" if self.nbytes else f"from the {self.place} node"
 
 
+class Question(NamedTuple):
+    """HTTP requests with a ``text`` or a ``picture``, so many in flight."""
+
+    carried: str
+    window: int
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        return f"a {self.carried}, {self.window} in flight"
+
+
+def _title(case: Case | Question) -> str:
+    if isinstance(case, Question):
+        return case.title
+    return f"{case.place} node, {case.title}"
+
+
 def _windows(nbytes: int) -> tuple[int, int]:
     return 1, min(_WINDOW, _MOST_NBYTES // nbytes)
 
 
 #: What is measured in each case.
-CASES: Mapping[Case, tuple[str, ...]] = {
+CASES: Mapping[Case | Question, tuple[str, ...]] = {
     **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _windows(nbytes)},
     **{Case(place, 0): (_CONNECTING,) for place in WAYS},
+    **{Question(*question): (serving.ON_RAY, serving.ALONE) for question in _REQUESTS},
 }
 
 
-def _speed(run: Measurement) -> float:
+_Run: TypeAlias = cluster.Measurement | serving.Measurement
+
+
+def _speed(run: _Run) -> float:
     return run.per_s
 
 
-def _cpu_ms(run: Measurement) -> float:
+def _cpu_ms(run: _Run) -> float:
     return run.cpu_ms
 
 
-def _connect_ms(run: Measurement) -> float:
+def _added_ms(run: serving.Measurement) -> float:
+    return run.added_ms
+
+
+def _connect_ms(run: cluster.Measurement) -> float:
     return 1e3 / run.per_s
 
 
@@ -78,6 +106,13 @@ def _beside(
     cases = {case.title: case for nbytes in _SIZES[sizes] for case in CASES if case[:2] == (place, nbytes)}
     at = " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys((_SIZES[sizes][0], _SIZES[sizes][-1])))
     return Target(what, at, limit, "x", ratios(ours, theirs, number, cases), at_least=at_least)
+
+
+def _serving(carried: str, limit: float) -> Target:
+    questions = {question.title: question for question in CASES if question[0] == carried}
+    what = f"Ray Serve, direct ingress, a {carried}: CPU that a request adds, of that of shmring serve"
+    numbers = ratios(serving.ON_RAY, serving.ALONE, _added_ms, questions)
+    return Target(what, "1 and 16 in flight", limit, "x", numbers, at_least=False)
 
 
 TARGETS = (
@@ -97,6 +132,8 @@ TARGETS = (
         "Ray, connecting", "either node", 50, "ms",
         medians(_CONNECTING, _connect_ms, {f"{place} node": Case(place, 0) for place in WAYS}), at_least=False,
     ),
+    _serving("text", 1.5),
+    _serving("picture", 1.2),
 )  # fmt: skip
 
 _COLUMNS = (
@@ -107,13 +144,20 @@ _COLUMNS = (
     ratio_column("its CPU", _COPY, _cpu_ms),
     ratio_column("in place is", _IN_PLACE, _speed),
 )
+_SERVING_COLUMNS = (
+    median_column("requests/s", _speed, 1),
+    median_column("CPU ms", _cpu_ms, 2),
+    median_column("of it added", _added_ms, 2),
+    ratio_column("its CPU", serving.ON_RAY, _cpu_ms, serving.ALONE),
+    ratio_column("added", serving.ON_RAY, _added_ms, serving.ALONE),
+)
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table for each node, one of connecting, and the verdicts on the targets."""
+    """Returns the report of a run: a table for each node, of connecting, of Ray Serve, and the verdicts on the targets."""
 
     def of(place: str, *, connecting: bool = False) -> Measured:
-        return {case: runs for case, runs in measured.items() if case.place == place and bool(case.nbytes) is not connecting}
+        return {case: runs for case, runs in measured.items() if case[0] == place and bool(case[1]) is not connecting}
 
     tables = [
         compare(f"Requests of the {place} node", ("tensor", "way"), cases, _COLUMNS, lambda case: str(case.title))
@@ -123,6 +167,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     if cases := {case: runs for place in WAYS for case, runs in of(place, connecting=True).items()}:
         columns = (median_column("ms", _connect_ms, 1), median_column("CPU ms", _cpu_ms, 1))
         tables.append(compare("Connecting", ("caller", "way"), cases, columns, lambda case: str(case.title)))
+    if questions := {case: runs for case, runs in measured.items() if isinstance(case, Question)}:
+        tables.append(compare("HTTP", ("request", "server"), questions, _SERVING_COLUMNS, lambda case: str(case.title)))
     notes = [
         f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a "
         "plain async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "
@@ -132,6 +178,10 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         "All of it runs at the same time, and the ways are measured in turn, in alternating order. Medians of the repetitions. "
         "CPU is that of all processes of the cluster, for each request: raylets, the head's, and all workers. shmring is, in "
         "place is: requests/s, divided by those of the row in the same repetition; its CPU likewise.",
+        "HTTP: embeddings of a short text, or of a JPEG of 451 by 300 that is prepared anew for each request. The frontend on "
+        "Ray Serve, asked directly (RAY_SERVE_ENABLE_DIRECT_INGRESS=1, RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0), in a "
+        "cluster of one node, beside shmring serve with one frontend. Added: without what the same processes take when nobody "
+        "asks anything, measured in the second before. A cluster takes that whatever runs in it.",
         versions,
     ]
     verdicts = [target.judge(measured) for target in TARGETS]
@@ -142,13 +192,21 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
     """Engines in a Ray cluster, beside calls of an actor with a tensor; fails if a measured target is missed."""
-    runs = Repetitions[Case, Measurement](CASES, timing.repetitions, lambda case: f"{case.place} node, {case.title}")
-    command = [str(environment / "bin" / "python"), "-m", "bench.ray.cluster"]
-    with command_line.measuring(runs.steps) as progress, Program(command, os.environ, _ORDER_LIMIT_S) as cluster:
+    runs = Repetitions[Case | Question, _Run](CASES, timing.repetitions, _title)
+    python = str(environment / "bin" / "python")
+    tensors, questions = (
+        Program([python, "-m", program.__name__], os.environ, _ORDER_LIMIT_S) for program in (cluster, serving)
+    )
 
-        def measure(case: Case, way: str) -> Measurement:
-            order = Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
-            return cluster.order(order, Measurement)
+    def measure(case: Case | Question, way: str) -> _Run:
+        if isinstance(case, Question):
+            order = serving.Order(way, case.carried == "picture", case.window, _REQUESTS[case])
+            return questions.order(order, serving.Measurement)
+        calls = cluster.Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
+        return tensors.order(calls, cluster.Measurement)
 
-        runs.measure(list(CASES), measure, progress)
+    with command_line.measuring(runs.steps) as progress:
+        for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
+            with program:
+                runs.measure([case for case in CASES if isinstance(case, kind)], measure, progress)
     return report(runs.measured, runs.coverage(), command_line.versions(environment, "ray", "torch", "numpy"))

@@ -1,0 +1,141 @@
+"""A program: the frontend on Ray Serve, and ``shmring serve``, beside each other, each with an engine and a slab of its own.
+
+``python -m bench.ray.serving`` runs in an environment that has Ray Serve, as a :class:`bench.programs.Program`. It answers an
+:class:`Order` with a :class:`Measurement`.
+
+Ray Serve is set up as docs/clusters.md recommends: direct ingress, and no second thread for the application. Its CPU is that of
+all processes of a cluster of one node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import uvloop
+
+from bench.meter import process_cpu_s
+from bench.programs import READY
+from bench.ray.cluster import family, family_of, settled
+from bench.serving.client import Client
+from bench.serving.load import play, request_body, warm_up
+from bench.serving.media import media_parts
+from bench.serving.plan import Load, Media, ServerOptions
+from bench.serving.run import serving
+
+ALONE, ON_RAY = "shmring serve", "Ray Serve"
+_ALONE = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="128MiB", further=("--decoders=1",))
+_ON_RAY = {"executor": "fingerprints", "slab-nbytes": "128MiB", "decoders": 1, "mm-processor-cache-gb": 0}
+_VARIABLES = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+_DIRECT_PORTS = range(30_000, 31_000)  # of which Ray Serve gives each replica one
+_STORE_NBYTES = 200 << 20
+_MEDIA = Media((451, 300), distinct=8)
+_IDLE_S = 1.0
+_TIMEOUT_S = 60.0
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to do: send so many embedding requests, a window of them at a time, with a text or a picture each."""
+
+    way: str
+    has_picture: bool
+    window: int
+    requests: int
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """Of the requests of an order.
+
+    Attributes:
+        per_s: requests.
+        cpu_ms: of a request, of all processes.
+        added_ms: likewise, without what these processes take in a second before, in which nobody asks anything.
+    """
+
+    per_s: float
+    cpu_ms: float
+    added_ms: float
+
+
+@contextlib.contextmanager
+def _on_ray() -> Iterator[tuple[str, Any]]:
+    """Runs the application; yields its URL, and the cluster."""
+    import psutil
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from shmring.frontend.ray import app
+
+    node = {"num_cpus": 4, "object_store_memory": _STORE_NBYTES, "node_ip_address": "127.0.0.2", "include_dashboard": False}
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        stack.callback(cluster.shutdown)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        stack.callback(ray.shutdown)
+        serve.start(http_options={"host": "127.0.0.1", "port": 0}, proxy_location="Disabled")
+        stack.callback(serve.shutdown)
+        serve.run(app(_ON_RAY), name="shmring", route_prefix="/")
+        replica = family_of(cluster)
+        listening = [each.laddr for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.pid in replica]
+        port = next(address.port for address in listening if address.port in _DIRECT_PORTS)
+        yield f"http://127.0.0.1:{port}", cluster
+
+
+async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
+    def cpu_s() -> float:
+        return sum(map(process_cpu_s, pids))
+
+    load = Load(
+        requests=order.requests,
+        max_concurrency=order.window,
+        endpoint="embeddings",
+        media=_MEDIA if order.has_picture else None,
+    )
+    async with Client(url, load.endpoint, _TIMEOUT_S) as client:
+        body = functools.partial(request_body, load, await client.model(), media_parts(load))
+        await warm_up(load, client, body)
+        began_s, before_s = time.perf_counter(), cpu_s()
+        await asyncio.sleep(_IDLE_S)
+        idle = (cpu_s() - before_s) / (time.perf_counter() - began_s)
+        before_s = cpu_s()
+        shown = await play(load, client, body)
+        used_s = cpu_s() - before_s
+    if shown.failures:
+        raise RuntimeError(f"requests failed: {shown.failures}")
+    return Measurement(
+        shown.requests_per_s, 1e3 * used_s / load.requests, 1e3 * (used_s - idle * shown.duration_s) / load.requests
+    )
+
+
+def main(control: Connection) -> None:
+    """Carries orders out until nobody gives any."""
+    with (
+        settled(**_VARIABLES),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        contextlib.ExitStack() as stack,
+        contextlib.suppress(EOFError),
+    ):
+        running = serving(_ALONE)
+        alone = runner.run(running.__aenter__())
+        stack.callback(lambda: runner.run(running.__aexit__(None, None, None)))
+        url, cluster = stack.enter_context(_on_ray())
+        control.send_bytes(READY)
+        while True:
+            order = msgspec.json.decode(control.recv_bytes(), type=Order)
+            if order.way == ON_RAY:
+                asked, pids = url, family_of(cluster)
+            else:
+                asked, pids = alone.url, family(alone.process.pid)
+            control.send_bytes(msgspec.json.encode(runner.run(_carry_out(order, asked, pids))))
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
