@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shmring
+from shmring.engine.protocol import EncodeRequest, Text
 from shmring.errors import EngineDeadError, LocalProtocolError
 from shmring.memory.bundles import Bundle, bundle
 
@@ -225,3 +228,10 @@ async def test_a_deadline_says_so_though_a_pattern_s_engine_was_forgotten(cluste
     cluster.actors["a-1"] = Actor()
     async with connect("a-*", in_flight_nbytes=1 << 20) as client:
         assert "looked up" in client._connections.why_not_sent("a-2")
+
+
+async def test_a_deadline_of_numpy_s_goes_to_another_node(cluster: Cluster) -> None:
+    cluster.actors["a"] = Actor()
+    async with connect("a", in_flight_nbytes=1 << 20) as client:
+        late = np.float64(time.monotonic() + 600)
+        assert await client.request(EncodeRequest([Text("a")], deadline=late), reply_type=Any) == "done"

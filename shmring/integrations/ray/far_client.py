@@ -136,28 +136,24 @@ class FarClient:
         self._check_membership()
         payload, deadline = _without_deadline(payload)
         packed = self._pack(payload)
-        del payload
         nbytes = size_of(packed)
-        small = [packed] if nbytes < SMALL_NBYTES else []
+        is_small = nbytes < SMALL_NBYTES
         await self.flight.begin(nbytes)
         try:
-            beside = () if small else (await self._put(packed),)
+            beside = () if is_small else (await self._put(packed),)
             self._counters.copies += len(packed.buffers)
             self._counters.copied_nbytes += packed.nbytes
             self.flight.check_open()  # it may have been closed meanwhile
             left_s = None if deadline is None else float(deadline - time.monotonic())
             number = next(self._numbers)
             method = self._actor.request if one_reply else self._actor.stream.options(num_returns="streaming")
-            call = method.remote(to_frame(Call(self._id, number, name, left_s), small), *beside)
+            frame = to_frame(Call(self._id, number, name, left_s), [packed] if is_small else ())
+            call = method.remote(frame, *beside)
         except BaseException as error:
             self.flight.end(nbytes)
             if isinstance(error, RayError):
                 raise self._translated(error, nbytes) from error
             raise
-        finally:
-            small.clear()  # a kept error keeps this frame
-            del packed
-        del beside
         submission = FarSubmission(self._name, number, name, self._give_up)
         outcomes = _only(call) if one_reply else _each(call)
         reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
