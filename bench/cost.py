@@ -23,14 +23,16 @@ import click
 import torch
 
 import shmring
+from bench import columns
 from bench.children import BenchError, on_uvloop, settle
+from bench.columns import Column, compare
 from bench.command_line import benchmark, measuring
 from bench.gpu import made_up
 from bench.modes import Timing
 from bench.peers.shmring_ring import RING
-from bench.repetitions import Column, Measured, Repetitions, compare, median_column, medians, spread_column
+from bench.repetitions import Measured, Repetitions
 from bench.results import Findings, Verdict, format_nbytes
-from bench.targets import judge
+from bench.targets import judge, medians
 
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
@@ -137,25 +139,21 @@ def measure(
         progress: called with a line before each of them.
     """
     settle()
-    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), repetitions)
     runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, warm_up_s, timed_s)), progress)
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
     return Findings(
         mode="cost",
-        tables=[compare(title, ("message", "of"), runs.measured, _COLUMNS, lambda case: str(case.title))],
+        tables=[compare(title, ("message", "of"), runs.measured, _COLUMNS)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The program stamps nothing."],
         targets=[_judged(cases, way, runs.measured) for way in dict.fromkeys(case.way for case in runs.measured)],
         coverage=runs.coverage(),
     )
 
 
-def _cpu_us(run: Run) -> float:
-    return run.cpu_us
-
-
 _COLUMNS = (
-    median_column("CPU us", _cpu_us, 1),
-    spread_column("least, most", _cpu_us),
+    columns.median("CPU us", "cpu_us", 1),
+    columns.spread("least, most", "cpu_us"),
     Column("messages", lambda row: f"{sum(run.messages for run in row.runs):,}"),
 )
 
@@ -167,7 +165,7 @@ def _judged(cases: Sequence[Case], way: str, measured: Measured) -> Verdict:
     at = " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
     limit_us = next(iter(of_way.values())).limit_us
     what = f"CPU per message, both ends in one process, {way}"
-    return judge(what, at, limit_us, "us", medians(_SUBJECT, _cpu_us, of_way)(measured), at_least=False)
+    return judge(what, at, limit_us, "us", medians(_SUBJECT, "cpu_us", of_way)(measured), at_least=False)
 
 
 @benchmark("cost", quick="3 repetitions of 0.2 s.")

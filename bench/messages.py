@@ -158,8 +158,17 @@ class Measurement:
         ours, theirs = self.consumer_us, self.producer_us
         return None if ours is None or theirs is None else ours + theirs
 
-    def latency_us(self, percent: float) -> float | None:
-        """Returns a percentile of the latencies."""
+    @property
+    def p50_us(self) -> float | None:
+        """The median latency, in microseconds."""
+        return self._latency_us(50)
+
+    @property
+    def p99_us(self) -> float | None:
+        """The 99th percentile of the latencies."""
+        return self._latency_us(99)
+
+    def _latency_us(self, percent: float) -> float | None:
         return float(np.percentile(self.latencies_ns, percent)) / 1e3 if len(self.latencies_ns) else None
 
 

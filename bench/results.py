@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,20 +138,6 @@ def _expected(planned: Iterable[Planned]) -> dict[Key, int]:
 # -- what is stored and shown ------------------------------------------------------------------------------------------
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """A number over the repetitions."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, numbers: Iterable[float]) -> Spread:
-        """Returns it for at least one number."""
-        values = list(numbers)
-        return cls(statistics.median(values), min(values), max(values))
-
-
 class Table(msgspec.Struct, frozen=True):
     """A table as it is shown: the first column names a row.
 
@@ -166,19 +151,6 @@ class Table(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[Any]]
     texts: tuple[str, ...] = ()
     grouped: bool = False
-
-    @classmethod
-    def crossed(
-        cls, title: str, corner: str, cells: Iterable[tuple[str, str, str]], columns: Sequence[str] | None = None
-    ) -> Table:
-        """Lays out cells, each of which comes with the names of its row and its column; what is in none stays empty.
-
-        Rows stand in the order in which they come; so do columns, unless their order is given.
-        """
-        texts = {(row, column): text for row, column, text in cells}
-        columns = columns if columns is not None else list(dict.fromkeys(column for _, column in texts))
-        rows = [[row, *(texts.get((row, column), "") for column in columns)] for row in dict.fromkeys(row for row, _ in texts)]
-        return cls(title, [corner, *columns], rows)
 
     def rich(self) -> RichTable:
         """Returns it as a terminal shows it."""
@@ -289,10 +261,3 @@ def format_rate(per_s: float) -> str:
 def format_times(ratio: float) -> str:
     """Returns a ratio as ``1.25 x``."""
     return f"{ratio:.2f} x" if ratio < 10 else f"{ratio:.0f} x"
-
-
-def deviation(numbers: Spread) -> str:
-    """Returns the slowest and the fastest against the median; nothing beside a median of 0."""
-    if not numbers.median:
-        return ""
-    return f"{numbers.minimum / numbers.median - 1:+.0%} {numbers.maximum / numbers.median - 1:+.0%}"

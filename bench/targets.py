@@ -10,14 +10,14 @@ Throughput is that of one producer with 16 messages in flight, latency that with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.machine import torch_resident_nbytes
-from bench.messages import Case, Measurement
+from bench.messages import Case
 from bench.meter import Cost
 from bench.peers import MEMCPY, PEERS
-from bench.repetitions import Measured, Number, median, medians, ratio, ratios
+from bench.repetitions import Measured, Number, median, ratio
 from bench.results import Verdict, format_nbytes
 
 _KB, _MB = 1 << 10, 1 << 20
@@ -102,22 +102,20 @@ def judge(
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
 
 
+def ratios(
+    ours: str, theirs: str, number: Number, cases: Mapping[str, Hashable], of_cases: Mapping[str, Hashable] | None = None
+) -> Callable[[Measured], Numbers]:
+    """Returns what a target compares: our number over theirs in each case, by what the case is called there."""
+    others = cases if of_cases is None else of_cases
+    return lambda measured: ((name, ratio(measured, cases[name], ours, theirs, number, others[name])) for name in cases)
+
+
+def medians(subject: str, number: Number, cases: Mapping[str, Hashable]) -> Callable[[Measured], Numbers]:
+    """Returns likewise the median of a number of one subject."""
+    return lambda measured: ((name, median(measured.get(cases[name], {}).get(subject, ()), number)) for name in cases)
+
+
 # -- of transports ---------------------------------------------------------------------------------------------------------
-
-
-def per_s(run: Measurement) -> float:
-    """Messages a second."""
-    return run.messages_per_s
-
-
-def p50_us(run: Measurement) -> float | None:
-    """One-way latency, in microseconds."""
-    return run.latency_us(50)
-
-
-def both_us(run: Measurement) -> float | None:
-    """CPU time of a message at both sides, in microseconds."""
-    return run.both_us
 
 
 def _at(sizes: Sequence[int], window: int = 16) -> dict[str, Case]:
@@ -139,7 +137,7 @@ def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = 
 
     def numbers(measured: Measured) -> Numbers:
         for size, case in _at(sizes, window=1).items():
-            of_case = {name: median(runs, p50_us) for name, runs in measured.get(case, {}).items()}
+            of_case = {name: median(runs, "p50_us") for name, runs in measured.get(case, {}).items()}
             others = {name: us for name in peers if (us := of_case.get(name)) is not None}
             nearest = min(others, key=others.__getitem__, default="")
             mine = of_case.get(ours)
@@ -179,7 +177,7 @@ def _together(theirs: str = _COPY, others: int = 1) -> Callable[[Measured], Numb
     def numbers(measured: Measured) -> Numbers:
         for case in measured:
             if case.producers == 8:
-                times = ratio(measured, case, _COPY, theirs, per_s, Case(case.nbytes, others, case.window))
+                times = ratio(measured, case, _COPY, theirs, "messages_per_s", Case(case.nbytes, others, case.window))
                 yield format_nbytes(case.nbytes), times
 
     return numbers
@@ -191,7 +189,7 @@ def _than(
     """Yields a target for each peer."""
     for peer, limit in limits.items():
         what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
-        yield Target(what, at, limit, "x", ratios(ours, peer, per_s, _at(sizes)), known=known)
+        yield Target(what, at, limit, "x", ratios(ours, peer, "messages_per_s", _at(sizes)), known=known)
 
 
 _MEMCPY = "shmring, one copy: speed of memcpy, cold"
@@ -206,28 +204,28 @@ TARGETS: tuple[Target, ...] = (
     *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05}),
     *_than("1 MB", _LARGE[:1], {"pyzmq": 3.0}, known=Known(25, 2.5)),
     *_than("8 MB, 64 MB", _LARGE[1:], {"pyzmq": 3.0}),
-    Target(_MEMCPY, "1 MB", 0.65, "x", ratios(_COPY, MEMCPY, per_s, _at(_LARGE[:1]))),
-    Target(_MEMCPY, "8 MB, 64 MB", 1.05, "x", ratios(_COPY, MEMCPY, per_s, _at(_LARGE[1:]))),
+    Target(_MEMCPY, "1 MB", 0.65, "x", ratios(_COPY, MEMCPY, "messages_per_s", _at(_LARGE[:1]))),
+    Target(_MEMCPY, "8 MB, 64 MB", 1.05, "x", ratios(_COPY, MEMCPY, "messages_per_s", _at(_LARGE[1:]))),
     *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
     *_than("1 MB", _LARGE[:1], {"spinning-arena": 1.0}, ours=_BUSY_POLL),
     *_than("8 MB, 64 MB", _LARGE[1:], {"spinning-arena": 1.2}),
     *_than("64 KB to 64 MB", (_SMALL[1], *_LARGE), {"iceoryx2-loaned": 1.5}, ours=_IN_PLACE),
     Target(
         "one copy: CPU of both sides, of iceoryx2's", "4 KB, 64 KB", 0.75, "x",
-        ratios(_COPY, "iceoryx2", both_us, _at(_SMALL)), at_least=False,
+        ratios(_COPY, "iceoryx2", "both_us", _at(_SMALL)), at_least=False,
     ),
     Target(
         "in place: CPU of both sides, of iceoryx2's", "64 KB to 64 MB", 0.6, "x",
-        ratios(_IN_PLACE, "iceoryx2-loaned", both_us, _at((_SMALL[1], *_LARGE))), at_least=False,
+        ratios(_IN_PLACE, "iceoryx2-loaned", "both_us", _at((_SMALL[1], *_LARGE))), at_least=False,
     ),
     Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
     Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
     Target(
         "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x",
-        ratios(_IN_PLACE, _IN_PLACE, p50_us, {"8 MB": Case(8 * _MB, window=1)}, {"8 MB": Case(4 * _KB, window=1)}),
+        ratios(_IN_PLACE, _IN_PLACE, "p50_us", {"8 MB": Case(8 * _MB, window=1)}, {"8 MB": Case(4 * _KB, window=1)}),
         at_least=False,
     ),
-    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", medians(_BUSY_POLL, p50_us, _at(_SMALL, 1)), at_least=False),
+    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", medians(_BUSY_POLL, "p50_us", _at(_SMALL, 1)), at_least=False),
     Target(
         "busy polling: p50 of the nearest peer that spins", "4 KB, 64 KB", 1.0, "x",
         _sooner(_BUSY_POLL, _SMALL, event_driven=False),

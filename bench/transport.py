@@ -19,16 +19,18 @@ import click
 import msgspec
 import numpy as np
 
+from bench import columns
+from bench.columns import Column, cross
 from bench.command_line import benchmark, measuring, peer_option, size_option
 from bench.machine import Copies
 from bench.messages import Case, Measurement
 from bench.modes import MODES, Timing
 from bench.peers import BASELINE, MEMCPY, PEERS
 from bench.processes import Groups
-from bench.repetitions import Column, Measured, Number, Repetitions, cross, median, median_column, ratio
+from bench.repetitions import Measured, Number, Repetitions, median, ratio
 from bench.results import Coverage, Findings, Table, format_nbytes, format_rate, format_times
 from bench.stamps import ITEM_NBYTES
-from bench.targets import TARGETS, Target, both_us, p50_us, per_s
+from bench.targets import TARGETS, Target
 
 #: Who is measured in a case.
 Plan = dict[Case, Sequence[str]]
@@ -77,7 +79,7 @@ def quick_plan() -> Plan:
 
 def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> Iterator[tuple[Measured, Coverage]]:
     """Measures cases, a size after the other; yields what there is after each, lest a run that is ended was for nothing."""
-    runs = Repetitions[Case, Measurement](cases, timing.repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Measurement](cases, timing.repetitions)
     with measuring(runs.steps) as progress, Groups(peers, timing) as groups:
         for nbytes in dict.fromkeys(case.nbytes for case in cases):
             of_size = [case for case in cases if case.nbytes == nbytes]
@@ -114,16 +116,17 @@ def decisive(measured: Measured, missed: Sequence[Target]) -> Plan:
 
 # -- as it is read ---------------------------------------------------------------------------------------------------------
 
-_RATIO = Column("", lambda row: _times(ratio(row.measured, row.case, BASELINE, row.subject, per_s)))
-_SPEED = Column("", lambda row: format_rate(median(row.runs, per_s) or 0.0))
+_SPEED: Number = "messages_per_s"
 _IN_FLIGHT: Mapping[str, Column] = {
-    "messages per second": _SPEED,
-    "shmring with one copy, as multiples of the peer's messages per second": _RATIO,
-    "CPU microseconds per message, both sides": median_column("", both_us),
+    "messages per second": Column("", lambda row: format_rate(median(row.runs, _SPEED) or 0.0)),
+    "shmring with one copy, as multiples of the peer's messages per second": Column(
+        "", lambda row: _times(ratio(row.measured, row.case, BASELINE, row.subject, _SPEED))
+    ),
+    "CPU microseconds per message, both sides": columns.median("", "both_us"),
 }
 _ONE_BY_ONE: Mapping[str, Column] = {
-    "median one-way latency in microseconds": median_column("", p50_us),
-    "99th percentile of it": median_column("", lambda run: run.latency_us(99)),
+    "median one-way latency in microseconds": columns.median("", "p50_us"),
+    "99th percentile of it": columns.median("", "p99_us"),
 }
 
 
@@ -138,9 +141,8 @@ def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
         group = {case: of for case, of in measured.items() if (case.producers, case.window) == (producers, window)}
         what = f"{producers} producer{'s' * (producers > 1)}, {window} in flight" + " of each" * (producers > 1)
         for title, column in (_IN_FLIGHT if window > 1 else _ONE_BY_ONE).items():
-            tables.append(
-                cross(f"{title}, {what}", "transport", group, column, lambda case: format_nbytes(case.nbytes), _TITLES)
-            )
+            table = cross(f"{title}, {what}", "transport", group, column, _TITLES, lambda case: format_nbytes(case.nbytes))
+            tables.append(table)
     versions = sorted({f"{peer.requires} {peer.version()}" for peer in PEERS.values() if peer.version() is not None})
     return Findings(
         mode="transport",
@@ -151,10 +153,10 @@ def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
         ],
         targets=[target.judge(measured) for target in TARGETS],
         results=[
-            Stored(case, name, median(runs, per_s) or 0.0, p50, ratio(measured, case, BASELINE, name, per_s) or 0.0)
+            Stored(case, name, median(runs, _SPEED) or 0.0, p50_us, ratio(measured, case, BASELINE, name, _SPEED) or 0.0)
             for case, of_case in measured.items()
             for name, runs in of_case.items()
-            if (p50 := median(runs, p50_us)) is not None
+            if (p50_us := median(runs, "p50_us")) is not None
         ],
         coverage=coverage,
     )
@@ -162,8 +164,8 @@ def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
 
 _MEASURES: Mapping[str, Number] = {
     "messages/s": lambda run: 1 / run.messages_per_s,
-    "median latency": p50_us,
-    "CPU per message": both_us,
+    "median latency": "p50_us",
+    "CPU per message": "both_us",
 }
 
 

@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from bench import columns
 from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failures
 from bench.allocation.traces import LIFETIMES
+from bench.columns import Column, compare, cross
 from bench.command_line import benchmark, shown_progress
 from bench.machine import ROOT
-from bench.repetitions import Column, Measured, Repetitions, compare, cross, median_column, spread_column
+from bench.repetitions import Measured, Repetitions
 from bench.results import Findings, Verdict
 from bench.targets import Known, Numbers, Target
 
@@ -82,7 +84,7 @@ class _StoredRun(msgspec.Struct, frozen=True):
 
 def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored] = ()) -> Findings:
     """Measures what a plan says, with a line before each step; and compares it with a stored run."""
-    fills = Repetitions[Filled, Fill](plan.fills(), 1, lambda filled: filled.title)
+    fills = Repetitions[Filled, Fill](plan.fills(), 1)
 
     def fill(filled: Filled, name: str) -> Fill:
         # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
@@ -102,8 +104,8 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored
     return Findings(
         mode="allocator",
         tables=[
-            cross("fill at the first failure, mean / p1 / min", "who places", fills.measured, _FILL, _filled, _TITLES),
-            compare("processor time of an operation", ("slots live", "who places"), costs.measured, _COST, _live, _TITLES),
+            cross("fill at the first failure, mean / p1 / min", "who places", fills.measured, _FILL, _TITLES),
+            compare("processor time of an operation", ("slots live", "who places"), costs.measured, _COST, _TITLES, _live),
         ],
         notes=_NOTES,
         targets=[
@@ -147,16 +149,12 @@ def _live(live: int) -> str:
     return f"{live:,}"
 
 
-def _filled(filled: Filled) -> str:
-    return filled.title
-
-
 def _fill(fill: Fill) -> str:
     return f"{fill.mean:.1%} / {fill.p1:.1%} / {fill.minimum:.1%}"
 
 
 _FILL = Column("", lambda row: _fill(row.runs[0]))
-_COST = (median_column("median us", float, 2), spread_column("least, most", float))
+_COST = (columns.median("median us", float, 2), columns.spread("least, most", float))
 
 
 class _FillTarget(NamedTuple):

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
 
-from bench import command_line
+from bench import columns, command_line
 from bench.children import BenchError
+from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
 from bench.fan_out.host import Outcome
 from bench.fan_out.plan import (
@@ -46,20 +45,9 @@ from bench.fan_out.plan import (
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
-from bench.repetitions import (
-    Column,
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median,
-    median_column,
-    medians,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Repetitions, median
 from bench.results import Coverage, Findings, format_nbytes, format_rate
-from bench.targets import Numbers, Target
+from bench.targets import Numbers, Target, medians, ratios
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
 _QUICK_WORKERS = (1, 4)
@@ -75,25 +63,17 @@ def title(case: Case) -> str:
     return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
 
 
-def _per_s(run: Any) -> float:
-    return float(run.per_s)
-
-
-def _last_us(run: Any) -> float:
-    return float(run.last_us)
-
-
 _COLUMNS = (
-    Column("messages/s", lambda row: format_rate(statistics.median(map(_per_s, row.runs)))),
-    spread_column("least, most", _per_s),
-    median_column("to the last, p50 us", _last_us),
-    median_column("engine CPU us", lambda run: run.engine_us),
-    median_column("a worker's CPU us", lambda run: run.worker_us),
-    median_column("gathers/s", lambda run: run.gathers_per_s),
-    median_column("a gather, p50 us", lambda run: run.gather_us),
-    median_column("its engine CPU us", lambda run: run.gather_engine_us),
-    median_column("asleep, p50 us", lambda run: run.asleep_us),
-    median_column("asleep, engine CPU us", lambda run: run.asleep_engine_us),
+    Column("messages/s", lambda row: format_rate(median(row.runs, "per_s") or 0.0)),
+    columns.spread("least, most", "per_s"),
+    columns.median("to the last, p50 us", "last_us"),
+    columns.median("engine CPU us", "engine_us"),
+    columns.median("a worker's CPU us", "worker_us"),
+    columns.median("gathers/s", "gathers_per_s"),
+    columns.median("a gather, p50 us", "gather_us"),
+    columns.median("its engine CPU us", "gather_engine_us"),
+    columns.median("asleep, p50 us", "asleep_us"),
+    columns.median("asleep, engine CPU us", "asleep_engine_us"),
 )
 
 
@@ -113,7 +93,7 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
     ]
     return Findings(
         mode="fan-out",
-        tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, title, TITLES)],
+        tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, TITLES, title)],
         notes=notes,
         targets=[target.judge(measured) for target in TARGETS],
         coverage=coverage,
@@ -123,7 +103,7 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
 def _rests(measured: Measured) -> Iterator[str]:
     for case, found in measured.items():
         for subject, runs in found.items():
-            awake, idle = median(runs, lambda run: run.awake_percent), median(runs, lambda run: run.idle_percent)
+            awake, idle = median(runs, "awake_percent"), median(runs, "idle_percent")
             if awake is not None and idle is not None:
                 yield (
                     f"{TITLES[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
@@ -143,31 +123,31 @@ def _to(nbytes: int, *workers: int) -> dict[str, Case]:
 
 
 def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSAGE_QUEUE) -> Target:
-    return Target(f"messages/s of {TITLES[theirs]}", at, limit, "x", ratios(OURS, theirs, _per_s, cases))
+    return Target(f"messages/s of {TITLES[theirs]}", at, limit, "x", ratios(OURS, theirs, "per_s", cases))
 
 
-def _sooner(what: str, limit: float, ours: str, theirs: str, number: Number) -> Target:
+def _sooner(what: str, limit: float, ours: str, theirs: str, number: str) -> Target:
     numbers = ratios(ours, theirs, number, {TITLES[ours]: _CASE})
     return Target(f"{what} of {TITLES[theirs]}", title(_CASE), limit, "x", numbers, at_least=False)
 
 
-def _alone(what: str, limit: float, unit: str, number: Number) -> Target:
+def _alone(what: str, limit: float, unit: str, number: str) -> Target:
     return Target(what, title(_CASE), limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
 
 
 def _steady(measured: Measured) -> Numbers:
     """In place: the speed of small messages over that of large ones, or the other way round, whichever is more."""
-    for name, times in ratios(IN_PLACE, IN_PLACE, _per_s, _to(SMALL), _to(LARGE))(measured):
+    for name, times in ratios(IN_PLACE, IN_PLACE, "per_s", _to(SMALL), _to(LARGE))(measured):
         yield name, times and max(times, 1 / times)
 
 
 _EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
-_OF_A_STEP: tuple[tuple[str, Callable[[Any], float | None]], ...] = (
-    ("a gather's p50", lambda run: run.gather_us),
-    ("a gather's engine CPU", lambda run: run.gather_engine_us),
-    ("a gather's p50, asleep,", lambda run: run.asleep_us),
-    ("a gather's engine CPU, asleep,", lambda run: run.asleep_engine_us),
-)
+_OF_A_STEP = {
+    "a gather's p50": "gather_us",
+    "a gather's engine CPU": "gather_engine_us",
+    "a gather's p50, asleep,": "asleep_us",
+    "a gather's engine CPU, asleep,": "asleep_engine_us",
+}
 
 #: In the order of the table.
 TARGETS = (
@@ -179,15 +159,15 @@ TARGETS = (
     _speed("64 MB, 4 workers", 2, _to(LARGE, 4), ARENA),
     Target(
         f"messages/s in place, 4 KB to 64 MB, of {_QUEUE} at 1 MB", "any workers", 10, "x",
-        ratios(IN_PLACE, MESSAGE_QUEUE, _per_s, _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
+        ratios(IN_PLACE, MESSAGE_QUEUE, "per_s", _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
     ),
     Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
-    _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, _last_us),
-    _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, _last_us),
-    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, _last_us),
+    _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, "last_us"),
+    _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, "last_us"),
+    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, "last_us"),
     Target(
         f"gathers/s with busy_poll_s, of {_QUEUE}", "4 KB, 1, 2, 4 workers", 3, "x",
-        ratios(POLLING, MESSAGE_QUEUE, lambda run: run.gathers_per_s, _to(SMALL, 1, 2, 4)),
+        ratios(POLLING, MESSAGE_QUEUE, "gathers_per_s", _to(SMALL, 1, 2, 4)),
     ),
     *(
         Target(
@@ -195,12 +175,12 @@ TARGETS = (
             ratios(ours, MESSAGE_QUEUE, number, _to(STEP, 1, 2, 4)), at_least=False,
         )
         for ours in (CALLERS, BACKS)
-        for what, number in _OF_A_STEP
+        for what, number in _OF_A_STEP.items()
     ),
-    _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, lambda run: run.engine_us),
-    _alone("CPU of the workers in the second after a message", 5, "%", lambda run: run.awake_percent),
-    _alone("CPU of the workers, idle", 1, "%", lambda run: run.idle_percent),
-    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", lambda run: run.stopped_ratio),
+    _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, "engine_us"),
+    _alone("CPU of the workers in the second after a message", 5, "%", "awake_percent"),
+    _alone("CPU of the workers, idle", 1, "%", "idle_percent"),
+    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", "stopped_ratio"),
 )  # fmt: skip
 
 

@@ -18,28 +18,18 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from bench import command_line, targets
+from bench import columns, command_line, targets
 from bench.children import BenchError
+from bench.columns import Column, compare
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
-from bench.repetitions import (
-    Column,
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median_column,
-    medians,
-    ratio,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Number, Repetitions, ratio
 from bench.results import Coverage, Findings, format_nbytes
-from bench.targets import Target
+from bench.targets import Target, medians, ratios
 
 _MODE = MODES["gpu"]
 _KB, _MB = 1 << 10, 1 << 20
@@ -89,16 +79,16 @@ def _of_ceiling(measured: Measured, nbytes: int, way: str) -> str:
 
 
 _COPIES = (
-    median_column("GB/s", _RATE, 2),
-    spread_column("spread", _RATE),
+    columns.median("GB/s", _RATE, 2),
+    columns.spread("spread", _RATE),
     Column(f"of {TITLES[CEILING]}", lambda row: _of_ceiling(row.measured, row.case, row.subject)),
-    median_column("usable us", _USABLE),
+    columns.median("usable us", _USABLE),
     _percentile_column("held us", "held_us", 50),
     _percentile_column("p99", "held_us", 99),
 )
 _BETWEEN = (
-    median_column("p50 us", _HAND_OVER),
-    spread_column("spread", _HAND_OVER),
+    columns.median("p50 us", _HAND_OVER),
+    columns.spread("spread", _HAND_OVER),
     _percentile_column("p99 us", "us", 99),
     Column("messages", lambda row: f"{len(_every(row.runs, 'us')):,}"),
 )
@@ -112,8 +102,8 @@ def report(results: Results) -> Findings:
     return Findings(
         mode="gpu",
         tables=[
-            compare(copied, ("size", "from"), results.ways, _COPIES, format_nbytes, TITLES),
-            compare(between, ("size", "by"), results.routes, _BETWEEN, format_nbytes, TITLES),
+            compare(copied, ("size", "from"), results.ways, _COPIES, TITLES, format_nbytes),
+            compare(between, ("size", "by"), results.routes, _BETWEEN, TITLES, format_nbytes),
         ],
         notes=_notes(results),
         targets=[target.judge(measured) for target in TARGETS],

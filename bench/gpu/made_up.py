@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 import shmring
+from bench import columns
 from bench.children import on_uvloop, settle
-from bench.repetitions import Column, Repetitions, compare, median_column, medians, spread_column
+from bench.columns import Column, compare
+from bench.repetitions import Repetitions
 from bench.results import Findings
-from bench.targets import judge
+from bench.targets import judge, medians
 from shmring.client.client import Client
 from shmring.client.connecting import open_client
 from shmring.config import ClientConfig, RingConfig
@@ -171,12 +173,12 @@ def measure(repetitions: int, requests: int, progress: Callable[[str], None]) ->
         async with _opened() as ends:
             return await case.measure(ends, requests)
 
-    runs = Repetitions[Case, float](dict.fromkeys(CASES, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs = Repetitions[Case, float](dict.fromkeys(CASES, (_SUBJECT,)), repetitions)
     runs.measure(CASES, lambda case, _: on_uvloop(once(case)), progress)
-    columns = (
-        median_column("median", float, 1),
+    shown = (
+        columns.median("median", float, 1),
         Column("unit", lambda row: str(row.case.unit)),
-        spread_column("least, most", float),
+        columns.spread("least, most", float),
     )
     title = "cost of a GPU to the host, its driver made up"
     verdicts = []
@@ -185,7 +187,7 @@ def measure(repetitions: int, requests: int, progress: Callable[[str], None]) ->
         verdicts.append(judge(case.title, "made-up driver", case.limit, case.unit, numbers, at_least=False))
     return Findings(
         mode="cost",
-        tables=[compare(title, ("what", "of"), runs.measured, columns, lambda case: str(case.title))],
+        tables=[compare(title, ("what", "of"), runs.measured, shown)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
         targets=verdicts,
         coverage=runs.coverage(),

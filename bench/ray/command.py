@@ -7,24 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from bench import command_line
+from bench import columns, command_line
+from bench.columns import compare
 from bench.modes import Timing
 from bench.programs import Program
 from bench.ray import cluster, serving
 from bench.ray.cluster import STORE_NBYTES
-from bench.repetitions import (
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median_column,
-    medians,
-    ratio_column,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Repetitions
 from bench.results import Coverage, Findings, format_nbytes
-from bench.targets import Target
+from bench.targets import Target, medians, ratios
 
 _COPY, _IN_PLACE, _NUMPY, _TORCH, _CONNECTING = "shmring", "in place", "numpy", "torch", "connecting"
 #: By the caller's node. A far client writes into memory of its own, so there is no second way.
@@ -82,27 +73,15 @@ CASES: Mapping[Case | Question, tuple[str, ...]] = {
 _Run: TypeAlias = cluster.Measurement | serving.Measurement
 
 
-def _speed(run: _Run) -> float:
-    return run.per_s
-
-
-def _cpu_ms(run: _Run) -> float:
-    return run.cpu_ms
-
-
-def _added_ms(run: serving.Measurement) -> float:
-    return run.added_ms
-
-
 def _connect_ms(run: cluster.Measurement) -> float:
     return 1e3 / run.per_s
 
 
 def _beside(
-    place: str, ours: str, theirs: str, sizes: slice, limit: float, number: Number = _speed, *, at_least: bool = True
+    place: str, ours: str, theirs: str, sizes: slice, limit: float, number: str = "per_s", *, at_least: bool = True
 ) -> Target:
     what = f"Ray, {place} node, {'in place' if ours == _IN_PLACE else 'one copy'}: "
-    what += f"{'requests/s' if number is _speed else 'CPU'} of calls with {theirs}"
+    what += f"{'requests/s' if number == 'per_s' else 'CPU'} of calls with {theirs}"
     cases = {case.title: case for nbytes in _SIZES[sizes] for case in CASES if case[:2] == (place, nbytes)}
     at = " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys((_SIZES[sizes][0], _SIZES[sizes][-1])))
     return Target(what, at, limit, "x", ratios(ours, theirs, number, cases), at_least=at_least)
@@ -111,7 +90,7 @@ def _beside(
 def _serving(carried: str, limit: float) -> Target:
     questions = {question.title: question for question in CASES if question[0] == carried}
     what = f"Ray Serve, direct ingress, a {carried}: CPU that a request adds, of that of shmring serve"
-    numbers = ratios(serving.ON_RAY, serving.ALONE, _added_ms, questions)
+    numbers = ratios(serving.ON_RAY, serving.ALONE, "added_ms", questions)
     return Target(what, "1 and 16 in flight", limit, "x", numbers, at_least=False)
 
 
@@ -119,15 +98,15 @@ TARGETS = (
     _beside("same", _COPY, _NUMPY, slice(0, 1), 6),
     _beside("same", _COPY, _NUMPY, slice(1, 2), 8),
     _beside("same", _COPY, _NUMPY, slice(2, 3), 2),
-    _beside("same", _COPY, _NUMPY, slice(3, 4), 1.15, _cpu_ms, at_least=False),
+    _beside("same", _COPY, _NUMPY, slice(3, 4), 1.15, "cpu_ms", at_least=False),
     _beside("same", _IN_PLACE, _NUMPY, slice(0, 3), 6),
     _beside("same", _IN_PLACE, _NUMPY, slice(3, 4), 10),
     _beside("other", _COPY, _TORCH, slice(0, 2), 0.9),
     _beside("other", _COPY, _TORCH, slice(2, 3), 1.2),
     _beside("other", _COPY, _TORCH, slice(3, 4), 3),
-    _beside("other", _COPY, _TORCH, slice(0, 4), 1, _cpu_ms, at_least=False),
-    _beside("other", _COPY, _NUMPY, slice(0, 2), 1.25, _cpu_ms, at_least=False),
-    _beside("other", _COPY, _NUMPY, slice(2, 4), 1.15, _cpu_ms, at_least=False),
+    _beside("other", _COPY, _TORCH, slice(0, 4), 1, "cpu_ms", at_least=False),
+    _beside("other", _COPY, _NUMPY, slice(0, 2), 1.25, "cpu_ms", at_least=False),
+    _beside("other", _COPY, _NUMPY, slice(2, 4), 1.15, "cpu_ms", at_least=False),
     Target(
         "Ray, connecting", "either node", 50, "ms",
         medians(_CONNECTING, _connect_ms, {f"{place} node": Case(place, 0) for place in WAYS}), at_least=False,
@@ -137,19 +116,19 @@ TARGETS = (
 )  # fmt: skip
 
 _COLUMNS = (
-    median_column("requests/s", _speed, 1),
-    spread_column("spread", _speed),
-    median_column("CPU ms", _cpu_ms, 2),
-    ratio_column("shmring is", _COPY, _speed),
-    ratio_column("its CPU", _COPY, _cpu_ms),
-    ratio_column("in place is", _IN_PLACE, _speed),
+    columns.median("requests/s", "per_s", 1),
+    columns.spread("spread", "per_s"),
+    columns.median("CPU ms", "cpu_ms", 2),
+    columns.ratio("shmring is", _COPY, "per_s"),
+    columns.ratio("its CPU", _COPY, "cpu_ms"),
+    columns.ratio("in place is", _IN_PLACE, "per_s"),
 )
 _SERVING_COLUMNS = (
-    median_column("requests/s", _speed, 1),
-    median_column("CPU ms", _cpu_ms, 2),
-    median_column("of it added", _added_ms, 2),
-    ratio_column("its CPU", serving.ON_RAY, _cpu_ms, serving.ALONE),
-    ratio_column("added", serving.ON_RAY, _added_ms, serving.ALONE),
+    columns.median("requests/s", "per_s", 1),
+    columns.median("CPU ms", "cpu_ms", 2),
+    columns.median("of it added", "added_ms", 2),
+    columns.ratio("its CPU", serving.ON_RAY, "cpu_ms", serving.ALONE),
+    columns.ratio("added", serving.ON_RAY, "added_ms", serving.ALONE),
 )
 
 
@@ -160,15 +139,13 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         return {case: runs for case, runs in measured.items() if case[0] == place and bool(case[1]) is not connecting}
 
     tables = [
-        compare(f"Requests of the {place} node", ("tensor", "way"), cases, _COLUMNS, lambda case: str(case.title))
-        for place in WAYS
-        if (cases := of(place))
+        compare(f"Requests of the {place} node", ("tensor", "way"), cases, _COLUMNS) for place in WAYS if (cases := of(place))
     ]
     if cases := {case: runs for place in WAYS for case, runs in of(place, connecting=True).items()}:
-        columns = (median_column("ms", _connect_ms, 1), median_column("CPU ms", _cpu_ms, 1))
-        tables.append(compare("Connecting", ("caller", "way"), cases, columns, lambda case: str(case.title)))
+        shown = columns.median("ms", _connect_ms, 1), columns.median("CPU ms", "cpu_ms", 1)
+        tables.append(compare("Connecting", ("caller", "way"), cases, shown))
     if questions := {case: runs for case, runs in measured.items() if isinstance(case, Question)}:
-        tables.append(compare("HTTP", ("request", "server"), questions, _SERVING_COLUMNS, lambda case: str(case.title)))
+        tables.append(compare("HTTP", ("request", "server"), questions, _SERVING_COLUMNS))
     notes = [
         f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a "
         "plain async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "

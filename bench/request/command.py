@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import click
 
+from bench import columns
+from bench.columns import Column, compare
 from bench.command_line import benchmark, chosen, measuring, peer_option, size_option
 from bench.messages import Measurement
 from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.processes import Groups
-from bench.repetitions import (
-    Column,
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median_column,
-    medians,
-    ratio,
-    ratio_column,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Repetitions, ratio
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.scaling import BASES, MAX_SCALING_NBYTES, VARIANTS
 from bench.results import Coverage, Findings
 from bench.stamps import ITEM_NBYTES
-from bench.targets import Target, both_us, per_s
+from bench.targets import Target, medians, ratios
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 _FULL = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
@@ -38,46 +28,45 @@ _QUICK = {"sizes": _SIZES[:3], "in_flight": (16,), "clients": (1,)}
 _SCALING = {"sizes": _SIZES[:1], "in_flight": (32,), "clients": (1,)}  # one of each client, where all of them ask
 
 _TITLES = {name: peer.title for name, peer in (REQUEST_PEERS | VARIANTS).items()}
-_CPU_US: Mapping[str, Number] = {
-    "engine": lambda run: run.consumer_us,
-    "client": lambda run: run.producer_us,
-    "both": both_us,
-}
-_COSTS = (
-    median_column("engine us", _CPU_US["engine"], 1),
-    median_column("client us", _CPU_US["client"], 1),
-)
+_SPEED = "messages_per_s"
+_COSTS = (columns.median("engine us", "consumer_us", 1), columns.median("client us", "producer_us", 1))
 _COLUMNS = (
-    median_column("requests/s", per_s),
-    spread_column("spread", per_s),
-    ratio_column("shmring is", BASELINE, per_s),
-    median_column("p50 us", lambda run: run.latency_us(50)),
-    median_column("p99 us", lambda run: run.latency_us(99)),
+    columns.median("requests/s", _SPEED),
+    columns.spread("spread", _SPEED),
+    columns.ratio("shmring is", BASELINE, _SPEED),
+    columns.median("p50 us", "p50_us"),
+    columns.median("p99 us", "p99_us"),
     *_COSTS,
 )
 
 
-def _of_base(title: str, number: Number) -> Column:
+def _of_base(title: str, number: str) -> Column:
     """A number of a variant over that of what it is compared with."""
     return Column(title, lambda row: f"{ratio(row.measured, row.case, row.subject, BASES[row.subject], number) or 0:.2f} x")
 
 
-_SCALING_COLUMNS = (median_column("requests/s", per_s), *_COSTS, *(_of_base(*named) for named in _CPU_US.items()))
+_SCALING_COLUMNS = (
+    columns.median("requests/s", _SPEED),
+    *_COSTS,
+    _of_base("engine", "consumer_us"),
+    _of_base("client", "producer_us"),
+    _of_base("both", "both_us"),
+)
 
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 _CASE = {"64 KB": Case(64 << 10, reply_nbytes=64)}
 _WHAT = "request/reply, 16 in flight, one client"
 TARGETS = (
-    Target(_WHAT, "64 KB", 20_000, "/s", medians(BASELINE, per_s, _CASE)),
-    Target(f"{_WHAT}: of pyzmq's", "64 KB", 5, "x", ratios(BASELINE, "pyzmq", per_s, _CASE)),
+    Target(_WHAT, "64 KB", 20_000, "/s", medians(BASELINE, _SPEED, _CASE)),
+    Target(f"{_WHAT}: of pyzmq's", "64 KB", 5, "x", ratios(BASELINE, "pyzmq", _SPEED, _CASE)),
 )
 
 
 def _scaled(variant: str) -> Target:
     def numbers(measured: Measured) -> Iterator[tuple[str, float | None]]:
         for case in measured:
-            yield case.title, ratio(measured, case, variant, BASES[variant], both_us)
+            yield case.title, ratio(measured, case, variant, BASES[variant], "both_us")
 
     return Target(f"CPU time per request with {_TITLES[variant]}", "4 KB", 1.2, "x", numbers, at_least=False)
 
@@ -106,13 +95,12 @@ def report(measured: Measured, coverage: Coverage, timing: Timing, scaling: bool
         ]
         notes += [f"{peer.requires} {peer.version()}" for peer in REQUEST_PEERS.values() if peer.version() is not None]
     title = "what a request costs, by what else there is" if scaling else "requests of a tensor, replies of 64 B"
-    columns = _SCALING_COLUMNS if scaling else _COLUMNS
-    targets = SCALING_TARGETS if scaling else TARGETS
+    shown = _SCALING_COLUMNS if scaling else _COLUMNS
     return Findings(
         mode="request-scaling" if scaling else "request",
-        tables=[compare(title, ("request", "transport"), measured, columns, lambda case: str(case.title), _TITLES)],
+        tables=[compare(title, ("request", "transport"), measured, shown, _TITLES)],
         notes=notes,
-        targets=[target.judge(measured) for target in targets],
+        targets=[target.judge(measured) for target in (SCALING_TARGETS if scaling else TARGETS)],
         coverage=coverage,
     )
 
@@ -147,7 +135,7 @@ _size_option = functools.partial(size_option, item_nbytes=ITEM_NBYTES, item="a f
 def request_command(timing: Timing, scaling: bool, **choices: Any) -> Generator[Findings, None, None]:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
     cases = plan(scaling=scaling, **choices)
-    runs = Repetitions[Case, Measurement](cases, timing.repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Measurement](cases, timing.repetitions)
     with measuring(runs.steps) as progress, Groups(REQUEST_PEERS | VARIANTS, timing) as groups:
         for case in cases:
             groups.prepare(runs, [case])

@@ -5,20 +5,21 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Sequence
 
+from bench import columns
+from bench.columns import Column, compare
 from bench.machine import Machine
 from bench.modes import Timing
-from bench.repetitions import Column, Number, compare, median_column, ratio_column, ratios, spread_column
+from bench.repetitions import Number
 from bench.results import Coverage, Findings, Planned, Verdict
-from bench.serving.load import Latency, Measurement
+from bench.serving.load import Latency
 from bench.serving.plan import PRESETS, Load, ServerOptions
 from bench.serving.run import LOAD, Results
-from bench.targets import Target, judge
+from bench.targets import Target, judge, ratios
 
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
 
-def _speed(run: Measurement) -> float:
-    return run.requests_per_s
+_SPEED = "requests_per_s"
 
 
 def _of(name: str, number: Callable[[Latency], float]) -> Number:
@@ -34,16 +35,16 @@ def _columns(first: str) -> Sequence[Column]:
         Column(
             "answered", lambda row: f"{sum(run.completed for run in row.runs):,} of {sum(run.requests for run in row.runs):,}"
         ),
-        median_column("requests/s", _speed, 2),
-        spread_column("spread", _speed),
-        ratio_column(f"{first} is", first, _speed),
-        median_column("TTFT p50 ms", _of("ttft", lambda latency: latency.median_ms), 1),
-        median_column("p99 ms", _of("ttft", lambda latency: latency.p99_ms), 1),
-        median_column("TPOT ms", _of("tpot", lambda latency: latency.median_ms), 1),
-        median_column("E2E p50 ms", _of("e2e", lambda latency: latency.median_ms), 1),
-        median_column("p99 ms", _of("e2e", lambda latency: latency.p99_ms), 1),
-        median_column("engine ms", _cpu("engine"), 1),
-        median_column("frontends ms", _cpu("frontends"), 1),
+        columns.median("requests/s", _SPEED, 2),
+        columns.spread("spread", _SPEED),
+        columns.ratio(f"{first} is", first, _SPEED),
+        columns.median("TTFT p50 ms", _of("ttft", lambda latency: latency.median_ms), 1),
+        columns.median("p99 ms", _of("ttft", lambda latency: latency.p99_ms), 1),
+        columns.median("TPOT ms", _of("tpot", lambda latency: latency.median_ms), 1),
+        columns.median("E2E p50 ms", _of("e2e", lambda latency: latency.median_ms), 1),
+        columns.median("p99 ms", _of("e2e", lambda latency: latency.p99_ms), 1),
+        columns.median("engine ms", _cpu("engine"), 1),
+        columns.median("frontends ms", _cpu("frontends"), 1),
     )
 
 
@@ -104,7 +105,7 @@ def _shares(results: Results) -> Iterator[str]:
 def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
     chosen, (ours, theirs) = PRESETS[preset], results.measured
     at = f"preset {preset}, {load.requests:,} requests"
-    target = Target(chosen.what, at, chosen.limit, "x", ratios(ours, theirs, _speed, {theirs: LOAD}))
+    target = Target(chosen.what, at, chosen.limit, "x", ratios(ours, theirs, _SPEED, {theirs: LOAD}))
     yield target.judge({LOAD: results.measured})
     if preset == "repeated":
         copied = float(results.counters[ours]["copied_bytes"])

@@ -13,23 +13,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from bench import command_line
+from bench import columns, command_line
+from bench.columns import Column, compare
 from bench.modes import Timing
 from bench.programs import Program
-from bench.repetitions import (
-    Column,
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median_column,
-    ratio_column,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Repetitions
 from bench.results import Coverage, Findings, Table, Verdict
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
-from bench.targets import Target, judge
+from bench.targets import Target, judge, ratios
 
 _OURS, _THEIRS = "shmring", "sglang"
 WAYS: Mapping[str, Mapping[str, str]] = {_OURS: {"SHMRING_SGLANG": "1"}, _THEIRS: {}}
@@ -62,39 +53,31 @@ KILLS = {"scheduler": 1, "tokenizer": 1, "rank": 2}
 Left = Mapping[tuple[str, str], int]
 
 
-def _p50_ms(run: Measurement) -> float:
-    return run.p50_ms
-
-
-def _cpu_ms(run: Measurement) -> float:
-    return run.tokenizer_ms + run.ranks_ms
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    median_column("p50 ms", _p50_ms, 2),
-    spread_column("spread", _p50_ms),
-    median_column("CPU ms", _cpu_ms, 2),
-    median_column("tokenizer", lambda run: run.tokenizer_ms, 2),
-    median_column("ranks", lambda run: run.ranks_ms, 2),
-    ratio_column("of sglang's p50", _OURS, _p50_ms, theirs=_THEIRS),
-    ratio_column("CPU", _OURS, _cpu_ms, theirs=_THEIRS),
+    columns.median("p50 ms", "p50_ms", 2),
+    columns.spread("spread", "p50_ms"),
+    columns.median("CPU ms", "cpu_ms", 2),
+    columns.median("tokenizer", "tokenizer_ms", 2),
+    columns.median("ranks", "ranks_ms", 2),
+    columns.ratio("of sglang's p50", _OURS, "p50_ms", theirs=_THEIRS),
+    columns.ratio("CPU", _OURS, "cpu_ms", theirs=_THEIRS),
     Column("inline", lambda row: str(sum(run.inline for run in row.runs))),
 )
 
 
-def _of_its_own(what: str, case: Case, number: Number, limit: float) -> Target:
+def _of_its_own(what: str, case: Case, number: str, limit: float) -> Target:
     numbers = ratios(_OURS, _THEIRS, number, {_THEIRS: case})
     return Target(f"SGLang, {what} of its own", case.title, limit, "x", numbers, at_least=False)
 
 
 TARGETS = (
-    _of_its_own("CPU", CASES[0], _cpu_ms, 0.25),
-    _of_its_own("p50", CASES[0], _p50_ms, 0.25),
-    _of_its_own("CPU", CASES[1], _cpu_ms, 0.25),
-    _of_its_own("CPU", CASES[2], _cpu_ms, 0.6),
-    _of_its_own("p50", CASES[2], _p50_ms, 0.8),
+    _of_its_own("CPU", CASES[0], "cpu_ms", 0.25),
+    _of_its_own("p50", CASES[0], "p50_ms", 0.25),
+    _of_its_own("CPU", CASES[1], "cpu_ms", 0.25),
+    _of_its_own("CPU", CASES[2], "cpu_ms", 0.6),
+    _of_its_own("p50", CASES[2], "p50_ms", 0.8),
 )
 
 
@@ -105,7 +88,7 @@ def _left(left: Left) -> Verdict:
 
 def report(measured: Measured, left: Left, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run: a table of times, one of what kills leave, and the verdicts on the targets."""
-    tables = [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS, lambda case: str(case.title))]
+    tables = [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)]
     if left:
         killed = [[end, way, f"{nbytes / _MB:.0f} MB"] for (end, way), nbytes in left.items()]
         title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
@@ -180,7 +163,7 @@ def _segments() -> dict[str, int]:
 @command_line.environment_option("sglang", "SGLang")
 def sglang_command(timing: Timing, kills: bool, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
-    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions, lambda case: case.title)
+    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
     left: dict[tuple[str, str], int] = {}
     with command_line.measuring(runs.steps + kills * len(KILLS) * len(WAYS)) as progress:
         _measure(runs, environment, progress)

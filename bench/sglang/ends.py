@@ -62,6 +62,11 @@ class Measurement(msgspec.Struct, frozen=True):
     ranks_ms: float
     inline: int = 0
 
+    @property
+    def cpu_ms(self) -> float:
+        """Of both together."""
+        return self.tokenizer_ms + self.ranks_ms
+
 
 def _set_up() -> Any:
     """Loads SGLang and its plug-ins; returns its module of multimodal tensors."""

@@ -15,23 +15,13 @@ from typing import Any
 import click
 import numpy as np
 
-from bench import command_line
+from bench import columns, command_line
+from bench.columns import Column, compare
 from bench.modes import MODES, Timing
-from bench.repetitions import (
-    Column,
-    Measured,
-    Number,
-    Repetitions,
-    compare,
-    median_column,
-    ratio,
-    ratio_column,
-    ratios,
-    spread_column,
-)
+from bench.repetitions import Measured, Number, Repetitions, ratio
 from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
-from bench.targets import Numbers, Target
+from bench.targets import Numbers, Target, ratios
 from bench.vllm import workers
 from bench.vllm.load import (
     KINDS,
@@ -44,6 +34,7 @@ from bench.vllm.load import (
     Fleet,
     Measurement,
     Way,
+    cpu_of,
     fleets,
     full_cases,
     measure,
@@ -55,8 +46,7 @@ _OURS = "shmring"
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 
 
-def _speed(run: Measurement) -> float:
-    return run.requests_per_s
+_SPEED = "requests_per_s"
 
 
 def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
@@ -65,13 +55,13 @@ def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
 
 
 _COLUMNS = (
-    median_column("requests/s", _speed, 1),
-    spread_column("spread", _speed),
-    ratio_column("shmring is", _OURS, _speed),
-    median_column("TTFT p50 ms", lambda run: run.p50_ms, 1),
-    median_column("p99 ms", lambda run: run.p99_ms, 1),
-    median_column("engine ms", lambda run: run.cpu_ms["EngineCore"], 1),
-    median_column("API ms", lambda run: run.cpu_ms["APIServer"], 1),
+    columns.median("requests/s", _SPEED, 1),
+    columns.spread("spread", _SPEED),
+    columns.ratio("shmring is", _OURS, _SPEED),
+    columns.median("TTFT p50 ms", "p50_ms", 1),
+    columns.median("p99 ms", "p99_ms", 1),
+    columns.median("engine ms", cpu_of("EngineCore"), 1),
+    columns.median("API ms", cpu_of("APIServer"), 1),
     Column("lag p99 ms", lambda row: f"{_lag_p99_ms(row.runs):.1f}"),
     Column("tensors", lambda row: ", ".join(f"{count} {name}" for name, count in sorted(row.runs[-1].tensors.items()))),
 )
@@ -80,9 +70,7 @@ _COLUMNS = (
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
     tables = [
-        compare(
-            fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS, lambda case: str(case.title)
-        )
+        compare(fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS)
         for fleet, cases in fleets(list(measured)).items()
     ]
     notes = [
@@ -105,7 +93,7 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
 
 
 def _beside(
-    way: str, what: str, case: Case, limit: float, number: Number = _speed, *, at_least: bool = True, at: str = LARGE.title
+    way: str, what: str, case: Case, limit: float, number: Number = _SPEED, *, at_least: bool = True, at: str = LARGE.title
 ) -> Target:
     return Target(f"vLLM, {what}", at, limit, "x", ratios(_OURS, way, number, {way: case}), at_least=at_least)
 
@@ -117,7 +105,7 @@ def _other_sizes(measured: Measured, *, several: bool) -> Numbers:
     """Of new pictures: what was measured with other fleets."""
     for case in measured:
         if case.kind == "new" and case != _NEW and (case.fleet.api_servers > 1) == several and _OURS in measured[case]:
-            yield f"{case.fleet.title}: {case.title}", ratio(measured, case, _OURS, "inline", _speed)
+            yield f"{case.fleet.title}: {case.title}", ratio(measured, case, _OURS, "inline", _SPEED)
 
 
 def _lags(measured: Measured) -> Numbers:
@@ -132,8 +120,8 @@ TARGETS = (
     _beside("inline", "only the uuid, 8 at a time: requests/s of inline", _UUID, 6),
     _beside("torch_shm", "only the uuid, 8 at a time: requests/s of torch_shm", _UUID, 1.3),
     _beside("torch_shm", "only the uuid, 1 at a time: requests/s of torch_shm", Case(LARGE, "uuid", 1), 1.1),
-    _beside("torch_shm", "a hit: CPU of the engine", _JPEG, 0.9, lambda run: run.cpu_ms["EngineCore"], at_least=False),
-    _beside("torch_shm", "a hit: CPU of API servers", _JPEG, 1, lambda run: run.cpu_ms["APIServer"], at_least=False),
+    _beside("torch_shm", "a hit: CPU of the engine", _JPEG, 0.9, cpu_of("EngineCore"), at_least=False),
+    _beside("torch_shm", "a hit: CPU of API servers", _JPEG, 1, cpu_of("APIServer"), at_least=False),
     _beside("inline", "a new picture: requests/s of inline", _NEW, 1),
     Target(_INLINE_AGAIN, "other sizes, 2 API servers", 0.95, "x", functools.partial(_other_sizes, several=True)),
     Target(_INLINE_AGAIN, "1 API server", 0.95, "x", functools.partial(_other_sizes, several=False)),

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from bench.repetitions import Number
 from bench.servers import picture
 from bench.serving.client import Client
 from bench.vllm.server import Server, question
@@ -159,6 +160,11 @@ class Measurement(msgspec.Struct, frozen=True):
     cpu_ms: dict[str, float]
     tensors: dict[str, int] = {}
     errors: int = 0
+
+
+def cpu_of(kind: str) -> Number:
+    """Milliseconds of CPU of a request, of processes of a kind."""
+    return lambda run: run.cpu_ms[kind]
 
 
 def warm_up(fleet: Fleet, server: Server) -> None:

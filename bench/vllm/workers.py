@@ -16,11 +16,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from bench.repetitions import Column, Measured, Number, compare, median_column, medians, ratio_column, ratios
+from bench import columns
+from bench.columns import Column, compare
+from bench.repetitions import Measured, Number
 from bench.results import Coverage, Findings
 from bench.servers import picture
-from bench.targets import Target
-from bench.vllm.load import Fleet, Way
+from bench.targets import Target, medians, ratios
+from bench.vllm.load import Fleet, Way, cpu_of
 from bench.vllm.server import Server, question
 
 #: ``short``: a text of 8 tokens, 0.6 s after the last one; ``new picture``: of 43 MB; ``decode``: a text of 200 tokens.
@@ -119,13 +121,13 @@ def _ask(server: Server, kind: Kind, number: int) -> Any:
 # -- what came of it ---------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    median_column("all ms", lambda run: run.all_ms, 1),
-    median_column("API ms", lambda run: run.cpu_ms["APIServer"], 1),
-    median_column("engine ms", lambda run: run.cpu_ms["EngineCore"], 1),
-    median_column("workers ms", lambda run: run.cpu_ms["Worker"], 1),
-    ratio_column("shmring is", _OURS, lambda run: run.all_ms),
-    median_column("p50 ms", lambda run: run.p50_ms or None, 1),
-    median_column("tokens/s", lambda run: run.tokens_per_s or None),
+    columns.median("all ms", "all_ms", 1),
+    columns.median("API ms", cpu_of("APIServer"), 1),
+    columns.median("engine ms", cpu_of("EngineCore"), 1),
+    columns.median("workers ms", cpu_of("Worker"), 1),
+    columns.ratio("shmring is", _OURS, "all_ms"),
+    columns.median("p50 ms", lambda run: run.p50_ms or None, 1),
+    columns.median("tokens/s", lambda run: run.tokens_per_s or None),
     Column("digest", lambda row: ", ".join(sorted({run.digest for run in row.runs}))),
 )
 
@@ -138,16 +140,16 @@ def _beside(what: str, kind: Kind, number: Number, limits: Mapping[str, float], 
 
 _THEIRS, _ARENA = "MessageQueue", "its arena"
 TARGETS = (
-    *_beside("a short request: CPU", "short", lambda run: run.all_ms, {_THEIRS: 1 / 8, _ARENA: 1 / 8}),
+    *_beside("a short request: CPU", "short", "all_ms", {_THEIRS: 1 / 8, _ARENA: 1 / 8}),
     *_beside(
-        "a new picture: CPU of engine core and workers", "new picture", lambda run: run.behind_ms, {_THEIRS: 1 / 3, _ARENA: 1}
+        "a new picture: CPU of engine core and workers", "new picture", "behind_ms", {_THEIRS: 1 / 3, _ARENA: 1}
     ),
-    *_beside("a new picture: p50", "new picture", lambda run: run.p50_ms, {_THEIRS: 0.8, _ARENA: 1}),
-    *_beside("decoding: tokens/s", "decode", lambda run: run.tokens_per_s, {_THEIRS: 0.97, _ARENA: 0.97}, at_least=True),
-    *_beside("idle: CPU", "idle", lambda run: run.all_ms, {_THEIRS: 1}),
+    *_beside("a new picture: p50", "new picture", "p50_ms", {_THEIRS: 0.8, _ARENA: 1}),
+    *_beside("decoding: tokens/s", "decode", "tokens_per_s", {_THEIRS: 0.97, _ARENA: 0.97}, at_least=True),
+    *_beside("idle: CPU", "idle", "all_ms", {_THEIRS: 1}),
     Target(
         "vLLM, -tp 2, a new picture: CPU of the engine core", "43 MB", 10, "ms",
-        medians(_OURS, lambda run: run.cpu_ms["EngineCore"], {_OURS: "new picture"}), at_least=False,
+        medians(_OURS, cpu_of("EngineCore"), {_OURS: "new picture"}), at_least=False,
     ),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from bench.modes import Timing
 from bench.peers import MEMCPY, PEERS, Peer
 from bench.repetitions import Measured, ratio
 from bench.results import Coverage, format_nbytes
-from bench.targets import TARGETS, per_s
+from bench.targets import TARGETS
 from bench.transport import Plan, decisive, plan, quick_plan
 from shmring.processes.process import Process
 from tests.tables import for_each
@@ -121,7 +121,7 @@ def test_repetitions_are_interleaved_and_ratios_taken_within_them(capsys: pytest
     order = [line.split(", ")[-2] for line in capsys.readouterr().err.splitlines()]
     titles = [PEERS[name].title.split(", ")[-1] for name in Pretended.speeds]
     assert order == [*titles, *reversed(titles), *titles]
-    assert ratio(found, Case(4096), "shmring", "torch-queue", per_s) == pytest.approx(10)
+    assert ratio(found, Case(4096), "shmring", "torch-queue", "messages_per_s") == pytest.approx(10)
     assert [run.both_us for run in found[Case(4096)]["torch-queue"]] == pytest.approx([200] * 3)
 
 

@@ -1,0 +1,106 @@
+"""Tables of what was measured: a row for each subject in a case, and columns of numbers.
+
+A cell stays empty where its number was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bench import repetitions
+from bench.repetitions import Measured, Number, measured_values, title_of
+from bench.results import Table
+
+
+class Row(NamedTuple):
+    """A subject in a case, with all that was measured."""
+
+    measured: Measured
+    case: Any
+    subject: str
+    runs: Sequence[Any]
+
+
+class Column(NamedTuple):
+    """A column of a table, and what it says of a row."""
+
+    title: str
+    text: Callable[[Row], str]
+
+
+def median(title: str, number: Number, decimals: int = 0) -> Column:
+    """A number's median."""
+
+    def text(row: Row) -> str:
+        value = repetitions.median(row.runs, number)
+        return "" if value is None else f"{value:,.{decimals}f}"
+
+    return Column(title, text)
+
+
+def spread(title: str, number: Number) -> Column:
+    """The least and the greatest of a number against its median; nothing beside a median of 0."""
+
+    def text(row: Row) -> str:
+        middle = repetitions.median(row.runs, number)
+        found = measured_values(row.runs, number)
+        return f"{min(found) / middle - 1:+.0%} {max(found) / middle - 1:+.0%}" if middle else ""
+
+    return Column(title, text)
+
+
+def ratio(title: str, ours: str, number: Number, theirs: str = "") -> Column:
+    """Our number over that of each of the others; or in our row, over theirs."""
+
+    def text(row: Row) -> str:
+        if (row.subject == ours) is not bool(theirs):
+            return ""
+        value = repetitions.ratio(row.measured, row.case, ours, theirs or row.subject, number)
+        return "" if value is None else f"{value:.2f} x"
+
+    return Column(title, text)
+
+
+def compare(
+    title: str,
+    named: tuple[str, str],
+    measured: Measured,
+    columns: Sequence[Column],
+    titles: Mapping[str, str] | None = None,
+    case_title: Callable[[Any], str] = title_of,
+) -> Table:
+    """Returns a table with a row for each subject in each case.
+
+    Args:
+        title: of the table.
+        named: what cases and subjects are called in its head.
+        measured: the runs.
+        columns: behind those two.
+        titles: of subjects; without one, its name is its title.
+        case_title: a case in words.
+    """
+    rows = [
+        [case_title(row.case), (titles or {}).get(row.subject, row.subject), *(column.text(row) for column in columns)]
+        for row in _rows(measured)
+    ]
+    return Table(title, [*named, *(column.title for column in columns)], rows, texts=named[1:], grouped=True)
+
+
+def cross(
+    title: str,
+    corner: str,
+    measured: Measured,
+    column: Column,
+    titles: Mapping[str, str],
+    case_title: Callable[[Any], str] = title_of,
+) -> Table:
+    """Returns a table of one number, with a row for each subject and a column for each case; see :func:`compare`."""
+    texts = {(row.subject, row.case): column.text(row) for row in _rows(measured)}
+    subjects = dict.fromkeys(subject for subject, _ in texts)
+    rows = [[titles[subject], *(texts.get((subject, case), "") for case in measured)] for subject in subjects]
+    return Table(title, [corner, *map(case_title, measured)], rows)
+
+
+def _rows(measured: Measured) -> Iterator[Row]:
+    return (Row(measured, case, subject, runs) for case, of_case in measured.items() for subject, runs in of_case.items())
