@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from bench.children import BenchError
+from bench.children import BenchError, on_uvloop
 from bench.machine import ROOT, Machine
 from bench.modes import MODES
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
@@ -34,6 +35,7 @@ _WHERE_RESULTS_GO = "--json"
 _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 class NotMeasured(click.ClickException):
@@ -252,6 +254,26 @@ def conclude(findings: Findings) -> None:
         raise NotMeasured(f"{failures} measurements failed: see the table")
     if missed := sum(verdict.fails for verdict in findings.targets):
         raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
+
+
+def until_terminated(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a coroutine on a loop of its own. SIGTERM cancels it, as SIGINT does by itself, and then ends this process in order.
+
+    :func:`terminated` raises. If that is inside the HTTP client, the client takes it for a failed request.
+    """
+
+    async def run() -> _Result:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await coroutine
+
+    try:
+        return on_uvloop(run())
+    except asyncio.CancelledError:
+        terminated(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
 
 
 def terminated(number: int, frame: object) -> NoReturn:

@@ -11,7 +11,6 @@ where bodies are larger than 1 MB, 50 ms. No wait may be longer than 150 ms, or 
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import http.client
@@ -130,17 +129,10 @@ def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -
         return _Waits(waits_s, json.loads(heavy.rest(_TIMEOUT_S)))
 
 
-def _measured(
-    server: _Server,
-    runs: Repetitions[str, _Waits],
-    cases: Sequence[str],
-    timing: Timing,
-    progress: Callable[[str], None],
-) -> Findings:
-    seconds = timing.timed_s
+def _measured(server: _Server, runs: Repetitions[str, _Waits], seconds: float, progress: Callable[[str], None]) -> Findings:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         paths = {}
-        for number, case in enumerate(cases):
+        for number, case in enumerate(runs.subjects):
             paths[case] = Path(directory, str(number))
             paths[case].write_bytes(ATTACKS[case].body())
         server.ask(1.0)
@@ -150,7 +142,7 @@ def _measured(
                 return _beside_neutral(server, seconds)
             return _beside_heavy(server, ATTACKS[case], paths[case], seconds)
 
-        runs.measure(cases, once, progress)
+        runs.measure(list(runs.subjects), once, progress)
         sizes = {case: path.stat().st_size for case, path in paths.items()}
     results = []
     for case, measured in runs.measured.items():
@@ -164,7 +156,7 @@ def _measured(
         mode="isolation",
         tables=[_table(results)],
         notes=[
-            f"{timing.repetitions} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
+            f"{runs.count} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
             "The neutral load is two processes that compute. They are no part of the server."
         ],
         targets=list(_verdicts(results)),
@@ -201,14 +193,8 @@ def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    runs = Repetitions[str, _Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions, str)
+    runs = Repetitions[str, _Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
-
-    async def run(progress: Callable[[str], None]) -> Findings:
-        async with serving(options) as running:
-            url = urlsplit(running.url)
-            server = _Server(str(url.hostname), int(url.port or 80))
-            return await asyncio.to_thread(_measured, server, runs, list(cases or ATTACKS), timing, progress)
-
-    with measuring(runs.steps) as progress:
-        return asyncio.run(run(progress))
+    with measuring(runs.steps) as progress, serving(options) as [running]:
+        url = urlsplit(running.url)
+        return _measured(_Server(str(url.hostname), int(url.port or 80)), runs, timing.timed_s, progress)

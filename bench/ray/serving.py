@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-import uvloop
 
+from bench.children import on_uvloop
 from bench.meter import process_cpu_s
 from bench.programs import READY
 from bench.ray.cluster import family, family_of, settled
@@ -117,16 +117,7 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
 
 def main(control: Connection) -> None:
     """Carries orders out until nobody gives any."""
-    with (
-        settled(**_VARIABLES),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        contextlib.ExitStack() as stack,
-        contextlib.suppress(EOFError),
-    ):
-        running = serving(_ALONE)
-        alone = runner.run(running.__aenter__())
-        stack.callback(lambda: runner.run(running.__aexit__(None, None, None)))
-        url, cluster = stack.enter_context(_on_ray())
+    with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, cluster), contextlib.suppress(EOFError):
         control.send_bytes(READY)
         while True:
             order = msgspec.json.decode(control.recv_bytes(), type=Order)
@@ -134,7 +125,7 @@ def main(control: Connection) -> None:
                 asked, pids = url, family_of(cluster)
             else:
                 asked, pids = alone.url, family(alone.process.pid)
-            control.send_bytes(msgspec.json.encode(runner.run(_carry_out(order, asked, pids))))
+            control.send_bytes(msgspec.json.encode(on_uvloop(_carry_out(order, asked, pids))))
 
 
 if __name__ == "__main__":

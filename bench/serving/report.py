@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench import columns
 from bench.columns import Column, compare
 from bench.machine import Machine
-from bench.modes import Timing
 from bench.repetitions import Number
-from bench.results import Coverage, Findings, Planned, Verdict
-from bench.serving.load import Latency
+from bench.results import Findings, Verdict
+from bench.serving.load import WARM_UP_REQUESTS, Latency, Measurement
 from bench.serving.plan import PRESETS, Load, ServerOptions
 from bench.serving.run import LOAD, Results
 from bench.targets import Target, judge, ratios
@@ -48,13 +47,11 @@ def _columns(first: str) -> Sequence[Column]:
     )
 
 
-def report(preset: str, load: Load, server: ServerOptions, results: Results, timing: Timing) -> Findings:
+def report(preset: str, load: Load, server: ServerOptions, results: Results) -> Findings:
     """Returns a run as it is shown and stored; judged, if it is that of a preset."""
-    first, *_ = results.measured
-    answered = {(LOAD, name): sum(run.completed > 0 for run in runs) for name, runs in results.measured.items()}
-    measured = {LOAD: results.measured}
+    first, *_ = results.runs.subjects[LOAD]
     notes = [
-        f"A body has {results.request_nbytes:,} bytes. {results.warm_up_requests} requests before do not count. Sent by "
+        f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
         f"{results.client}, on the same machine.",
         "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
         f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
@@ -67,16 +64,21 @@ def report(preset: str, load: Load, server: ServerOptions, results: Results, tim
     ]
     return Findings(
         mode="serve",
-        tables=[compare(f"serve: {load.title}", ("", "server"), measured, _columns(first))],
+        tables=[compare(f"serve: {load.title}", ("", "server"), results.runs.measured, _columns(first))],
         notes=notes,
         targets=list(_verdicts(preset, load, results)) if preset else [],
-        coverage=Coverage.of([Planned(LOAD, list(results.measured), timing.repetitions)], answered),
+        coverage=results.runs.coverage(),
     )
+
+
+def _loads(results: Results) -> Mapping[str, Sequence[Measurement]]:
+    """The loads on each server."""
+    return results.runs.measured.get(LOAD, {})
 
 
 def _counted(results: Results) -> Iterator[str]:
     for name, counters in results.counters.items():
-        requests = results.warm_up_requests + sum(run.requests for run in results.measured[name])
+        requests = WARM_UP_REQUESTS + sum(run.requests for run in _loads(results).get(name, ()))
         yield (
             f"{name}: {counters['slab_bytes'] // requests:,} bytes of a request went through the slab; "
             f"{counters['media_decoded']:,} media were decoded, {counters['copied_bytes']:,} bytes copied for sending."
@@ -84,14 +86,14 @@ def _counted(results: Results) -> Iterator[str]:
 
 
 def _failures(results: Results) -> Iterator[str]:
-    for name, runs in results.measured.items():
+    for name, runs in _loads(results).items():
         for reason, count in sum((collections.Counter(run.failures) for run in runs), collections.Counter[str]()).items():
             yield f"{name}: {count:,} requests failed, which are in no rate and no latency: {reason}"
 
 
 def _shares(results: Results) -> Iterator[str]:
     """How busy the machine was, and who of it."""
-    for name, runs in results.measured.items():
+    for name, runs in _loads(results).items():
         duration_s = sum(run.duration_s for run in runs)
         shares = {part: sum(run.cpu_s[part] for run in runs) / duration_s for part in runs[0].cpu_s}
         shares["load generator"] = sum(run.generator_cpu_s for run in runs) / duration_s
@@ -103,10 +105,10 @@ def _shares(results: Results) -> Iterator[str]:
 
 
 def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
-    chosen, (ours, theirs) = PRESETS[preset], results.measured
+    chosen, (ours, theirs) = PRESETS[preset], results.runs.subjects[LOAD]
     at = f"preset {preset}, {load.requests:,} requests"
     target = Target(chosen.what, at, chosen.limit, "x", ratios(ours, theirs, _SPEED, {theirs: LOAD}))
-    yield target.judge({LOAD: results.measured})
+    yield target.judge(results.runs.measured)
     if preset == "repeated":
         copied = float(results.counters[ours]["copied_bytes"])
         yield judge("kept content: bytes copied", at, 0, "bytes", [(ours, copied)], at_least=False)

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -29,7 +30,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from bench.children import BenchError
-from bench.modes import Timing
+from bench.command_line import terminated, until_terminated
+from bench.repetitions import Repetitions
 from bench.results import Findings
 from bench.serving import command, run
 from bench.serving.client import Client, Exchange
@@ -38,11 +40,10 @@ from bench.serving.load import Latency, Measurement, measure, play, request_body
 from bench.serving.media import media_parts, picture, video
 from bench.serving.plan import COMPARISONS, PRESETS, Endpoint, Load, Media, ServerOptions
 from bench.serving.report import report
-from bench.serving.run import ServerError, cpu_s, serving
+from bench.serving.run import cpu_s, serving
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
-from shmring.frontend.serve_process import ServerProcess
 from tests.nursery import Nursery
 from tests.tables import for_each
 
@@ -122,9 +123,11 @@ def test_a_load_of_which_nothing_came_back_has_no_latencies() -> None:
 
 def judged(preset: str, load: Load = TEXT_ONLY, **servers: list[Measurement]) -> Findings:
     """What a run of servers has found, whose names are words."""
-    measured = {name.replace("_", " "): runs for name, runs in servers.items()}
+    measured = {name.replace("_", " "): loads for name, loads in servers.items()}
     counters = {name: {"slab_bytes": 900, "copied_bytes": 0, "media_decoded": 3} for name in measured}
-    return report(preset, load, ServerOptions(), run.Results("a client", 1000, measured, counters), Timing(3))
+    runs = Repetitions[str, Measurement]({run.LOAD: list(measured)}, 3)
+    runs.measured = {run.LOAD: {name: loads for name, loads in measured.items() if loads}}
+    return report(preset, load, ServerOptions(), run.Results(runs, "a client", 1000, counters))
 
 
 def loads(*ends: float) -> list[Measurement]:
@@ -165,9 +168,10 @@ def test_failures_and_a_busy_generator_are_told() -> None:
     assert any("it may be what was measured" in note for note in notes)
 
 
-def test_a_load_without_an_answer_is_a_gap() -> None:
-    nothing = measured(exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
-    assert judged("", slab=loads(101.0) * 3, copied=[nothing] * 3).failures == 1
+def test_a_server_that_was_not_measured_is_a_gap_and_the_other_is_shown() -> None:
+    found = judged("repeated", kept=loads(101.0) * 3, not_kept=[])
+    assert (found.failures, [row[1] for row in found.tables[0].rows]) == (1, ["kept"])
+    assert [verdict.met for verdict in found.targets] == [None, True]
 
 
 # -- a server that does what it is told to ---------------------------------------------------------------------------------
@@ -314,11 +318,12 @@ def run_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Load, dict
         runs.append(arguments)
         raise SystemExit(0)
 
-    monkeypatch.setattr(command, "_carried_out", keep)
+    monkeypatch.setattr(run, "run", keep)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own handlers
     done = CliRunner().invoke(serve_command, arguments)
     assert done.exit_code == 0, done.output
-    found: tuple[Load, dict[str, ServerOptions], int] = runs[0]
-    return found
+    load, servers, repetitions, _ = runs[0]
+    return load, servers, repetitions
 
 
 def test_a_preset_has_a_load_servers_and_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +332,10 @@ def test_a_preset_has_a_load_servers_and_what_is_compared(monkeypatch: pytest.Mo
     assert [(name, server.copied, server.api_servers) for name, server in servers.items()] == [
         ("slab", False, 3), ("copied", True, 3),
     ]  # fmt: skip
-    scaled = ("--preset", "engines-wait", "--scale", "0.1", "--repetitions", "2", "--serve-option=--decoders=2")
+    scaled = ("--preset", "engines-wait", "--scale", "0.1", "--repetitions", "2")
     load, servers, repetitions = run_of(*scaled, monkeypatch=monkeypatch)
     assert (load.requests, load.max_concurrency, repetitions) == (40, 3, 2)
-    assert {name: (server.engines, server.further) for name, server in servers.items()} == {
-        "2 engines": (2, ("--decoders=2",)), "1 engine": (1, ("--decoders=2",)),
-    }  # fmt: skip
+    assert {name: server.engines for name, server in servers.items()} == {"2 engines": 2, "1 engine": 1}
     _, servers, _ = run_of("--preset", "pr32104", "--compare-kept", monkeypatch=monkeypatch)
     assert [(name, server.kept) for name, server in servers.items()] == [("kept", True), ("not kept", False)]
     assert {preset.comparison for preset in PRESETS.values()} == set(COMPARISONS)
@@ -354,7 +357,7 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals, exit_code: int, 
         with contextlib.suppress(BaseException):  # as the HTTP client has around what it reads
             os.kill(os.getpid(), number)
 
-    async def running(*_: object) -> Any:
+    async def asking() -> None:
         await end()
         try:
             await asyncio.Event().wait()
@@ -362,12 +365,15 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals, exit_code: int, 
             await asyncio.sleep(0)
             stopped.append(True)
 
-    monkeypatch.setattr(run, "run", running)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    monkeypatch.setattr(run, "run", lambda *_: until_terminated(asking()))
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     try:
         done = CliRunner().invoke(serve_command, ["--preset", "repeated"])
+        assert signal.getsignal(signal.SIGTERM) is terminated, "what is behind the loop is ended in order, too"
     finally:
-        signal.signal(signal.SIGINT, before)
+        for its_number, handler in before.items():
+            signal.signal(its_number, handler)
     assert (done.exit_code, stopped) == (exit_code, [True])
 
 
@@ -381,14 +387,14 @@ def private_directories() -> list[Path]:
 @pytest.mark.slow
 def test_both_paths_of_a_real_server_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
-    measured: list[run.Results] = []
-    carried_out = command._carried_out
+    results: list[run.Results] = []
+    play_all = run.run
 
     def keep(*arguments: Any) -> run.Results:
-        measured.append(carried_out(*arguments))
-        return measured[0]
+        results.append(play_all(*arguments))
+        return results[0]
 
-    monkeypatch.setattr(command, "_carried_out", keep)
+    monkeypatch.setattr(run, "run", keep)
     load = Load(requests=12, max_concurrency=4, output_tokens=6, media=Media((64, 48), frames=3, distinct=2))
     server = ServerOptions(api_servers=1, slab_nbytes="32MiB", further=('--mm-processor-kwargs={"num_frames": 3}',))
     small = PRESETS["pr32104"]._replace(load=load, server=server, limit=0.0)
@@ -397,15 +403,16 @@ def test_both_paths_of_a_real_server_are_compared(tmp_path: Path, monkeypatch: p
     arguments = ["--preset", "pr32104", "--repetitions=2", f"--json={path}"]
     done = CliRunner().invoke(serve_command, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert {name: len(runs) for name, runs in measured[0].measured.items()} == {"slab": 2, "copied": 2}
-    for one in (one for runs in measured[0].measured.values() for one in runs):
+    measured = results[0].runs.measured[run.LOAD]
+    assert {name: len(runs) for name, runs in measured.items()} == {"slab": 2, "copied": 2}
+    for one in (one for runs in measured.values() for one in runs):
         # The executor fails what arrives with another checksum: these have crossed whole.
         assert (one.completed, one.failures) == (12, {})
         assert one.ttft is not None
         assert one.e2e is not None
         assert 0 < one.ttft.median_ms <= one.e2e.p99_ms
         assert one.cpu_s["frontends"] > 0
-    assert measured[0].counters["slab"]["slab_bytes"] > 64 * 48 * 3
+    assert results[0].counters["slab"]["slab_bytes"] > 64 * 48 * 3
     stored = json.loads(path.read_bytes())
     assert [row[1] for row in stored["tables"][0]["rows"]] == ["slab", "copied"]
     assert {"cpu", "commit"} <= stored["machine"].keys()
@@ -425,45 +432,40 @@ child.wait()
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=deaf, status=0)))
     monkeypatch.setattr(run, "_STOP_LIMIT_S", 0.5 if deaf else 15.0)
-    servers: list[ServerProcess] = []
-    began = asyncio.Event()
-
-    async def use() -> None:
-        async with serving(ServerOptions()) as server:
-            servers.append(server)
-            began.set()
-            await asyncio.Event().wait()
-
-    using = asyncio.ensure_future(use())
-    await began.wait()
-    assert cpu_s(servers[0]).keys() == {"engine", "frontends"}
-    using.cancel()
-    await asyncio.wait([using])
-    assert using.cancelled()
-    with pytest.raises(ServerError, match="ended during the run"):
-        cpu_s(servers[0])
+    with contextlib.suppress(KeyboardInterrupt), serving(ServerOptions(), ServerOptions()) as servers:
+        assert [cpu_s(server).keys() for server in servers] == [{"engine", "frontends"}] * 2
+        raise KeyboardInterrupt
+    for server in servers:
+        with pytest.raises(BenchError, match="ended during the run"):
+            cpu_s(server)
     assert private_directories() == []
 
 
-async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=False, status=3)))
-    with pytest.raises(ServerError, match="exit code 3"):
-        async with serving(ServerOptions()):
-            pass
+    with pytest.raises(BenchError, match="exit code 3"), serving(ServerOptions()):
+        pass
     assert "last words" in caplog.text
     monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", "import sys; sys.exit('no such slab')"))
-    with pytest.raises(ServerError, match=r"did not start:\nno such slab"):
-        async with serving(ServerOptions()):
-            pass
+    with pytest.raises(BenchError, match=r"did not start:\nno such slab"), serving(ServerOptions(), ServerOptions()):
+        pass
     assert private_directories() == []
+
+
+def test_a_load_that_nobody_answers_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = measured(exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
+    monkeypatch.setattr(run, "cpu_s", lambda server: {"engine": 1.0})
+    monkeypatch.setattr(run, "_ask", lambda *_: nothing)
+    with pytest.raises(BenchError, match="no request was answered: HTTP 503 overloaded"):
+        run._measure(TEXT_ONLY, SimpleNamespace(), lambda number: b"")  # type: ignore[arg-type] # nothing of it is asked
 
 
 #: Has a server, says which process it is, and waits. The server lives for as long as its standard input does.
 HAS_A_SERVER = """
-import asyncio
+import signal
 from bench.serving import run
 from bench.serving.plan import ServerOptions
 
@@ -474,13 +476,10 @@ print(word, file=open(int(sys.argv[-1].removeprefix("--ready-fd=")), "w"), flush
 sys.stdin.read()
 '''
 
-async def main():
-    async with run.serving(ServerOptions()) as served:
-        print(served.process.pid, flush=True)
-        await asyncio.Event().wait()
-
 run._PROGRAM = ("-S", "-c", STAND_IN)
-asyncio.run(main())
+with run.serving(ServerOptions()) as [server]:
+    print(server.process.pid, flush=True)
+    signal.pause()
 """
 
 
