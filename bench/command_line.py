@@ -111,34 +111,32 @@ def versions(environment: Path, *packages: str) -> str:
 
 
 def benchmark(
-    mode: str, *, quick: str = "", repetitions: str = "Of each case, interleaved.", seconds: bool = True
+    mode: str, *, repetitions: str = "Of each case, interleaved.", seconds: bool = True
 ) -> Callable[[Callable[..., Findings | Generator[Findings, None, None]]], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
     Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
-    options that all have, and with ``quick`` where there is such a run. What takes long yields what there is so far, again and
-    again; the last one counts.
+    options that all have. What takes long yields what there is so far, again and again; the last one counts.
 
     Args:
         mode: a name in the table of modes, and of the command.
-        quick: help of ``--quick``; empty: there is no quick run.
-        repetitions: help of ``--repetitions``; empty: there is no such option.
+        repetitions: help of ``--repetitions``.
         seconds: whether somebody may say how long a repetition is timed.
     """
-    timings = MODES[mode]
+    default = MODES[mode].timing
     options = [click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")]
-    if seconds:
-        text = f"Timed in each repetition.  {timings.defaults('timed_s')}"
+    if default is not None and seconds:
+        text = f"Timed in each repetition.  [default: {default.timed_s:g}]"
         options.append(click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text))
-    if repetitions:
-        text = f"{repetitions}  {timings.defaults('repetitions')}"
+    if default is not None:
+        text = f"{repetitions}  [default: {default.repetitions}]"
         options.append(click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text))
 
     def decorate(measure: Callable[..., Findings | Generator[Findings, None, None]]) -> click.Command:
         @functools.wraps(measure)
         def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
-            if timings.full is not None:
-                options["timing"] = timings.timing(options.get("quick", False), repetitions, seconds)
+            if default is not None:
+                options["timing"] = MODES[mode].timed(repetitions, seconds)
             # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
             told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
             found = measure(**options)
@@ -154,7 +152,6 @@ def benchmark(
         for option in options:
             run = option(run)
         run.__click_params__ += own  # type: ignore[attr-defined] # the last stands first
-        run = click.option("--quick", is_flag=True, help=quick)(run) if quick else run
         return click.command(mode, context_settings=SETTINGS)(run)
 
     return decorate

@@ -37,7 +37,7 @@ from bench.targets import judge, medians
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
 _SUBJECT = "both ends"
-_FAKE_REQUESTS = {False: 1000, True: 200}  # of a repetition, whether it is quick
+_FAKE_REQUESTS = 1000  # of a repetition
 
 
 class Case(NamedTuple):
@@ -168,14 +168,14 @@ def _judged(cases: Sequence[Case], way: str, measured: Measured) -> Verdict:
     return judge(what, at, limit_us, "us", medians(_SUBJECT, "cpu_us", of_way)(measured), at_least=False)
 
 
-@benchmark("cost", quick="3 repetitions of 0.2 s.")
+@benchmark("cost")
 @click.option("--gpu-fake", is_flag=True, help="Instead, of claim.to and of device slots, on a GPU that is made up.")
-def cost_command(timing: Timing, quick: bool, gpu_fake: bool) -> Findings:
+def cost_command(timing: Timing, gpu_fake: bool) -> Findings:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB.
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
     with measuring(timing.repetitions * len(made_up.CASES if gpu_fake else CASES)) as progress:
         if gpu_fake:
-            return made_up.measure(timing.repetitions, _FAKE_REQUESTS[quick], progress)
+            return made_up.measure(timing.repetitions, _FAKE_REQUESTS, progress)
         return measure(CASES, *timing, progress)

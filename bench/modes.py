@@ -21,25 +21,18 @@ class Mode(NamedTuple):
 
     Attributes:
         code: the paths that it measures, as git takes them.
-        full, quick: how long it runs; None: there is no such choice.
+        timing: of its cases; None: it says that itself.
         command: how it is started, where that does not follow from its name.
     """
 
     code: tuple[str, ...]
-    full: Timing | None = None
-    quick: Timing | None = None
+    timing: Timing | None = None
     command: str = ""
 
-    def timing(self, quick: bool = False, repetitions: int | None = None, seconds: float | None = None) -> Timing:
+    def timed(self, repetitions: int | None = None, seconds: float | None = None) -> Timing:
         """Returns how long it runs where somebody has said something else, or has not."""
-        timing = self.quick if quick else self.full
-        assert timing is not None, "there is this choice"
-        return timing._replace(repetitions=repetitions or timing.repetitions, timed_s=seconds or timing.timed_s)
-
-    def defaults(self, field: str) -> str:
-        """Returns a field of the timings in words, for a help text."""
-        full, quick = (None if timing is None else getattr(timing, field) for timing in (self.full, self.quick))
-        return f"[default: {full:g}]" if quick in (None, full) else f"[default: {full:g}; {quick:g} if quick]"
+        assert self.timing is not None, "its cases are timed"
+        return Timing(repetitions or self.timing.repetitions, seconds or self.timing.timed_s, self.timing.warm_up_s)
 
 
 def _shmring_without(*parts: str) -> tuple[str, ...]:
@@ -55,12 +48,12 @@ _PLACING = ("blocks", "sorted_keys", "lending", "client_book", "engine_book")
 #: By name; of a mode that is not here, the code is all.
 MODES: dict[str, Mode] = {
     "allocator": Mode((*(f"shmring/core/{name}.*" for name in _PLACING), "shmring/memory/_copying.c")),
-    "cost": Mode(_ENDS, Timing(7, 1.0, 0.3), Timing(3, 0.2, 0.1)),
-    "fan-out": Mode(_shmring_without("gpu", "integrations"), Timing(5, 0.5), Timing(1, 0.3)),
-    "gpu": Mode(_shmring_without("integrations", "threads", "worker"), Timing(7, 0.1), Timing(3, 0.05)),
+    "cost": Mode(_ENDS, Timing(7, 1.0, 0.3)),
+    "fan-out": Mode(_shmring_without("gpu", "integrations"), Timing(5, 0.5)),
+    "gpu": Mode(_shmring_without("integrations", "threads", "worker"), Timing(7, 0.1)),
     "isolation": Mode(_ALL, Timing(2, 1.5)),
     "ray": Mode(_shmring_without("gpu", "threads", "worker", "integrations/sglang", "integrations/vllm"), Timing(5, 0.4, 0.05)),
-    "request": Mode(_ENDS, Timing(7, 1.0, 0.25), Timing(5, 0.2, 0.1)),
+    "request": Mode(_ENDS, Timing(7, 1.0, 0.25)),
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
     "serve": Mode(_ALL, Timing(3)),
     "sglang": Mode(_shmring_without("gpu"), Timing(7)),
@@ -69,7 +62,7 @@ MODES: dict[str, Mode] = {
     "transport": Mode(_ENDS, Timing(5, 0.5, 0.15)),
     # 11 cases in about 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.
     "quick": Mode(_ENDS, Timing(3, 0.15, 0.05)),
-    "vllm": Mode(_shmring_without("gpu", "worker"), Timing(12), Timing(12)),
+    "vllm": Mode(_shmring_without("gpu", "worker"), Timing(12)),
     "vllm-workers": Mode(_shmring_without("gpu", "worker"), Timing(7), command="python -m bench vllm --workers"),
 }
 

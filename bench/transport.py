@@ -224,7 +224,7 @@ def quick_command(timing: Timing) -> Generator[Findings, None, None]:
     if not missed or findings.failures:
         return
     first = dict(measured)
-    for newer, _ in measure(decisive(measured, list(missed)), MODES["transport"].timing()):
+    for newer, _ in measure(decisive(measured, list(missed)), MODES["transport"].timed()):
         measured = {case: {**first[case], **newer.get(case, {})} for case in first}
     verdicts = []
     for target, verdict in zip(TARGETS, findings.targets, strict=True):

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import click
 import msgspec
 
 from bench import columns
@@ -209,7 +210,8 @@ _NOTES = [
 ]
 
 
-@benchmark("allocator", quick="Fewer traces: half a minute on an idle machine.", repetitions="", seconds=False)
+@benchmark("allocator")
+@click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
 def allocator_command(quick: bool) -> Findings:
     """How full the slab gets, and what placing a slot costs.
 

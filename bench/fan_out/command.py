@@ -1,15 +1,11 @@
-"""``python -m bench fan-out``: what is made of a run, its targets, and the command.
-
-Ratios are taken within each repetition, and their median counts. Where a target spans several cases, the worst of them
-decides.
-"""
+"""``python -m bench fan-out``: the command, and what is made of a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -20,47 +16,14 @@ from bench.children import BenchError
 from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
 from bench.fan_out.host import Outcome
-from bench.fan_out.plan import (
-    ARENA,
-    BACKS,
-    CALLERS,
-    CENTRAL,
-    IN_PLACE,
-    LARGE,
-    MESSAGE_QUEUE,
-    MIDDLE,
-    OURS,
-    POLLING,
-    PUBLISHED,
-    SIZES,
-    SMALL,
-    STEP,
-    SUBJECTS,
-    TITLES,
-    WORKERS,
-    Run,
-    measurable,
-    planned,
-)
+from bench.fan_out.plan import SIZES, SUBJECTS, TARGETS, TITLES, WORKERS, Case, Run, measurable, planned, title
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions, median
-from bench.results import Coverage, Findings, format_nbytes, format_rate
-from bench.targets import Numbers, Target, medians, ratios
+from bench.results import Coverage, Findings, format_rate
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
-_QUICK_WORKERS = (1, 4)
-
-
-#: Workers, and bytes of a message.
-Case = tuple[int, int]
-
-
-def title(case: Case) -> str:
-    """Returns a case in words."""
-    workers, nbytes = case
-    return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
 
 
 _COLUMNS = (
@@ -111,79 +74,6 @@ def _rests(measured: Measured) -> Iterator[str]:
                 )
 
 
-# -- targets -------------------------------------------------------------------------------------------------------------
-
-_QUEUE = TITLES[MESSAGE_QUEUE]
-_CASE = (CENTRAL, SMALL)  # of most targets about times
-
-
-def _to(nbytes: int, *workers: int) -> dict[str, Case]:
-    """Cases by their numbers of workers; all of them, if none are said."""
-    return {str(count): (count, nbytes) for count in workers or WORKERS}
-
-
-def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSAGE_QUEUE) -> Target:
-    return Target(f"messages/s of {TITLES[theirs]}", at, limit, "x", ratios(OURS, theirs, "per_s", cases))
-
-
-def _sooner(what: str, limit: float, ours: str, theirs: str, number: str) -> Target:
-    numbers = ratios(ours, theirs, number, {TITLES[ours]: _CASE})
-    return Target(f"{what} of {TITLES[theirs]}", title(_CASE), limit, "x", numbers, at_least=False)
-
-
-def _alone(what: str, limit: float, unit: str, number: str) -> Target:
-    return Target(what, title(_CASE), limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
-
-
-def _steady(measured: Measured) -> Numbers:
-    """In place: the speed of small messages over that of large ones, or the other way round, whichever is more."""
-    for name, times in ratios(IN_PLACE, IN_PLACE, "per_s", _to(SMALL), _to(LARGE))(measured):
-        yield name, times and max(times, 1 / times)
-
-
-_EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
-_OF_A_STEP = {
-    "a gather's p50": "gather_us",
-    "a gather's engine CPU": "gather_engine_us",
-    "a gather's p50, asleep,": "asleep_us",
-    "a gather's engine CPU, asleep,": "asleep_engine_us",
-}
-
-#: In the order of the table.
-TARGETS = (
-    _speed("4 KB", 2, _to(SMALL)),
-    _speed("1 MB", 1.5, _to(MIDDLE)),
-    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1)),
-    _speed("64 MB, 4 workers", 2, _to(LARGE, 4)),
-    _speed("64 MB, 1 worker", 0.9, _to(LARGE, 1), ARENA),
-    _speed("64 MB, 4 workers", 2, _to(LARGE, 4), ARENA),
-    Target(
-        f"messages/s in place, 4 KB to 64 MB, of {_QUEUE} at 1 MB", "any workers", 10, "x",
-        ratios(IN_PLACE, MESSAGE_QUEUE, "per_s", _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
-    ),
-    Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
-    _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, "last_us"),
-    _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, "last_us"),
-    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, "last_us"),
-    Target(
-        f"gathers/s with busy_poll_s, of {_QUEUE}", "4 KB, 1, 2, 4 workers", 3, "x",
-        ratios(POLLING, MESSAGE_QUEUE, "gathers_per_s", _to(SMALL, 1, 2, 4)),
-    ),
-    *(
-        Target(
-            f"{what} of {TITLES[ours]}, of {_QUEUE}", "a step, 1, 2, 4 workers", 1, "x",
-            ratios(ours, MESSAGE_QUEUE, number, _to(STEP, 1, 2, 4)), at_least=False,
-        )
-        for ours in (CALLERS, BACKS)
-        for what, number in _OF_A_STEP.items()
-    ),
-    _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, "engine_us"),
-    _alone("CPU of the workers in the second after a message", 5, "%", "awake_percent"),
-    _alone("CPU of the workers, idle", 1, "%", "idle_percent"),
-    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", "stopped_ratio"),
-)  # fmt: skip
-
-
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +108,8 @@ def _missing(environment: Path) -> dict[str, str]:
     return missing
 
 
-@command_line.benchmark("fan-out", quick="1 and 4 workers, one repetition of 0.3 s; under four minutes.")
-@click.option("--workers", multiple=True, type=click.IntRange(1, 32), help="Repeatable.  [default: 1, 2, 4, 8; 1, 4 if quick]")
+@command_line.benchmark("fan-out")
+@click.option("--workers", multiple=True, type=click.IntRange(1, 32), help="Repeatable.  [default: 1, 2, 4, 8]")
 @command_line.size_option(
     "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 256, 4KiB, 1MiB, 64MiB]"
 )
@@ -229,7 +119,6 @@ def _missing(environment: Path) -> dict[str, str]:
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 def fan_out_command(
     timing: Timing,
-    quick: bool,
     workers: tuple[int, ...],
     sizes: tuple[int, ...],
     subjects: tuple[str, ...],
@@ -243,8 +132,7 @@ def fan_out_command(
     if chosen := [subject for subject in subjects if subject in missing]:
         raise click.UsageError("; ".join(missing[subject] for subject in chosen))
     there = [subject for subject in SUBJECTS if subject not in missing and (not subjects or subject in subjects)]
-    counts = workers or (_QUICK_WORKERS if quick else WORKERS)
-    cases = [(number, nbytes) for nbytes in sizes or SIZES for number in counts]
+    cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
     of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
     with (

@@ -82,7 +82,6 @@ class Way:
         stamps: for the workers.
     """
 
-    name: ClassVar[str]
     most_unread: ClassVar[int | None] = None  # messages, where nothing else bounds them
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:

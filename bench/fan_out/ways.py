@@ -30,21 +30,9 @@ import msgspec
 import torch.multiprocessing
 
 import shmring
+from bench.fan_out import plan
 from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
-from bench.fan_out.plan import (
-    ARENA,
-    BACKS,
-    CALLERS,
-    ICEORYX2,
-    IN_PLACE,
-    LARGE,
-    MESSAGE_QUEUE,
-    OURS,
-    POLLING,
-    PUBLISHED,
-    QUEUES,
-    Cell,
-)
+from bench.fan_out.plan import Cell
 from bench.peers.iceoryx2_slices import Services, open_publisher, open_services
 
 _NAME = "fan-out"
@@ -55,14 +43,16 @@ _QUEUE_CHUNK_NBYTES, _QUEUE_CHUNKS = 16 << 20, 10
 
 
 class _Shmring(Way):
-    name = OURS
     busy_poll_s: ClassVar[float] = 0.0
     _ring: shmring.Ring
 
+    def _join(self, name: str, rank: int) -> shmring.threads.Worker:
+        return shmring.threads.join(
+            name, rank, socket_dir=self.directory, connect_timeout_s=PATIENCE_S, busy_poll_s=self.busy_poll_s
+        )
+
     def work(self, rank: int) -> None:
-        with shmring.threads.join(
-            _NAME, rank, socket_dir=self.directory, connect_timeout_s=PATIENCE_S, busy_poll_s=self.busy_poll_s
-        ) as worker:
+        with self._join(_NAME, rank) as worker:
             for message in worker:
                 with message:
                     payload = message.payload
@@ -95,13 +85,10 @@ class _Shmring(Way):
 
 
 class _Polling(_Shmring):
-    name = POLLING
     busy_poll_s = _POLL_S
 
 
 class _InPlace(_Shmring):
-    name = IN_PLACE
-
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         async with super().serving(), shmring.connect(_NAME, socket_dir=self.directory) as client:
@@ -116,7 +103,6 @@ class _InPlace(_Shmring):
 
 
 class _Callers(_Shmring):
-    name = CALLERS
     busy_poll_s = _STEP_S
     _blocking: shmring.threads.Ring
 
@@ -144,8 +130,6 @@ class _Callers(_Shmring):
 
 
 class _Backs(_Callers):
-    name = BACKS
-
     def work(self, rank: int) -> None:
         with self._join(_NAME, rank) as worker, self._serve(f"{_NAME}-{rank}") as back:
             back.wait_workers(1, timeout=PATIENCE_S)
@@ -156,11 +140,6 @@ class _Backs(_Callers):
                         return
                     if payload["replies"]:
                         back.broadcast({"number": payload["n"], "tokens": [1, 2, 3]})
-
-    def _join(self, name: str, rank: int) -> shmring.threads.Worker:
-        return shmring.threads.join(
-            name, rank, socket_dir=self.directory, connect_timeout_s=PATIENCE_S, busy_poll_s=self.busy_poll_s
-        )
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -182,7 +161,6 @@ class _Backs(_Callers):
 
 
 class _Queues(Way):
-    name = QUEUES
     most_unread = 64  # each of them has a descriptor
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
@@ -212,7 +190,6 @@ class _Queues(Way):
 
 
 class _Published(Way):
-    name = PUBLISHED
     _publisher: Any
 
     @property
@@ -254,11 +231,9 @@ class _Published(Way):
 
 
 class _Iceoryx2(Way):
-    name = ICEORYX2
-
     @property
     def _depth(self) -> int:
-        return 64 if self.cell.nbytes < LARGE else 3
+        return 64 if self.cell.nbytes < plan.LARGE else 3
 
     def _open(self) -> tuple[Any, Services]:
         prefix = f"{Path(self.directory).name}_"
@@ -302,7 +277,6 @@ class _Iceoryx2(Way):
 
 
 class _MessageQueue(Way):
-    name = MESSAGE_QUEUE
     has_arena: ClassVar[bool] = False
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
@@ -362,12 +336,19 @@ class _MessageQueue(Way):
 
 
 class _Arena(_MessageQueue):
-    name = ARENA
     has_arena = True
 
 
 #: By subject.
 WAYS: dict[str, type[Way]] = {
-    way.name: way
-    for way in (_Shmring, _Polling, _InPlace, _Callers, _Backs, _MessageQueue, _Arena, _Queues, _Published, _Iceoryx2)
+    plan.OURS: _Shmring,
+    plan.POLLING: _Polling,
+    plan.IN_PLACE: _InPlace,
+    plan.CALLERS: _Callers,
+    plan.BACKS: _Backs,
+    plan.MESSAGE_QUEUE: _MessageQueue,
+    plan.ARENA: _Arena,
+    plan.QUEUES: _Queues,
+    plan.PUBLISHED: _Published,
+    plan.ICEORYX2: _Iceoryx2,
 }

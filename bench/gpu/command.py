@@ -31,7 +31,7 @@ from bench.repetitions import Measured, Number, Repetitions, ratio
 from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
-_MODE = MODES["gpu"]
+_TIMING = MODES["gpu"].timed()
 _KB, _MB = 1 << 10, 1 << 20
 
 #: Of ways and routes.
@@ -193,17 +193,10 @@ class Plan:
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
     ways: Sequence[str] = tuple(WAYS)
     routes: Sequence[str] = tuple(ROUTES)
-    repetitions: int = _MODE.timing().repetitions
-    timed_s: float = _MODE.timing().timed_s
+    repetitions: int = _TIMING.repetitions
+    timed_s: float = _TIMING.timed_s
     latencies: int = 50
     messages: int = 50
-
-    @classmethod
-    def quick(cls) -> Plan:
-        """The sizes that targets are about, in a minute."""
-        sizes = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-        timing = _MODE.timing(quick=True)
-        return cls(sizes=sizes, repetitions=timing.repetitions, timed_s=timing.timed_s, latencies=20, messages=20)
 
     def steps(self) -> int:
         """Returns how often :func:`run` reports progress."""
@@ -249,21 +242,13 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     return Results(gpu, plan, ways.measured, routes.measured, ways.coverage() + routes.coverage())
 
 
-_WAYS, _ROUTES = click.Choice(list(WAYS)), click.Choice(list(ROUTES))
-
-
 class _NoGpu(click.ClickException):
     """Nothing went wrong: there is nothing to measure."""
 
     exit_code = 2
 
 
-@command_line.benchmark(
-    "gpu",
-    quick="The sizes that targets are about, 3 repetitions, in a minute.",
-    repetitions="Interleaved.",
-    seconds=False,
-)
+@command_line.benchmark("gpu", repetitions="Interleaved.", seconds=False)
 @command_line.size_option(
     "--size",
     "sizes",
@@ -271,16 +256,14 @@ class _NoGpu(click.ClickException):
     item="its marks",
     text="Of a tensor; repeatable.  [default: 64KiB to 256MiB]",
 )
-@click.option("--from", "ways", multiple=True, type=_WAYS, help="To the GPU; repeatable.  [default: all]")
-@click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
-def gpu_command(timing: Timing, quick: bool, **choices: Any) -> Findings:
+@click.option("--from", "ways", multiple=True, type=click.Choice(list(WAYS)), help="To the GPU; repeatable.  [default: all]")
+def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
     Fails if something could not be measured, or if a target is missed; with 2 where there is no GPU.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    plan = dataclasses.replace(Plan.quick() if quick else Plan(), repetitions=timing.repetitions)
-    plan = dataclasses.replace(plan, **command_line.chosen({}, **choices))
+    plan = Plan(**command_line.chosen({"repetitions": timing.repetitions}, **choices))
     with command_line.measuring(plan.steps()) as progress:
         return report(run(plan, progress))

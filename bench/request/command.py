@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -17,15 +16,14 @@ from bench.peers import BASELINE, REQUEST_PEERS
 from bench.processes import Groups
 from bench.repetitions import Measured, Repetitions, ratio
 from bench.request.questions import MAX_CLIENTS, Case
-from bench.request.scaling import BASES, MAX_SCALING_NBYTES, VARIANTS
+from bench.request.scaling import BASES, VARIANTS
 from bench.results import Coverage, Findings
 from bench.stamps import ITEM_NBYTES
 from bench.targets import Target, medians, ratios
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
-_FULL = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
-_QUICK = {"sizes": _SIZES[:3], "in_flight": (16,), "clients": (1,)}
-_SCALING = {"sizes": _SIZES[:1], "in_flight": (32,), "clients": (1,)}  # one of each client, where all of them ask
+_CASES = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
+_SCALED = Case(_SIZES[0], window=32, reply_nbytes=64)  # one of each client, where all of them ask
 
 _TITLES = {name: peer.title for name, peer in (REQUEST_PEERS | VARIANTS).items()}
 _SPEED = "messages_per_s"
@@ -105,14 +103,16 @@ def report(measured: Measured, coverage: Coverage, timing: Timing, scaling: bool
     )
 
 
-def plan(quick: bool, scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -> dict[Case, list[str]]:
+def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -> dict[Case, list[str]]:
     """Returns who is measured in which cases, in an order in which no process is started twice."""
-    names = list(VARIANTS) if scaling else [name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]
-    if scaling and (peers or dimensions["clients"]):
-        raise click.UsageError("--scaling measures shmring alone, and sets the clients itself: no --peer, no --clients")
-    if scaling and max(dimensions["sizes"], default=0) > MAX_SCALING_NBYTES:
-        raise click.UsageError(f"--scaling takes sizes up to {MAX_SCALING_NBYTES:,} bytes, of which 20,000 slots fit its slab")
-    values = chosen(_SCALING if scaling else _QUICK if quick else _FULL, **dimensions)
+    if scaling:
+        if peers or any(dimensions.values()):
+            raise click.UsageError(
+                "--scaling measures shmring alone, in a case of its own, and takes no choice of cases or peers"
+            )
+        return {_SCALED: list(VARIANTS)}
+    names = [name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]
+    values = chosen(_CASES, **dimensions)
     return {
         Case(nbytes, producers=number, window=requests, reply_nbytes=64): names
         for number in values["clients"]
@@ -121,11 +121,14 @@ def plan(quick: bool, scaling: bool, peers: tuple[str, ...], **dimensions: tuple
     }
 
 
-_size_option = functools.partial(size_option, item_nbytes=ITEM_NBYTES, item="a float32")
-
-
-@benchmark("request", repetitions="Interleaved.", quick="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
-@_size_option("--size", "sizes", text="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]")
+@benchmark("request", repetitions="Interleaved.")
+@size_option(
+    "--size",
+    "sizes",
+    item_nbytes=ITEM_NBYTES,
+    item="a float32",
+    text="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]",
+)
 @click.option(
     "--in-flight", multiple=True, type=click.IntRange(1, 1024), help="Of each client; repeatable.  [default: 1, 16, 64]"
 )

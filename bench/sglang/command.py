@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import click
 import msgspec
 
 from bench import columns, command_line
@@ -89,10 +89,9 @@ def _left(left: Left) -> Verdict:
 def report(measured: Measured, left: Left, coverage: Coverage, versions: str) -> Findings:
     """Returns the report of a run: a table of times, one of what kills leave, and the verdicts on the targets."""
     tables = [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)]
-    if left:
-        killed = [[end, way, f"{nbytes / _MB:.0f} MB"] for (end, way), nbytes in left.items()]
-        title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
-        tables.append(Table(title, ["killed", "way", "left"], killed, ("way",)))
+    killed = [[end, way, f"{nbytes / _MB:.0f} MB"] for (end, way), nbytes in left.items()]
+    title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
+    tables.append(Table(title, ["killed", "way", "left"], killed, ("way",)))
     notes = [
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
         "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
@@ -159,16 +158,14 @@ def _segments() -> dict[str, int]:
 
 
 @command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
-@click.option("--kills/--no-kills", default=True, help="Whether ends are killed, to see what they leave.")
 @command_line.environment_option("sglang", "SGLang")
-def sglang_command(timing: Timing, kills: bool, environment: Path) -> Findings:
+def sglang_command(timing: Timing, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
     runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
     left: dict[tuple[str, str], int] = {}
-    with command_line.measuring(runs.steps + kills * len(KILLS) * len(WAYS)) as progress:
+    with command_line.measuring(runs.steps + len(KILLS) * len(WAYS)) as progress:
         _measure(runs, environment, progress)
-        for end in KILLS if kills else ():
-            for way in WAYS:
-                progress(f"kill -9 of the {end}, {way}")
-                left[end, way] = _kill(way, end, environment)
+        for end, way in itertools.product(KILLS, WAYS):
+            progress(f"kill -9 of the {end}, {way}")
+            left[end, way] = _kill(way, end, environment)
     return report(runs.measured, left, runs.coverage(), command_line.versions(environment, "sglang", "torch"))

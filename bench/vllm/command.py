@@ -137,10 +137,10 @@ _SIDES = [str(side) for side in SIDES]
 
 @command_line.benchmark(
     "vllm",
-    quick="What most targets speak about: 43 MB, two API servers; under ten minutes.",
     repetitions="Of each case and way, in alternating order; 7 with --workers.",
     seconds=False,
 )
+@click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
@@ -160,7 +160,7 @@ def vllm_command(
         if quick or ways or sides or kinds:
             raise click.UsageError("--workers measures all that there is of them")
         asked = click.get_current_context().params["repetitions"]
-        return _measure_workers(MODES["vllm-workers"].timing(repetitions=asked), environment)
+        return _measure_workers(MODES["vllm-workers"].timed(asked), environment)
     cases = [
         case
         for case in (QUICK if quick else full_cases())

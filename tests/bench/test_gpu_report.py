@@ -167,7 +167,7 @@ def test_the_document_has_a_section(tmp_path: Path) -> None:
 
 def test_without_a_gpu_it_ends_with_2_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchCuda, "unavailable", lambda self: "torch finds no CUDA device")
-    done = CliRunner().invoke(main, ["gpu", "--quick"])
+    done = CliRunner().invoke(main, ["gpu"])
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(
@@ -200,7 +200,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Plan]]:
 def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> None:
     plans = measuring(measured())
     path = tmp_path / "gpu.json"
-    arguments = ["gpu", "--quick", "--size", "8MiB", "--from", "clone", "--by", "cuda-ipc", "--json", str(path)]
+    arguments = ["gpu", "--size", "8MiB", "--from", "clone", "--repetitions", "3", "--json", str(path)]
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "slot, pinned slab" in done.stdout
@@ -209,7 +209,7 @@ def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> No
     assert done.stderr == "one\n"
     assert GPU.name in msgspec.json.decode(path.read_bytes())["notes"][0]
     (plan,) = plans
-    assert plan == dataclasses.replace(Plan.quick(), sizes=(8 * MB,), ways=("clone",), routes=("cuda-ipc",))
+    assert plan == Plan(sizes=(8 * MB,), ways=("clone",), repetitions=3)
 
 
 def test_everything_is_measured_if_nothing_is_chosen(measuring: Any) -> None:
