@@ -1,7 +1,7 @@
 """A program of the benchmark's in another environment, which carries out one order after the other.
 
-Orders and answers are JSON, and travel through a pipe: the program's last argument is the number of its end. It says ``ready``
-first, and ends with the pipe. It and all that it starts are one session, which is ended as a whole.
+Orders and answers are JSON, and travel through a pipe: the program's last argument is the number of its end. It says that it is
+ready first, and ends with the pipe (:func:`orders`). It and all that it starts are one session, which is ended as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self, TypeVar
 
@@ -22,12 +22,13 @@ from bench.children import BenchError
 from bench.machine import ROOT
 from shmring.processes.process import Process
 
-READY = b"ready"
+_READY = b"ready"
 _START_LIMIT_S = 300.0  # it imports vLLM, or SGLang
 _GRACE_S = 5.0
 _LAST_WORDS_NBYTES = 600
 
 _Answer = TypeVar("_Answer")
+_Order = TypeVar("_Order")
 
 
 class Program:
@@ -64,7 +65,7 @@ class Program:
                 start_new_session=True,
             )
             control.close()
-            if not self._control.poll(_START_LIMIT_S) or self._heard() != READY:
+            if not self._control.poll(_START_LIMIT_S) or self._heard() != _READY:
                 self.end()
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_WORDS_NBYTES))
                 raise BenchError(f"{' '.join(self._command)} does not start: {log.read().decode(errors='replace').strip()}")
@@ -107,3 +108,19 @@ class Program:
 
     def __exit__(self, *exception: object) -> None:
         self.end()
+
+
+# -- in the program ------------------------------------------------------------------------------------------------------
+
+
+def orders(control: Connection, kind: type[_Order]) -> Iterator[_Order]:
+    """Says that the program is ready, and yields orders until nobody gives any. Each wants an :func:`answer`."""
+    control.send_bytes(_READY)
+    with contextlib.suppress(EOFError):
+        while True:
+            yield msgspec.json.decode(control.recv_bytes(), type=kind)
+
+
+def answer(control: Connection, answer: object) -> None:
+    """Answers an order."""
+    control.send_bytes(msgspec.json.encode(answer))

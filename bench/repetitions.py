@@ -7,7 +7,6 @@ repetition, and the median of the ratios counts.
 from __future__ import annotations
 
 import itertools
-import operator
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -20,7 +19,7 @@ _Run = TypeVar("_Run")
 
 #: The runs of each subject, by case, in the order in which they were made.
 Measured: TypeAlias = Mapping[Any, Mapping[str, Sequence[Any]]]
-#: What a run says of something: an attribute, by its name, or what a function makes of it. None: it was not measured.
+#: What a run says of something: an attribute (``ttft.p99_ms``), or what a function makes of it. None: it was not measured.
 Number: TypeAlias = str | Callable[[Any], float | None]
 
 
@@ -111,7 +110,13 @@ class Repetitions(Generic[_Case, _Run]):
 
 def values(runs: Iterable[Any], number: Number) -> list[float | None]:
     """Returns a number of each run."""
-    return list(map(operator.attrgetter(number) if isinstance(number, str) else number, runs))
+    return [_attribute(run, number) if isinstance(number, str) else number(run) for run in runs]
+
+
+def _attribute(run: Any, path: str) -> Any:
+    for name in path.split("."):
+        run = None if run is None else getattr(run, name)
+    return run
 
 
 def measured_values(runs: Iterable[Any], number: Number) -> list[float]:

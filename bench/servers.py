@@ -22,6 +22,7 @@ import psutil
 from PIL import Image
 
 import shmring.threads
+from bench.meter import process_cpu_s
 from shmring.processes.process import Process
 
 _LOG = "server.log"
@@ -97,9 +98,8 @@ class OtherServer:
         used_s = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self.launcher, *self.launcher.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    used_s += times.user + times.system
+                with contextlib.suppress(OSError):  # it has just died
+                    used_s += process_cpu_s(process.pid)
         return used_s
 
     def processes(self, kind: str) -> list[psutil.Process]:

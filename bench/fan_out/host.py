@@ -20,7 +20,7 @@ from bench.children import settle
 from bench.fan_out.measuring import Stamps, measure
 from bench.fan_out.plan import Cell, Run
 from bench.fan_out.ways import WAYS
-from bench.programs import READY
+from bench.programs import answer, orders
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -54,11 +54,11 @@ def _fork(cell: Cell, directory: str, control: Connection) -> None:
     if pid:
         _, status = os.waitpid(pid, 0)
         if status:
-            control.send_bytes(msgspec.json.encode(Outcome(error=f"the engine ended with {status}")))
+            answer(control, Outcome(error=f"the engine ended with {status}"))
         return
     code = 1
     try:
-        control.send_bytes(msgspec.json.encode(_play(cell, directory)))
+        answer(control, _play(cell, directory))
         code = 0
     except BaseException:  # noqa: BLE001 # the host says that it has failed, and this says why
         traceback.print_exc()
@@ -73,12 +73,7 @@ def _main(control: Connection) -> None:
         except ImportError:
             continue
     settle()
-    control.send_bytes(READY)
-    while True:
-        try:
-            cell = msgspec.json.decode(control.recv_bytes(), type=Cell)
-        except EOFError:
-            return
+    for cell in orders(control, Cell):
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
             _fork(cell, directory, control)
         for path in _SHARED_MEMORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.fan_out.plan import Cell, Run
-from bench.meter import process_cpu_s
+from bench.meter import cpu_s_of
 
 PATIENCE_S = 60.0  # for workers to join, or to have what was sent
 END = -1  # the number of a cell's last message
@@ -224,7 +224,7 @@ class _Measurement:
 
     def _workers_s(self) -> float:
         """CPU time of all workers so far."""
-        return sum(map(process_cpu_s, self._pids))
+        return cpu_s_of(self._pids)
 
     async def _rest(self) -> tuple[float, float]:
         taken = []

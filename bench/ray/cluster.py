@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from bench.meter import process_cpu_s
-from bench.programs import READY
+from bench.meter import cpu_s_of
+from bench.programs import answer, orders
 
 STORE_NBYTES = 3 << 29  # of each node: from 1 GB on, Ray's times are steady
 _SLAB_NBYTES = 1 << 29
@@ -182,9 +182,9 @@ class Nodes:
         what = order.way, order.nbytes, order.window
         self._get(asking.remote(*what, order.warm_up_s))
         pids = family_of(self._cluster)
-        before_s = sum(map(process_cpu_s, pids))
+        before_s = cpu_s_of(pids)
         count, took_s = self._get(asking.remote(*what, order.timed_s))
-        return Measurement(count / took_s, 1e3 * (sum(map(process_cpu_s, pids)) - before_s) / count)
+        return Measurement(count / took_s, 1e3 * (cpu_s_of(pids) - before_s) / count)
 
     def close(self) -> None:
         """Ends everything."""
@@ -212,11 +212,9 @@ def settled(**variables: str) -> Iterator[None]:
 
 def main(control: Connection) -> None:
     """Carries orders out until nobody gives any."""
-    with settled(), contextlib.closing(Nodes()) as nodes, contextlib.suppress(EOFError):
-        control.send_bytes(READY)
-        while True:
-            order = msgspec.json.decode(control.recv_bytes(), type=Order)
-            control.send_bytes(msgspec.json.encode(nodes.carry_out(order)))
+    with settled(), contextlib.closing(Nodes()) as nodes:
+        for order in orders(control, Order):
+            answer(control, nodes.carry_out(order))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from bench.children import on_uvloop
-from bench.meter import process_cpu_s
-from bench.programs import READY
+from bench.meter import cpu_s_of
+from bench.programs import answer, orders
 from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
 from bench.serving.load import play, request_body, warm_up
@@ -90,9 +90,6 @@ def _on_ray() -> Iterator[tuple[str, Any]]:
 
 
 async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
-    def cpu_s() -> float:
-        return sum(map(process_cpu_s, pids))
-
     load = Load(
         requests=order.requests,
         max_concurrency=order.window,
@@ -102,12 +99,12 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
     async with Client(url, load.endpoint, _TIMEOUT_S) as client:
         body = functools.partial(request_body, load, await client.model(), media_parts(load))
         await warm_up(load, client, body)
-        began_s, before_s = time.perf_counter(), cpu_s()
+        began_s, before_s = time.perf_counter(), cpu_s_of(pids)
         await asyncio.sleep(_IDLE_S)
-        idle = (cpu_s() - before_s) / (time.perf_counter() - began_s)
-        before_s = cpu_s()
+        idle = (cpu_s_of(pids) - before_s) / (time.perf_counter() - began_s)
+        before_s = cpu_s_of(pids)
         shown = await play(load, client, body)
-        used_s = cpu_s() - before_s
+        used_s = cpu_s_of(pids) - before_s
     if shown.failures:
         raise RuntimeError(f"requests failed: {shown.failures}")
     return Measurement(
@@ -117,15 +114,13 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
 
 def main(control: Connection) -> None:
     """Carries orders out until nobody gives any."""
-    with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, cluster), contextlib.suppress(EOFError):
-        control.send_bytes(READY)
-        while True:
-            order = msgspec.json.decode(control.recv_bytes(), type=Order)
+    with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, cluster):
+        for order in orders(control, Order):
             if order.way == ON_RAY:
                 asked, pids = url, family_of(cluster)
             else:
                 asked, pids = alone.url, family(alone.process.pid)
-            control.send_bytes(msgspec.json.encode(on_uvloop(_carry_out(order, asked, pids))))
+            answer(control, on_uvloop(_carry_out(order, asked, pids)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from bench.children import BenchError
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load
 
@@ -127,15 +128,22 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(exchanges: Sequence[Exchange], start: float, generator_cpu_s: float) -> Measurement:
-    """Returns what a load of at least one request has shown, all of which have ended; start is one of their times."""
+    """Returns what a load of at least one request has shown, all of which have ended; start is one of their times.
+
+    Raises:
+        BenchError: none of them was answered.
+    """
     whole = [exchange for exchange in exchanges if exchange.failure is None]
+    failures = collections.Counter(exchange.failure for exchange in exchanges if exchange.failure)
+    if not whole:
+        raise BenchError(f"no request was answered: {', '.join(failures)}")
     chats = [exchange for exchange in whole if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start
     return Measurement(
         duration_s=duration_s,
         requests=len(exchanges),
         completed=len(whole),
-        failures=dict(collections.Counter(exchange.failure for exchange in exchanges if exchange.failure).most_common()),
+        failures=dict(failures.most_common()),
         requests_per_s=len(whole) / duration_s,
         ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
         tpot=Latency.of([(e.ended - e.token_times[0]) / (e.output_tokens - 1) for e in chats if e.output_tokens > 1]),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bench import columns
 from bench.columns import Column, compare
 from bench.machine import Machine
 from bench.repetitions import Number
 from bench.results import Findings, Verdict
-from bench.serving.load import WARM_UP_REQUESTS, Latency, Measurement
+from bench.serving.load import WARM_UP_REQUESTS, Measurement
 from bench.serving.plan import PRESETS, Load, ServerOptions
 from bench.serving.run import LOAD, Results
 from bench.targets import Target, judge, ratios
@@ -21,12 +21,8 @@ _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the gene
 _SPEED = "requests_per_s"
 
 
-def _of(name: str, number: Callable[[Latency], float]) -> Number:
-    return lambda run: None if (latency := getattr(run, name)) is None else number(latency)
-
-
 def _cpu(part: str) -> Number:
-    return lambda run: 1e3 * run.cpu_s[part] / run.completed if run.completed else None
+    return lambda run: 1e3 * run.cpu_s[part] / run.completed
 
 
 def _columns(first: str) -> Sequence[Column]:
@@ -37,11 +33,11 @@ def _columns(first: str) -> Sequence[Column]:
         columns.median("requests/s", _SPEED, 2),
         columns.spread("spread", _SPEED),
         columns.ratio(f"{first} is", first, _SPEED),
-        columns.median("TTFT p50 ms", _of("ttft", lambda latency: latency.median_ms), 1),
-        columns.median("p99 ms", _of("ttft", lambda latency: latency.p99_ms), 1),
-        columns.median("TPOT ms", _of("tpot", lambda latency: latency.median_ms), 1),
-        columns.median("E2E p50 ms", _of("e2e", lambda latency: latency.median_ms), 1),
-        columns.median("p99 ms", _of("e2e", lambda latency: latency.p99_ms), 1),
+        columns.median("TTFT p50 ms", "ttft.median_ms", 1),
+        columns.median("p99 ms", "ttft.p99_ms", 1),
+        columns.median("TPOT ms", "tpot.median_ms", 1),
+        columns.median("E2E p50 ms", "e2e.median_ms", 1),
+        columns.median("p99 ms", "e2e.p99_ms", 1),
         columns.median("engine ms", _cpu("engine"), 1),
         columns.median("frontends ms", _cpu("frontends"), 1),
     )

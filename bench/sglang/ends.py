@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from bench.programs import READY
+from bench.programs import answer, orders
 
 #: That SGLang is started with, whatever runs it: on the CPU, with one thread, without the network.
 QUIET_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -236,7 +236,7 @@ async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any], control: 
         source.fill_(1)
         tokenizer.send(source, 1)
         await asyncio.sleep(0)
-    control.send_bytes(msgspec.json.encode("killed"))
+    answer(control, "killed")
     if order.kill == "tokenizer":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
@@ -244,13 +244,10 @@ async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any], control: 
 
 async def _obey(tokenizer: _Tokenizer, ranks: list[Any], control: Connection) -> None:
     await tokenizer.connect()
-    control.send_bytes(READY)
-    with contextlib.suppress(EOFError):
-        while True:
-            order = msgspec.json.decode(control.recv_bytes(), type=Order)
-            if order.kill:
-                await _kill(tokenizer, order, ranks, control)
-            control.send_bytes(msgspec.json.encode(await tokenizer.measure(order)))
+    for order in orders(control, Order):
+        if order.kill:
+            await _kill(tokenizer, order, ranks, control)
+        answer(control, await tokenizer.measure(order))
 
 
 def main(ranks: int, control: Connection) -> None:

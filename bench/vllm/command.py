@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import itertools
@@ -17,6 +16,7 @@ import numpy as np
 
 from bench import columns, command_line
 from bench.columns import Column, compare
+from bench.command_line import until_terminated
 from bench.modes import MODES, Timing
 from bench.repetitions import Measured, Number, Repetitions, ratio
 from bench.results import Coverage, Findings
@@ -58,8 +58,8 @@ _COLUMNS = (
     columns.median("requests/s", _SPEED, 1),
     columns.spread("spread", _SPEED),
     columns.ratio("shmring is", _OURS, _SPEED),
-    columns.median("TTFT p50 ms", "p50_ms", 1),
-    columns.median("p99 ms", "p99_ms", 1),
+    columns.median("TTFT p50 ms", "ttft.median_ms", 1),
+    columns.median("p99 ms", "ttft.p99_ms", 1),
     columns.median("engine ms", cpu_of("EngineCore"), 1),
     columns.median("API ms", cpu_of("APIServer"), 1),
     Column("lag p99 ms", lambda row: f"{_lag_p99_ms(row.runs):.1f}"),
@@ -189,13 +189,17 @@ def _measure(
                 progress(f"starting vLLM: {fleet.title}, {way}")
                 if not runs.has_failed(its_cases, way):
                     started[way] = stack.enter_context(_server(fleet, WAYS[way], environment))
-            servers = _up(runs, its_cases, started, functools.partial(warm_up, fleet))
+            servers = _up(runs, its_cases, started, functools.partial(_warm_up, fleet))
 
             def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
-                return asyncio.run(measure(case, servers[way]))
+                return until_terminated(measure(case, servers[way]))
 
             for case in its_cases:
                 runs.measure([case], play, progress, part=part)
+
+
+def _warm_up(fleet: Fleet, server: Server) -> None:
+    until_terminated(warm_up(fleet, server))
 
 
 def _measure_workers(timing: Timing, environment: Path) -> Findings:

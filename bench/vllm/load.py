@@ -8,8 +8,10 @@ the loop answers without waiting for anything.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -18,11 +20,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from bench.repetitions import Number
 from bench.servers import picture
-from bench.serving.client import Client
+from bench.serving import load
+from bench.serving.client import Client, Exchange
 from bench.vllm.server import Server, question
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -141,25 +143,18 @@ _WARM_UP_ROUNDS = 12  # requests for each picture, so that each API server has s
 _KINDS = ("EngineCore", "APIServer")
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class Measurement(load.Measurement, frozen=True, kw_only=True):
     """One repetition of a case on a server.
 
     Attributes:
-        requests_per_s: that were answered.
-        p50_ms, p99_ms: time to the first token.
-        lags_ms: how long ``/health`` took beside them, each time.
+        lags_ms: how long ``/health`` took beside it, each time.
         cpu_ms: of a request, by kind of process.
         tensors: how many went which way, where shmring carries them.
-        errors: requests that failed.
     """
 
-    requests_per_s: float
-    p50_ms: float
-    p99_ms: float
     lags_ms: list[float]
     cpu_ms: dict[str, float]
-    tensors: dict[str, int] = {}
-    errors: int = 0
+    tensors: dict[str, int]
 
 
 def cpu_of(kind: str) -> Number:
@@ -167,12 +162,8 @@ def cpu_of(kind: str) -> Number:
     return lambda run: run.cpu_ms[kind]
 
 
-def warm_up(fleet: Fleet, server: Server) -> None:
+async def warm_up(fleet: Fleet, server: Server) -> None:
     """Shows a server the pictures, so that each API server has them in its cache."""
-    asyncio.run(_warm_up(fleet, server))
-
-
-async def _warm_up(fleet: Fleet, server: Server) -> None:
     bodies = [_body(_known(fleet.side, number), f"known-{number}") for number in range(_PICTURES)]
     async with _connected(server, 2 * fleet.api_servers) as clients:
         await _ask_all(bodies * _WARM_UP_ROUNDS, [[client] for client in clients])
@@ -182,27 +173,22 @@ async def measure(case: Case, server: Server) -> Measurement:
     """Asks a server, once."""
     lags_ms: list[float] = []
     async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as clients:
-        cpu, tensors = server.cpu_s_of(*_KINDS), server.tensors()
-        began_s = time.perf_counter()
+        cpu_s, tensors = server.cpu_s_of(*_KINDS), collections.Counter(server.tensors())
+        own_s, began_s = time.process_time(), time.perf_counter()
         probing = asyncio.create_task(_probe(server, lags_ms))
         try:
             bodies = for_a_while(_bodies(case), case.requests, began_s + _SHORTEST_S)
             askers = [clients[place :: case.concurrency] for place in range(case.concurrency)]
-            ttft_s, errors = await _ask_all(bodies, askers)
+            exchanges = await _ask_all(bodies, askers)
         finally:
-            took_s = time.perf_counter() - began_s
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
-    if not ttft_s:
-        raise RuntimeError(f"no request was answered: {errors[:1]}")
+    found = load.measure(exchanges, began_s, time.process_time() - own_s)
     return Measurement(
-        requests_per_s=len(ttft_s) / took_s,
-        p50_ms=_percentile_ms(ttft_s, 50),
-        p99_ms=_percentile_ms(ttft_s, 99),
+        **msgspec.structs.asdict(found),
         lags_ms=lags_ms,
-        cpu_ms={kind: (after - cpu[kind]) * 1e3 / len(ttft_s) for kind, after in server.cpu_s_of(*_KINDS).items()},
-        tensors={way: count - tensors.get(way, 0) for way, count in server.tensors().items() if count != tensors.get(way, 0)},
-        errors=len(errors),
+        cpu_ms={kind: (after - cpu_s[kind]) * 1e3 / found.completed for kind, after in server.cpu_s_of(*_KINDS).items()},
+        tensors=dict(collections.Counter(server.tensors()) - tensors),
     )
 
 
@@ -214,10 +200,6 @@ def for_a_while(bodies: Iterator[bytes], least: int, until_s: float) -> Iterator
         yield body
 
 
-def _percentile_ms(seconds: Sequence[float], percent: float) -> float:
-    return float(np.percentile(seconds, percent)) * 1e3
-
-
 def _bodies(case: Case) -> Iterator[bytes]:
     for number in itertools.count():
         known = number % _PICTURES
@@ -225,14 +207,7 @@ def _bodies(case: Case) -> Iterator[bytes]:
         yield _body(url, uuid.uuid4().hex if case.kind == "new" else f"known-{known}")
 
 
-_KNOWN: dict[tuple[int, int], str] = {}
-
-
-def _known(side: int, number: int) -> str:
-    """One of the pictures; made once."""
-    if (side, number) not in _KNOWN:
-        _KNOWN[side, number] = picture(side, number)
-    return _KNOWN[side, number]
+_known = functools.cache(picture)  # by side and number
 
 
 def _body(url: str | None, name: str) -> bytes:
@@ -255,26 +230,17 @@ async def _connected(server: Server, count: int) -> AsyncIterator[list[Client]]:
         yield clients
 
 
-async def _ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> tuple[list[float], list[str]]:
-    """Asks, as many at a time as there are askers, each by its clients in turn.
-
-    Returns:
-        The times to the first token, and what failed.
-    """
-    ttft_s: list[float] = []
-    errors: list[str] = []
+async def _ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> list[Exchange]:
+    """Asks, as many at a time as there are askers, each by its clients in turn."""
+    exchanges: list[Exchange] = []
     waiting = iter(bodies)
 
     async def ask(clients: Sequence[Client]) -> None:
         for body, client in zip(waiting, itertools.cycle(clients), strict=False):
-            exchange = await client.exchange(body, time.perf_counter())
-            if exchange.failure is None:
-                ttft_s.append(exchange.token_times[0] - exchange.began)
-            else:
-                errors.append(exchange.failure)
+            exchanges.append(await client.exchange(body, time.perf_counter()))  # as they end
 
     await asyncio.gather(*map(ask, askers))
-    return ttft_s, errors
+    return exchanges
 
 
 async def _probe(server: Server, lags_ms: list[float]) -> None:

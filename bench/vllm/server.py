@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.meter import process_cpu_s
+from bench.meter import cpu_s_of
 from bench.servers import OtherServer, free_port, started, wait_until_it_answers
 from shmring.processes.process import Process
 
@@ -55,7 +55,7 @@ class Server(OtherServer):
     def cpu_s_of(self, *kinds: str) -> dict[str, float]:
         """CPU seconds so far of its processes of each kind, of which one may be ``APIServer``."""
         processes = {kind: self.processes(kind) or [self.launcher] * (kind == "APIServer") for kind in kinds}
-        return {kind: sum(process_cpu_s(process.pid) for process in of_kind) for kind, of_kind in processes.items()}
+        return {kind: cpu_s_of(process.pid for process in of_kind) for kind, of_kind in processes.items()}
 
     def engine(self, index: int = 0) -> dict[str, Any]:
         """What an engine core's half says now."""

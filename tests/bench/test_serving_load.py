@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -29,6 +28,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 
+from bench import repetitions
 from bench.children import BenchError
 from bench.command_line import terminated, until_terminated
 from bench.repetitions import Repetitions
@@ -115,10 +115,15 @@ def test_statistics_of_a_load() -> None:
     assert found.generator_cpu_s == 0.5
 
 
-def test_a_load_of_which_nothing_came_back_has_no_latencies() -> None:
-    found = measured(exchange(100.0, 100.0, [], 101.0, "connection: ClientConnectorError"))
-    assert (found.ttft, found.tpot, found.e2e) == (None, None, None)
-    assert found.requests_per_s == 0
+def test_a_load_that_nobody_answers_has_failed() -> None:
+    with pytest.raises(BenchError, match="no request was answered: connection: ClientConnectorError"):
+        measured(exchange(100.0, 100.0, [], 101.0, "connection: ClientConnectorError"))
+
+
+def test_a_load_of_one_token_each_has_no_time_between_tokens() -> None:
+    found = measured(exchange(100.0, 100.0, [100.5], 101.0))
+    assert (found.ttft, found.tpot) == (Latency(500.0, 500.0), None)
+    assert repetitions.values([found], "tpot.p99_ms") == [None]
 
 
 def judged(preset: str, load: Load = TEXT_ONLY, **servers: list[Measurement]) -> Findings:
@@ -304,8 +309,9 @@ async def test_no_more_are_in_flight_than_allowed_whatever_becomes_of_them(stub:
         assert (found.completed, script.peak) == (30, 4)
         assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
         script.status = 503
-        found = await play(load, client, functools.partial(request_body, load, "stub", []))
-    assert (found.completed, found.failures, script.peak) == (0, {"HTTP 503": 30}, 4)
+        with pytest.raises(BenchError, match=r"no request was answered: HTTP 503$"):
+            await play(load, client, functools.partial(request_body, load, "stub", []))
+    assert (len(script.bodies), script.peak) == (60, 4)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
@@ -453,14 +459,6 @@ def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: p
     with pytest.raises(BenchError, match=r"did not start:\nno such slab"), serving(ServerOptions(), ServerOptions()):
         pass
     assert private_directories() == []
-
-
-def test_a_load_that_nobody_answers_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = measured(exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
-    monkeypatch.setattr(run, "cpu_s", lambda server: {"engine": 1.0})
-    monkeypatch.setattr(run, "_ask", lambda *_: nothing)
-    with pytest.raises(BenchError, match="no request was answered: HTTP 503 overloaded"):
-        run._measure(TEXT_ONLY, SimpleNamespace(), lambda number: b"")  # type: ignore[arg-type] # nothing of it is asked
 
 
 #: Has a server, says which process it is, and waits. The server lives for as long as its standard input does.

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from bench.repetitions import Repetitions
 from bench.results import Coverage
+from bench.serving.load import Latency
 from bench.vllm import command, load
 from bench.vllm.command import report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while, full_cases
@@ -21,11 +22,18 @@ from tests.tables import for_each
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
     return Measurement(
+        duration_s=1.0,
+        requests=1,
+        completed=1,
+        failures={},
         requests_per_s=requests_per_s,
-        p50_ms=1e3 / requests_per_s,
-        p99_ms=2e3 / requests_per_s,
+        ttft=Latency(1e3 / requests_per_s, 2e3 / requests_per_s),
+        tpot=None,
+        e2e=None,
+        generator_cpu_s=0.0,
         lags_ms=list(lags_ms),
         cpu_ms={"EngineCore": engine_ms, "APIServer": 50.0},
+        tensors={},
     )
 
 
@@ -130,7 +138,7 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
         if server == "inline":
             raise RuntimeError("the server did not start")
 
-    def warm_up(fleet: Fleet, server: str) -> None:
+    async def warm_up(fleet: Fleet, server: str) -> None:
         pass
 
     async def measure(case: Case, server: str) -> Measurement:
