@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import torch
@@ -51,17 +50,16 @@ class Child:
     """One of the processes, as their parent sees it.
 
     Args:
+        context: of multiprocessing, by which it is started.
         name: of its role.
         label: of what all of them measure; the process is called by both.
         play: its part of each cell, which travels to it. Whatever it raises is reported as :class:`Failed`.
     """
 
-    def __init__(self, context: SpawnContext, name: str, label: str, play: Play) -> None:
+    def __init__(self, context: Any, name: str, label: str, play: Play) -> None:
         self.name = name
         self.control, control = context.Pipe()
-        self.process: SpawnProcess = context.Process(
-            target=_run, args=(play, control), name=f"bench-{label}-{name}", daemon=True
-        )
+        self.process = context.Process(target=_run, args=(play, control), name=f"bench-{label}-{name}", daemon=True)
         self.process.start()
         control.close()  # the child has its own; were this end open, its death would not be an end of file
 

@@ -171,24 +171,23 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields what shows a line for each step on stderr: a bar to a person, which is gone in the end, plain lines to a log."""
-    if not sys.stderr.isatty():
-        yield lambda line: click.echo(line, err=True)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
-        yield lambda line: progress.update(task, description=line, advance=1)
-
-
-@contextlib.contextmanager
 def measuring(steps: int) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of a run, whose processes are ended if this one is told to end; its failure ends the command."""
+    """Yields what shows a line for each step of a run on stderr: a bar to a person, gone in the end, or plain lines to a log.
+
+    The processes of the run are ended if this one is told to end. A run that fails ends the command.
+    """
     signal.signal(signal.SIGTERM, terminated)
+    shown: Any = contextlib.nullcontext()
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        shown = Progress(*columns, console=Console(stderr=True), transient=True)
     try:
-        with shown_progress(steps) as progress:
-            yield progress
+        with shown as bar:
+            if bar is None:
+                yield lambda line: click.echo(line, err=True)
+            else:
+                task = bar.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
+                yield lambda line: bar.update(task, description=line, advance=1)
     except BenchError as error:
         raise NotMeasured(str(error)) from error
 

@@ -59,16 +59,16 @@ class PeerGroup(Children):
     Args:
         peer: what they use; it travels to them.
         ends: how many send.
+        context: of multiprocessing, by which they are started; None: they are spawned. Tests fork them, which takes no time.
 
     Raises:
         BenchError: what the processes share could not be made.
     """
 
-    def __init__(self, peer: Peer | RequestPeer, ends: int = 1) -> None:
-        context = get_context("spawn")
+    def __init__(self, peer: Peer | RequestPeer, ends: int = 1, context: Any = None) -> None:
+        context = context or get_context("spawn")
         super().__init__(peer.title)
         self._peer = peer
-        self._ends = ends
         self._moments = context.RawArray("q", 2)
         roles: list[tuple[str, Any]] = [("consumer", consume)] + [("producer", produce)] * ends
         if isinstance(peer, RequestPeer):
@@ -93,20 +93,20 @@ class PeerGroup(Children):
             self._peer.close_shared(self._shared)
 
     def run(self, cell: Cell) -> Measurement:
-        """Runs one cell, whose ``producers`` are as many as this group has senders.
+        """Runs one cell, of at most as many ``producers`` as this group has senders.
 
         Raises:
             BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
                 processes are dead.
         """
-        assert cell.producers == self._ends, "a group has the producers of its cells"
-        receiver, *senders = self.children
+        receiver, *senders = self.children[: 1 + cell.producers]
+        assert len(senders) == cell.producers, "a group has the producers of its cells"
         with self._playing(cell.limit_s) as deadline:
             self._moments[:] = 0, 0
             self._tell([receiver], cell, cell.title)
             self._hear([receiver], deadline, cell.title)  # it listens
             self._tell(senders, cell, cell.title)
-            measurement, *costs = self._hear(self.children, deadline, cell.title)
+            measurement, *costs = self._hear([receiver, *senders], deadline, cell.title)
             if isinstance(self._peer, RequestPeer):  # the engine has only said that it has answered the last question
                 latencies_ns = [latencies for _, latencies in costs]
                 costs = [cost for cost, _ in costs]

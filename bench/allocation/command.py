@@ -16,11 +16,11 @@ from bench import columns
 from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failures
 from bench.allocation.traces import LIFETIMES
 from bench.columns import Column, compare, cross
-from bench.command_line import benchmark, shown_progress
+from bench.command_line import benchmark, measuring
 from bench.machine import ROOT
 from bench.repetitions import Measured, Repetitions
 from bench.results import Findings, Verdict
-from bench.targets import Known, Numbers, Target
+from bench.targets import Known, Numbers, Target, medians
 
 _MANY_LIVE = 10_000
 _SLAB_NBYTES, _LARGE_SLAB_NBYTES = 4 << 30, 32 << 30
@@ -110,7 +110,7 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored
         ],
         notes=_NOTES,
         targets=[
-            *(target.judge(fills.measured) for target in FILL_TARGETS if target.slab_nbytes in plan.slabs),
+            *(target.judge(fills.measured) for target in FILL_TARGETS),
             *(target.judge(costs.measured) for target in COST_TARGETS),
             *beside_stored(fills.measured, stored),
         ],
@@ -150,49 +150,33 @@ def _live(live: int) -> str:
     return f"{live:,}"
 
 
-def _fill(fill: Fill) -> str:
-    return f"{fill.mean:.1%} / {fill.p1:.1%} / {fill.minimum:.1%}"
-
-
-_FILL = Column("", lambda row: _fill(row.runs[0]))
+_FILL = Column("", lambda row: "{0.mean:.1%} / {0.p1:.1%} / {0.minimum:.1%}".format(*row.runs))
 _COST = (columns.median("median us", float, 2), columns.spread("least, most", float))
 
 
-class _FillTarget(NamedTuple):
-    """A target of the fill of a slab, whatever the order in which slots go."""
+def _fill_target(slab_nbytes: int, part: str, percent: float, known: Known | None = None) -> Target:
+    """Of the fill of a slab, whatever the order in which slots go."""
 
-    slab_nbytes: int
-    part: str
-    percent: float
-    known: Known | None = None
+    def numbers(fills: Measured) -> Numbers:
+        for lifetime in LIFETIMES:
+            for run in fills.get(Filled(lifetime, slab_nbytes), {}).get(OURS, ()):
+                yield LIFETIMES[lifetime].title, 100 * getattr(run, part)
 
-    def judge(self, fills: Measured) -> Verdict:
-        """Returns whether slabs get so full."""
-
-        def numbers(fills: Measured) -> Numbers:
-            for lifetime in LIFETIMES:
-                for run in fills.get(Filled(lifetime, self.slab_nbytes), {}).get(OURS, ()):
-                    yield LIFETIMES[lifetime].title, 100 * getattr(run, self.part)
-
-        what, at = f"{self.part} fill at the first failure", f"slab of {self.slab_nbytes >> 30} GiB"
-        return Target(what, at, self.percent, "%", numbers, known=self.known).judge(fills)
+    return Target(f"{part} fill at the first failure", f"slab of {slab_nbytes >> 30} GiB", percent, "%", numbers, known=known)
 
 
 #: A slab of 4 GiB is too small beside its largest slots: no policy that leaves slots where they are fills it so.
 FILL_TARGETS = (
-    _FillTarget(_SLAB_NBYTES, "mean", 90, Known(8, 80)),
-    _FillTarget(_SLAB_NBYTES, "minimum", 75, Known(8, 65)),
-    _FillTarget(_LARGE_SLAB_NBYTES, "mean", 90),
-    _FillTarget(_LARGE_SLAB_NBYTES, "minimum", 75),
+    _fill_target(_SLAB_NBYTES, "mean", 90, Known(8, 80)),
+    _fill_target(_SLAB_NBYTES, "minimum", 75, Known(8, 65)),
+    _fill_target(_LARGE_SLAB_NBYTES, "mean", 90),
+    _fill_target(_LARGE_SLAB_NBYTES, "minimum", 75),
 )
 
 
 def _operation(name: str, known: Known | None = None) -> Target:
-    def numbers(costs: Measured) -> Numbers:
-        yield "median", None if not (runs := costs.get(_MANY_LIVE, {}).get(name)) else sorted(runs)[len(runs) // 2]
-
-    what = f"time per operation: {_TITLES[name]}"
-    return Target(what, f"{_MANY_LIVE:,} slots live", 0.5, "us", numbers, at_least=False, known=known)
+    what, at = f"time per operation: {_TITLES[name]}", f"{_MANY_LIVE:,} slots live"
+    return Target(what, at, 0.5, "us", medians(name, float, {"median": _MANY_LIVE}), at_least=False, known=known)
 
 
 #: What an operation of the lease book takes, of which one of the allocator is a part.
@@ -219,5 +203,5 @@ def allocator_command(quick: bool) -> Findings:
     """
     plan = QUICK if quick else Plan()
     steps = sum(map(len, plan.fills().values())) + len(plan.live) * len(TIMED) * plan.batches
-    with shown_progress(steps) as progress:
+    with measuring(steps) as progress:
         return measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_StoredRun).results)

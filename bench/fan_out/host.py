@@ -21,8 +21,7 @@ from bench.fan_out.measuring import Stamps, measure
 from bench.fan_out.plan import Cell, Run
 from bench.fan_out.ways import WAYS
 from bench.programs import answer, orders
-
-_SHARED_MEMORY = Path("/dev/shm")
+from shmring.memory.slab import SHM_DIRECTORY
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -76,7 +75,7 @@ def _main(control: Connection) -> None:
     for cell in orders(control, Cell):
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
             _fork(cell, directory, control)
-        for path in _SHARED_MEMORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
+        for path in SHM_DIRECTORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
             path.unlink(missing_ok=True)
 
 

@@ -21,6 +21,7 @@ from bench.repetitions import Measured, Repetitions
 from bench.results import Coverage, Findings, Table, Verdict
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
 from bench.targets import Target, judge, ratios
+from shmring.memory.slab import SHM_DIRECTORY
 
 _OURS, _THEIRS = "shmring", "sglang"
 WAYS: Mapping[str, Mapping[str, str]] = {_OURS: {"SHMRING_SGLANG": "1"}, _THEIRS: {}}
@@ -144,13 +145,13 @@ def _kill(way: str, end: str, environment: Path) -> int:
             time.sleep(2)
     for name in left:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{name}")
+            os.unlink(SHM_DIRECTORY / name)
     return sum(left.values())
 
 
 def _segments() -> dict[str, int]:
     segments = {}
-    for entry in os.scandir("/dev/shm"):
+    for entry in os.scandir(SHM_DIRECTORY):
         if entry.name.startswith(("sgl_shm_mm", "shmring-")):
             with contextlib.suppress(FileNotFoundError):
                 segments[entry.name] = entry.stat().st_size

@@ -15,6 +15,7 @@ import psutil
 
 from bench.servers import OtherServer, free_port, started, wait_until_it_answers
 from bench.sglang.ends import QUIET_ENVIRONMENT
+from shmring.memory.slab import SHM_DIRECTORY
 from shmring.processes.process import Process
 
 _ASK_S = 600.0  # only a hang takes so long
@@ -77,7 +78,7 @@ class Server(OtherServer):
             self.processes("")
         ours = f"shmring-{os.getuid()}-sglang-{self.process.pid}-"
         segments = (ours, *(f"sgl_shm_mm_{pid}_" for pid in self._pids))
-        return [name for name in os.listdir("/dev/shm") if name.startswith(segments)]
+        return [name for name in os.listdir(SHM_DIRECTORY) if name.startswith(segments)]
 
 
 @contextlib.contextmanager

@@ -202,6 +202,8 @@ def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_on
     assert (found["mode"], found["command"]) == ("allocator", "python -m bench allocator")
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
     assert {target["what"]: target["met"] for target in found["targets"]} == {
+        "mean fill at the first failure": None,
+        "minimum fill at the first failure": None,
         "time per operation: shmring": None,
         "time per operation: shmring: lease book, 1 lease": None,
         "mean fill, beside the stored run": None,
