@@ -62,6 +62,16 @@ def ratio(title: str, ours: str, number: Number, theirs: str = "") -> Column:
     return Column(title, text)
 
 
+def over(title: str, base: Callable[[str], str], number: Number) -> Column:
+    """The row's number over that of another subject, which is what ``base`` returns for the row's."""
+
+    def text(row: Row) -> str:
+        value = repetitions.ratio(row.measured, row.case, row.subject, base(row.subject), number)
+        return "" if value is None else f"{value:.2f} x"
+
+    return Column(title, text)
+
+
 def compare(
     title: str,
     named: tuple[str, str],

@@ -258,6 +258,8 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
 
 
-def format_times(ratio: float) -> str:
-    """Returns a ratio as ``1.25 x``."""
+def format_times(ratio: float | None) -> str:
+    """Returns a ratio as ``1.25 x``; nothing where there is none."""
+    if ratio is None:
+        return ""
     return f"{ratio:.2f} x" if ratio < 10 else f"{ratio:.0f} x"

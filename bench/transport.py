@@ -120,7 +120,7 @@ _SPEED: Number = "messages_per_s"
 _IN_FLIGHT: Mapping[str, Column] = {
     "messages per second": Column("", lambda row: format_rate(median(row.runs, _SPEED) or 0.0)),
     "shmring with one copy, as multiples of the peer's messages per second": Column(
-        "", lambda row: _times(ratio(row.measured, row.case, BASELINE, row.subject, _SPEED))
+        "", lambda row: format_times(ratio(row.measured, row.case, BASELINE, row.subject, _SPEED))
     ),
     "CPU microseconds per message, both sides": columns.median("", "both_us"),
 }
@@ -128,10 +128,6 @@ _ONE_BY_ONE: Mapping[str, Column] = {
     "median one-way latency in microseconds": columns.median("", "p50_us"),
     "99th percentile of it": columns.median("", "p99_us"),
 }
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else format_times(value)
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:

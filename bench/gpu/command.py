@@ -20,14 +20,14 @@ import numpy as np
 
 from bench import columns, command_line, targets
 from bench.children import BenchError
-from bench.columns import Column, compare
+from bench.columns import Column, Row, compare
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
-from bench.repetitions import Measured, Number, Repetitions, ratio
+from bench.repetitions import Measured, Number, Repetitions
 from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
@@ -66,22 +66,17 @@ _RATE, _USABLE, _HAND_OVER = _of("gb_per_s"), _of("usable_us"), _of("us")
 def _percentile_column(title: str, name: str, percent: float) -> Column:
     """A percentile of what all repetitions have; nothing where it was not measured."""
 
-    def text(runs: Sequence[Numbers]) -> str:
-        values = _every(runs, name)
+    def text(row: Row) -> str:
+        values = _every(row.runs, name)
         return f"{np.percentile(values, percent):,.0f}" if values else ""
 
-    return Column(title, lambda row: text(row.runs))
-
-
-def _of_ceiling(measured: Measured, nbytes: int, way: str) -> str:
-    value = ratio(measured, nbytes, way, CEILING, _RATE)
-    return "" if value is None else f"{value:.2f} x"
+    return Column(title, text)
 
 
 _COPIES = (
     columns.median("GB/s", _RATE, 2),
     columns.spread("spread", _RATE),
-    Column(f"of {TITLES[CEILING]}", lambda row: _of_ceiling(row.measured, row.case, row.subject)),
+    columns.over(f"of {TITLES[CEILING]}", lambda way: CEILING, _RATE),
     columns.median("usable us", _USABLE),
     _percentile_column("held us", "held_us", 50),
     _percentile_column("p99", "held_us", 99),

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from bench import columns
-from bench.columns import Column, compare
+from bench.columns import compare
 from bench.command_line import benchmark, chosen, measuring, peer_option, size_option
 from bench.messages import Measurement
 from bench.modes import Timing
@@ -38,17 +38,12 @@ _COLUMNS = (
 )
 
 
-def _of_base(title: str, number: str) -> Column:
-    """A number of a variant over that of what it is compared with."""
-    return Column(title, lambda row: f"{ratio(row.measured, row.case, row.subject, BASES[row.subject], number) or 0:.2f} x")
-
-
 _SCALING_COLUMNS = (
     columns.median("requests/s", _SPEED),
     *_COSTS,
-    _of_base("engine", "consumer_us"),
-    _of_base("client", "producer_us"),
-    _of_base("both", "both_us"),
+    columns.over("engine", BASES.__getitem__, "consumer_us"),
+    columns.over("client", BASES.__getitem__, "producer_us"),
+    columns.over("both", BASES.__getitem__, "both_us"),
 )
 
 # -- targets -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import numpy as np
 
 from bench import columns, command_line
 from bench.columns import Column, compare
-from bench.command_line import until_terminated
 from bench.modes import MODES, Timing
 from bench.repetitions import Measured, Number, Repetitions, ratio
 from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target, ratios
-from bench.vllm import workers
+from bench.vllm import load, workers
 from bench.vllm.load import (
     KINDS,
     LARGE,
@@ -37,14 +37,11 @@ from bench.vllm.load import (
     cpu_of,
     fleets,
     full_cases,
-    measure,
-    warm_up,
 )
 from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
-
 
 _SPEED = "requests_per_s"
 
@@ -170,64 +167,51 @@ def vllm_command(
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)
     starts = len(runs.parts(_STARTS)) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
     with command_line.measuring(starts + runs.steps) as progress:
-        _measure(runs, cases, chosen, environment, progress)
+        for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
+            start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways(chosen)}
+            _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, progress, part)
     return report(runs.measured, runs.coverage(), _versions(environment))
 
 
-def _measure(
-    runs: Repetitions[Case, Measurement],
-    cases: Sequence[Case],
-    ways: Sequence[str],
-    environment: Path,
-    progress: Callable[[str], None],
-) -> None:
-    """Measures all of it, a fleet after the other, and each with servers that are started again and again."""
-    for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
-        with contextlib.ExitStack() as stack:
-            started = {}
-            for way in fleet.ways(ways):
-                progress(f"starting vLLM: {fleet.title}, {way}")
-                if not runs.has_failed(its_cases, way):
-                    started[way] = stack.enter_context(_server(fleet, WAYS[way], environment))
-            servers = _up(runs, its_cases, started, functools.partial(_warm_up, fleet))
-
-            def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
-                return until_terminated(measure(case, servers[way]))
-
-            for case in its_cases:
-                runs.measure([case], play, progress, part=part)
-
-
-def _warm_up(fleet: Fleet, server: Server) -> None:
-    until_terminated(warm_up(fleet, server))
-
-
 def _measure_workers(timing: Timing, environment: Path) -> Findings:
-    """Measures all that :mod:`bench.vllm.workers` has, with a server of each way."""
-    ways = list(workers.WAYS)
-    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, ways), timing.repetitions, str)
-    with command_line.measuring(len(ways) + runs.steps) as progress, contextlib.ExitStack() as stack:
-        started = {}
-        for name, way in workers.WAYS.items():
-            progress(f"starting vLLM: 2 workers, {name}")
-            server = _server(workers.FLEET, way, environment, workers.OPTIONS, in_process=False)
-            started[name] = stack.enter_context(server)
-        servers = _up(runs, workers.KINDS, started, workers.warm_up)
-        runs.measure(workers.KINDS, lambda kind, way: workers.measure(kind, servers[way]), progress)
+    """Measures all that :mod:`bench.vllm.workers` has."""
+    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, tuple(workers.WAYS)), timing.repetitions)
+    start = {
+        name: functools.partial(_server, workers.FLEET, way, environment, workers.OPTIONS, in_process=False)
+        for name, way in workers.WAYS.items()
+    }
+    with command_line.measuring(len(start) + runs.steps) as progress:
+        _measure(runs, workers.KINDS, start, workers.warm_up, workers.measure, progress)
     return workers.report(runs.measured, runs.coverage(), _versions(environment))
 
 
-def _up(
-    runs: Repetitions[Any, Any], cases: Sequence[Any], servers: dict[str, Server], warm_up: Callable[[Server], object]
-) -> dict[str, Server]:
-    """Waits for servers, by way, and warms them up; one that does not come has failed in these cases."""
-    for way, server in servers.items():
-        try:
-            wait_until_it_answers(server)
-            warm_up(server)
-        except Exception as error:  # noqa: BLE001 # it has its place among the results
-            runs.fail(cases, [way], str(error)[-300:])
-    return servers
+def _measure(
+    runs: Repetitions[Any, Any],
+    cases: Sequence[Any],
+    start: Mapping[str, Callable[[], AbstractContextManager[Server]]],
+    warm_up: Callable[[Server], object],
+    measure: Callable[[Any, Server], Any],
+    progress: Callable[[str], None],
+    part: slice = slice(None),
+) -> None:
+    """Measures cases on servers, which are started for them, each by its way.
+
+    A server that does not come up has failed in these cases, and is not started again.
+    """
+    servers: dict[str, Server] = {}
+    with contextlib.ExitStack() as stack:
+        for way in start:
+            progress(f"starting vLLM: {way}")
+            if not runs.has_failed(cases, way):
+                servers[way] = stack.enter_context(start[way]())
+        for way, server in servers.items():
+            try:
+                wait_until_it_answers(server)
+                warm_up(server)
+            except Exception as error:  # noqa: BLE001 # it has its place among the results
+                runs.fail(cases, [way], str(error)[-300:])
+        for case in cases:
+            runs.measure([case], lambda case, way: measure(case, servers[way]), progress, part=part)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from bench.command_line import until_terminated
 from bench.repetitions import Number
 from bench.servers import picture
 from bench.serving import load
@@ -162,15 +163,23 @@ def cpu_of(kind: str) -> Number:
     return lambda run: run.cpu_ms[kind]
 
 
-async def warm_up(fleet: Fleet, server: Server) -> None:
+def warm_up(fleet: Fleet, server: Server) -> None:
     """Shows a server the pictures, so that each API server has them in its cache."""
+    until_terminated(_warm_up(fleet, server))
+
+
+async def _warm_up(fleet: Fleet, server: Server) -> None:
     bodies = [_body(_known(fleet.side, number), f"known-{number}") for number in range(_PICTURES)]
     async with _connected(server, 2 * fleet.api_servers) as clients:
         await _ask_all(bodies * _WARM_UP_ROUNDS, [[client] for client in clients])
 
 
-async def measure(case: Case, server: Server) -> Measurement:
+def measure(case: Case, server: Server) -> Measurement:
     """Asks a server, once."""
+    return until_terminated(_measure(case, server))
+
+
+async def _measure(case: Case, server: Server) -> Measurement:
     lags_ms: list[float] = []
     async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as clients:
         cpu_s, tensors = server.cpu_s_of(*_KINDS), collections.Counter(server.tensors())

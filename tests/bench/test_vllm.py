@@ -138,17 +138,19 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
         if server == "inline":
             raise RuntimeError("the server did not start")
 
-    async def warm_up(fleet: Fleet, server: str) -> None:
+    def warm_up(fleet: Fleet, server: str) -> None:
         pass
 
-    async def measure(case: Case, server: str) -> Measurement:
+    def measure(case: Case, server: str) -> Measurement:
         played.append(server)
         if server == "torch_shm":
             raise OSError("it has gone")
         return measurement(30)
 
-    for stand_in in (server, wait_until_it_answers, warm_up, measure):
-        monkeypatch.setattr(command, "_server" if stand_in is server else stand_in.__name__, stand_in)
+    monkeypatch.setattr(command, "_server", server)
+    monkeypatch.setattr(command, "wait_until_it_answers", wait_until_it_answers)
+    monkeypatch.setattr(load, "warm_up", warm_up)
+    monkeypatch.setattr(load, "measure", measure)
     monkeypatch.setattr(command, "_versions", lambda _: "")
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
     (tmp_path / "bin").mkdir()
