@@ -83,64 +83,53 @@ def _figures(waits_s: Sequence[float]) -> tuple[float, float, float]:
     return at[0], at[1], at[2]
 
 
-class _Server(NamedTuple):
-    host: str
-    port: int
-
-    def ask(self, seconds: float) -> list[float]:
-        """Sends small requests one after the other; returns how long each took."""
-        body, waits_s = small_request(), []
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
-        with contextlib.closing(connection):
-            end = time.perf_counter() + seconds
-            while (started := time.perf_counter()) < end:
-                connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                answer = response.read()
-                waits_s.append(time.perf_counter() - started)
-                if response.status != 200:
-                    raise BenchError(f"a small request was answered {response.status}: {answer[:200].decode()}")
-        return waits_s
+def _ask(address: str, seconds: float) -> list[float]:
+    """Sends small requests one after the other; returns how long each took."""
+    body, waits_s = small_request(), []
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_S)) as connection:
+        end = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < end:
+            connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            waits_s.append(time.perf_counter() - started)
+            if response.status != 200:
+                raise BenchError(f"a small request was answered {response.status}: {answer[:200].decode()}")
+    return waits_s
 
 
-@contextlib.contextmanager
-def _burning() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
+def _beside_neutral(address: str, seconds: float) -> _Waits:
+    with contextlib.ExitStack() as computing:
         for _ in range(_BURNERS):
-            stack.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
-        yield
-
-
-def _beside_neutral(server: _Server, seconds: float) -> _Waits:
-    with _burning():
+            computing.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
         time.sleep(_LEAD_S)
-        return _Waits(server.ask(seconds), {})
+        return _Waits(_ask(address, seconds), {})
 
 
-def _beside_heavy(server: _Server, attack: Attack, body: Path, seconds: float) -> _Waits:
-    arguments = [sys.executable, "-m", "bench.isolation.heavy", server.host, str(server.port), str(attack.connections)]
+def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> _Waits:
+    arguments = [sys.executable, "-m", "bench.isolation.heavy", address, str(attack.connections)]
     arguments += ["hangs-up"] * attack.hangs_up
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
         if not heavy.line():
             raise BenchError("the heavy caller did not start")
         time.sleep(_LEAD_S)
-        waits_s = server.ask(seconds)
+        waits_s = _ask(address, seconds)
         heavy.send(signal.SIGTERM)
         return _Waits(waits_s, json.loads(heavy.rest(_TIMEOUT_S)))
 
 
-def _measured(server: _Server, runs: Repetitions[str, _Waits], seconds: float, progress: Callable[[str], None]) -> Findings:
+def _measured(address: str, runs: Repetitions[str, _Waits], seconds: float, progress: Callable[[str], None]) -> Findings:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         paths = {}
         for number, case in enumerate(runs.subjects):
             paths[case] = Path(directory, str(number))
             paths[case].write_bytes(ATTACKS[case].body())
-        server.ask(1.0)
+        _ask(address, 1.0)  # to warm up
 
         def once(case: str, subject: str) -> _Waits:
             if subject == _NEUTRAL:
-                return _beside_neutral(server, seconds)
-            return _beside_heavy(server, ATTACKS[case], paths[case], seconds)
+                return _beside_neutral(address, seconds)
+            return _beside_heavy(address, ATTACKS[case], paths[case], seconds)
 
         runs.measure(list(runs.subjects), once, progress)
         sizes = {case: path.stat().st_size for case, path in paths.items()}
@@ -196,5 +185,4 @@ def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     runs = Repetitions[str, _Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
     with measuring(runs.steps) as progress, serving(options) as [running]:
-        url = urlsplit(running.url)
-        return _measured(_Server(str(url.hostname), int(url.port or 80)), runs, timing.timed_s, progress)
+        return _measured(urlsplit(running.url).netloc, runs, timing.timed_s, progress)

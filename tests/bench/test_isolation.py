@@ -61,7 +61,7 @@ async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool) -> No
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        status = await heavy._post(host, port, b"x" * 600_000, hangs_up=hangs_up)
+        status = await heavy._post(f"{host}:{port}", b"x" * 600_000, hangs_up=hangs_up)
         assert status == ("hung up" if hangs_up else "413")
         while not got:
             await asyncio.sleep(0)
