@@ -23,6 +23,7 @@ def main() -> None:
     say("2 of 3: Ray ...")
     environment.install(f"ray[default,serve]=={RAY}")
     say("3 of 3: this package, and what tests need ...")
+    environment.install("httpx>=0.28")  # openai's client has another one
     environment.install_this_package("[demo]")  # with the server and the openai client
 
 
