@@ -22,7 +22,8 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
-OF_SHMRING = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
+OF_TRANSPORT = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
+OF_SHMRING = OF_TRANSPORT | {path.stem for path in ROOT.glob("engine/**/_*.c")}
 LINKED = ("engine", "frontend")  # which are packages of shmring
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -100,7 +101,7 @@ def exchange(environment: Path, directory: Path, socket_dir: Path) -> dict[str, 
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     assert answer["sum"] == 2 << 20
-    assert {name.rpartition(".")[2] for name in answer["compiled"]} == OF_SHMRING
+    assert {name.rpartition(".")[2] for name in answer["compiled"]} == OF_TRANSPORT
     return answer
 
 
@@ -177,7 +178,11 @@ def test_a_wheel_needs_no_newer_processor(distributions: Path, tmp_path: Path) -
             function = line.partition("<")[2].rstrip(">:") if line.endswith(">:") else function
             if NEWER_INSTRUCTIONS.search(line):
                 functions.add(function)
-    assert functions == {"lines_avx2", "lines_avx512"}  # which run only where the processor says that it has them
+    assert functions == {
+        "lines_avx2",
+        "lines_avx512",
+        "attend_pieces",
+    }  # which run only where the processor says that it has them
 
 
 @pytest.mark.slow

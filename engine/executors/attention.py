@@ -7,7 +7,9 @@ of the function that transformers would call; :class:`FlatStep` says which token
 
 Contexts lie on *shelves*. A shelf has room for some contexts of at most so many tokens: on a CPU, 128 of 128, 64 of 256, ...,
 one of 16,384 or more. A context that outgrows its shelf moves to one of twice the length: it alone is copied, and rarely.
-The tokens of contexts that lie side by side on one shelf are computed by one call, because calls cost more than reading: a
+
+Single tokens are computed by code of our own where it can be used (:mod:`.single_tokens`): one call for all of them. Elsewhere,
+those of contexts that lie side by side on one shelf are computed by one call of torch, because calls cost more than reading: a
 context is at least half as long as its shelf, unless it is a short one.
 
 On a CPU, a shelf is memory that the kernel gives when it is first written to and takes back when a context leaves its row: room
@@ -18,7 +20,7 @@ Invariants:
 - a context's keys and values are written once, in its own row, and copied only when it moves;
 - all that a call reads holds numbers: rows are cleared when they are left, since torch multiplies by nought what a mask hides,
   and nought times infinity is none;
-- a token that is the only one of its shelf is computed without a mask, by the same call whatever else is in the step.
+- a token that is the only one of its shelf is computed by the same call whatever else is in the step, and without a mask.
 
 Source: a sequence of all tokens without padding is how vLLM and transformers' continuous batching feed a model. They keep pages
 (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023), for which torch has no
@@ -30,10 +32,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
+
+from shmring.engine.executors.single_tokens import SingleTokens, can_attend
 
 __all__ = ["ATTENTION", "ContextCache", "FlatStep", "Row", "attend", "refuse_mask"]
 
@@ -180,21 +184,33 @@ class FlatStep:
     """
 
     def __init__(self, pieces: Sequence[tuple[Row | None, int]], device: torch.device) -> None:
-        self.parts: list[_Tokens | _Piece] = []
+        self._pieces = pieces
+        self._device = device
+        self._parts: dict[bool, list[_Part]] = {}
+
+    def parts(self, *, by_torch: bool) -> Sequence[_Part]:
+        """Returns what is computed by a call each."""
+        if by_torch not in self._parts:
+            self._parts[by_torch] = self._divide(by_torch)
+        return self._parts[by_torch]
+
+    def _divide(self, by_torch: bool) -> list[_Part]:
+        parts: list[_Part] = []
         column = 0
         together: list[Row] = []
-        for row, count in [*pieces, (None, 0)]:
-            if together and (row is None or count > 1 or _is_far(together[-1], row, device)):
-                self.parts.append(_Tokens(together, column - len(together), device))
+        single: list[tuple[Row, int]] = []
+        for row, count in [*self._pieces, (None, 0)]:
+            if together and (row is None or count > 1 or _is_far(together[-1], row, self._device)):
+                parts.append(_Tokens(together, column - len(together), self._device))
                 together = []
-            if row is not None and count == 1:
+            if count > 1 or (count and row is None):
+                parts.append(_Piece(row, column, count, self._device))
+            elif row is not None and by_torch:
                 together.append(row)
-            elif count:
-                self.parts.append(_Piece(row, column, count, device))
+            elif row is not None:
+                single.append((row, column))
             column += count
-
-    def __iter__(self) -> Iterator[_Tokens | _Piece]:
-        return iter(self.parts)
+        return [*parts, SingleTokens(single)] if single else parts
 
 
 def _is_far(row: Row, following: Row, device: torch.device) -> bool:
@@ -210,7 +226,7 @@ class _Tokens:
 
     def __init__(self, rows: Sequence[Row], column: int, device: torch.device) -> None:
         self._shelf = rows[0].shelf
-        self.columns = slice(column, column + len(rows))
+        self._columns = slice(column, column + len(rows))
         indices = [row.index for row in rows]
         lengths = [row.length + 1 for row in rows]
         self._indices = torch.tensor(indices, device=device)
@@ -226,9 +242,10 @@ class _Tokens:
             self._mask = (torch.arange(self._longest, device=device) < spanned.unsqueeze(1))[:, None, None, :]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Returns what the tokens see, shape (tokens, heads, head size)."""
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, output: torch.Tensor
+    ) -> None:
+        """Writes what the tokens see, as :meth:`.SingleTokens.attend` does."""
+        query, key, value = (tensor[:, self._columns] for tensor in (query, key, value))
         keys, values = self._shelf.layer(layer, key, value)
         if self._mask is not None and self._mask.dtype == torch.bool:  # which torch would turn into numbers in each layer
             hidden = ~self._mask
@@ -248,7 +265,7 @@ class _Tokens:
             attn_mask=self._mask,
             scale=scale,
         )
-        return (seen if self._places is None else seen[self._places]).flatten(1, 2)
+        output[self._columns] = (seen if self._places is None else seen[self._places]).flatten(1, 2)
 
 
 class _Piece:
@@ -256,7 +273,7 @@ class _Piece:
 
     def __init__(self, row: Row | None, column: int, count: int, device: torch.device) -> None:
         self._row = row
-        self.columns = slice(column, column + count)
+        self._columns = slice(column, column + count)
         self._start = 0 if row is None else row.length
         self._end = self._start + count
         self._mask = None
@@ -265,9 +282,10 @@ class _Piece:
             self._mask = places <= places[self._start :].unsqueeze(1)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, output: torch.Tensor
+    ) -> None:
         """As of single tokens."""
+        query, key, value = (tensor[:, self._columns] for tensor in (query, key, value))
         if self._row is not None:
             keys, values = (memory[self._row.index] for memory in self._row.shelf.layer(layer, key, value))
             keys[:, self._start : self._end] = key
@@ -277,7 +295,10 @@ class _Piece:
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
         key, value = (memory.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for memory in (key, value))
         seen = _sdpa(grouped, key, value, attn_mask=self._mask, is_causal=self._mask is None, scale=scale)
-        return seen.flatten(0, 1).transpose(0, 1)
+        output[self._columns] = seen.flatten(0, 1).transpose(0, 1)
+
+
+_Part: TypeAlias = SingleTokens | _Tokens | _Piece
 
 
 def attend(
@@ -304,9 +325,8 @@ def attend(
     if flat is None or refused:
         raise NotImplementedError(f"its attention {f'has a {refused[0]}' if refused else 'is not told which step it is in'}")
     output = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
-    for part in flat:
-        mine = part.columns
-        output[0, mine] = part.attend(module.layer_idx, query[0, :, mine], key[0, :, mine], value[0, :, mine], scaling)
+    for part in flat.parts(by_torch=not can_attend(query[0], key[0], value[0])):
+        part.attend(module.layer_idx, query[0], key[0], value[0], scaling, output[0])
     return output, None
 
 
