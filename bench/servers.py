@@ -75,11 +75,9 @@ class OtherServer:
 
     def tensors(self) -> dict[str, int]:
         """Large tensors sent so far, by way, and inline ones by reason: ``inline space``."""
-        counts: dict[str, int] = {}
-        for name, value in self.metrics().items():
-            if match := re.fullmatch(r'shmring_tensors_total\{reason="(\w*)",way="(\w+)"\}', name):
-                counts[f"{match[2]} {match[1]}".strip()] = int(value)
-        return counts
+        pattern = r'^shmring_tensors_total\{reason="(\w*)",way="(\w+)"\} (\S+)$'
+        counted = re.findall(pattern, self.get("/metrics"), re.MULTILINE)
+        return {f"{way} {reason}".strip(): int(float(count)) for reason, way, count in counted}
 
     def report_of(self, ring: str) -> dict[str, Any]:
         """What an engine's half of the plug-in says now; asked of itself, so that nobody else is needed."""

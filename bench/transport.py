@@ -22,11 +22,11 @@ import numpy as np
 from bench import columns
 from bench.columns import Column, cross
 from bench.command_line import benchmark, measuring, peer_option, size_option
+from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
 from bench.modes import MODES, Timing
 from bench.peers import BASELINE, MEMCPY, PEERS
-from bench.processes import Groups
 from bench.repetitions import Measured, Number, Repetitions, median, ratio
 from bench.results import Coverage, Findings, Table, format_nbytes, format_rate, format_times
 from bench.stamps import ITEM_NBYTES

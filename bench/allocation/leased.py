@@ -41,7 +41,7 @@ class Leased:
         self.arrivals = 0
         for client_id in range(1, frontends + 1):
             grant = self.ledger.connect(client_id, int(client.lease_nbytes))
-            self.books[client_id] = ClientBook(_book_limits(client_id, length, ring, client))
+            self.books[client_id] = ClientBook(_book_limits(client_id, length, client))
             if grant is not None:
                 self._reach(effects.Granted(client_id, grant))
 
@@ -95,7 +95,7 @@ class Leased:
         raise AssertionError(f"nothing of this causes {effect}")
 
 
-def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientConfig) -> ClientBookLimits:
+def _book_limits(client_id: int, length: int, client: ClientConfig) -> ClientBookLimits:
     return ClientBookLimits(
         client_id=client_id,
         leasable_nbytes=length * BLOCK_NBYTES,
@@ -112,7 +112,7 @@ def lone_book(length: int, leases: int) -> CalledBook:
         length: its blocks.
         leases: that these are in, of one size.
     """
-    book = ClientBook(_book_limits(1, length, RingConfig(), ClientConfig()))
+    book = ClientBook(_book_limits(1, length, ClientConfig()))
     blocks = length // leases
     for number in range(leases):
         offset = (1 + number * blocks) * BLOCK_NBYTES

@@ -10,10 +10,10 @@ import click
 from bench import columns
 from bench.columns import compare
 from bench.command_line import benchmark, chosen, measuring, peer_option, size_option
+from bench.groups import Groups
 from bench.messages import Measurement
 from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.processes import Groups
 from bench.repetitions import Measured, Repetitions, ratio
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.scaling import BASES, VARIANTS

@@ -113,7 +113,7 @@ def _run_rank(rank: int, ranks: int, directory: str) -> None:
     done.send(b"up")
     device = torch.ones(1, dtype=torch.uint8)
     while True:
-        sent = _receive(features, tensors, rank, ranks)
+        sent = _receive(tensors, rank, ranks)
         if isinstance(sent, dict):
             tensor = _materialize(sent["feature"], ranks)
             if device.nbytes != tensor.nbytes:
@@ -127,7 +127,7 @@ def _run_rank(rank: int, ranks: int, directory: str) -> None:
             done.send(msgspec.json.encode(time.process_time()))
 
 
-def _receive(features: Any, tensors: Any, rank: int, ranks: int) -> Any:
+def _receive(tensors: Any, rank: int, ranks: int) -> Any:
     """As ``SchedulerRequestReceiver.recv_requests``: rank 0 receives, and sends on to the others."""
     from sglang.srt.utils import broadcast_pyobj
     from sglang.srt.utils.msgpack_utils import ext_hook

@@ -24,10 +24,10 @@ import pytest
 
 import bench.peers
 from bench.children import BenchError, Failed, play_cell
+from bench.groups import Part, PeerGroup, consume
 from bench.messages import Cell
 from bench.peers import PEERS, shmring_ring
 from bench.peers.peer import Adapter
-from bench.processes import Part, PeerGroup, consume
 from shmring.memory.slab import SHM_DIRECTORY
 from tests.tables import for_each
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from bench import command_line, machine, processes, transport
+from bench import command_line, groups, machine, transport
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.messages import Case, Cell, Measurement
@@ -92,7 +92,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    monkeypatch.setattr(processes, "PeerGroup", Pretended)
+    monkeypatch.setattr(groups, "PeerGroup", Pretended)
     monkeypatch.setattr(transport, "_COPIES_S", 0.001)
     monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 1 << 20)  # times four, for each size: touched before
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process keeps its own handlers
@@ -175,7 +175,7 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
 def test_processes_that_do_not_fit_into_memory_are_not_started(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * processes._PROCESS_NBYTES))
+    monkeypatch.setattr(groups.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * groups._PROCESS_NBYTES))
     _, coverage = measured(4096)
     assert [(gap.subject, gap.reason) for gap in coverage.gaps] == [
         ("torch-queue", "there is too little memory for its processes")
@@ -195,12 +195,12 @@ def test_processes_that_do_not_start_again_are_ended(pretended: type[Pretended],
         def kill(self) -> None:
             ended.append(self.name)
 
-    monkeypatch.setattr(processes, "PeerGroup", Dying)
+    monkeypatch.setattr(groups, "PeerGroup", Dying)
     monkeypatch.setattr(Dying, "fails", [("inline-msgpack", 4096)])
     runs = transport.Repetitions[Case, Measurement](cases(4096, 8192), 1, lambda case: case.title)
-    with processes.Groups(PEERS, TIMING) as groups:
-        groups.prepare(runs, [Case(4096), Case(8192)])
-        runs.measure([Case(4096), Case(8192)], groups.run, lambda line: None)
+    with groups.Groups(PEERS, TIMING) as running:
+        running.prepare(runs, [Case(4096), Case(8192)])
+        runs.measure([Case(4096), Case(8192)], running.run, lambda line: None)
         assert ended == ["inline-msgpack"] * 2
     assert [gap.reason for gap in runs.coverage().gaps] == ["inline-msgpack broke", "no memory"]
 
@@ -298,7 +298,7 @@ def test_what_is_missed_is_measured_again_and_longer_and_that_counts(
             self.speeds = {"shmring": 100.0, "torch-queue": 10.0 if short and cell.nbytes == 4096 else 100.0 / second}
             return super().run(cell)
 
-    monkeypatch.setattr(processes, "PeerGroup", Disturbed)
+    monkeypatch.setattr(groups, "PeerGroup", Disturbed)
     monkeypatch.setattr(transport, "quick_plan", lambda: cases(4096, 65536, peers=("shmring", "torch-queue")))
     outcome = CliRunner().invoke(main, ["quick"])
     assert outcome.exit_code == code, outcome.output

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from bench.children import BenchError, Failed, play_cell
+from bench.groups import Part, PeerGroup, consume
 from bench.messages import Cell
 from bench.peers import PEERS
-from bench.processes import Part, PeerGroup, consume
 
 SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.02, timed_s=0.05, limit_s=20.0, directory="")
 NAME = "shmring"
