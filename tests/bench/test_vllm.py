@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from bench.repetitions import Repetitions
 from bench.results import Coverage
 from bench.serving.load import Latency
-from bench.vllm import command, load
+from bench.vllm import command, load, workers
 from bench.vllm.command import report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while, full_cases
 from tests.tables import for_each
@@ -165,3 +165,16 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     assert [row[1:3] for row in stored["tables"][0]["rows"]] == [["shmring", "30.0"]]
     reasons = {gap["subject"]: gap["reason"].partition(" (")[0] for gap in stored["coverage"]["gaps"]}
     assert reasons == {"inline": "the server did not start", "torch_shm": "OSError: it has gone"}
+
+
+def test_every_column_and_target_of_workers_is_of_what_was_measured() -> None:
+    def run(cpu_ms: float, p50_ms: float) -> workers.WorkersRun:
+        return workers.WorkersRun(dict.fromkeys(("APIServer", "EngineCore", "Worker"), cpu_ms), p50_ms, 1e5 / p50_ms, "abc")
+
+    ways = {"shmring": [run(1.0, 100.0)], "MessageQueue": [run(20.0, 200.0)], "its arena": [run(20.0, 200.0)]}
+    findings = workers.report(dict.fromkeys(workers.KINDS, ways), Coverage([], []), "")
+    assert findings.tables[0].rows[:2] == [
+        ["short", "shmring", "3.0", "1.0", "1.0", "1.0", "", "100.0", "1,000", "abc"],
+        ["short", "MessageQueue", "60.0", "20.0", "20.0", "20.0", "0.05 x", "200.0", "500", "abc"],
+    ]
+    assert [verdict.met for verdict in findings.targets] == [True] * len(workers.TARGETS)
