@@ -14,7 +14,7 @@ import asyncio
 import collections
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -150,3 +150,9 @@ def measure(exchanges: Sequence[Exchange], start: float, generator_cpu_s: float)
         e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         generator_cpu_s=generator_cpu_s,
     )
+
+
+def failures(name: str, runs: Iterable[Measurement]) -> Iterator[str]:
+    """Yields a sentence for each reason for which requests have failed in runs of that name."""
+    for reason, count in sum((collections.Counter(run.failures) for run in runs), collections.Counter[str]()).items():
+        yield f"{name}: {count:,} requests failed, which are in no rate and no latency: {reason}"

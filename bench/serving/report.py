@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator, Mapping, Sequence
 
 from bench import columns
@@ -10,7 +9,7 @@ from bench.columns import Column, compare
 from bench.machine import Machine
 from bench.repetitions import Number
 from bench.results import Findings, Verdict
-from bench.serving.load import WARM_UP_REQUESTS, Measurement
+from bench.serving.load import WARM_UP_REQUESTS, Measurement, failures
 from bench.serving.plan import PRESETS, Load, ServerOptions
 from bench.serving.run import LOAD, Results
 from bench.targets import Target, judge, ratios
@@ -55,7 +54,7 @@ def report(preset: str, load: Load, server: ServerOptions, results: Results) -> 
         f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
         f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further),
         *_counted(results),
-        *_failures(results),
+        *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
         *_shares(results),
     ]
     return Findings(
@@ -79,12 +78,6 @@ def _counted(results: Results) -> Iterator[str]:
             f"{name}: {counters['slab_bytes'] // requests:,} bytes of a request went through the slab; "
             f"{counters['media_decoded']:,} media were decoded, {counters['copied_bytes']:,} bytes copied for sending."
         )
-
-
-def _failures(results: Results) -> Iterator[str]:
-    for name, runs in _loads(results).items():
-        for reason, count in sum((collections.Counter(run.failures) for run in runs), collections.Counter[str]()).items():
-            yield f"{name}: {count:,} requests failed, which are in no rate and no latency: {reason}"
 
 
 def _shares(results: Results) -> Iterator[str]:
