@@ -13,7 +13,8 @@ those of contexts that lie side by side on one shelf are computed by one call of
 context is at least half as long as its shelf, unless it is a short one.
 
 On a CPU, a shelf is memory that the kernel gives when it is first written to and takes back when a context leaves its row: room
-for contexts that never come costs nothing. An accelerator reserves what it is asked for; its shelves are smaller.
+for contexts that never come costs little. Long rows lie in huge pages, which are read faster. An accelerator reserves what it is
+asked for; its shelves are smaller.
 
 Invariants:
 
@@ -29,6 +30,7 @@ kernel on a CPU: contexts would be gathered anew in each layer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -47,6 +49,7 @@ ATTENTION = "shmring_flat"
 _SHELF_TOKENS = 16384  # of a shelf on a CPU, unless one context is longer: 16 contexts of 1024 tokens are read by one call
 _RESERVED = 8  # A shelf of an accelerator has fewer tokens by this: 57 MB for 2 billion parameters (28 layers, 2 heads of 128).
 _SHORTEST = 128  # tokens
+_HUGE_ROW_NBYTES = 256 << 10  # of keys, or values: one context in a huge page of 2 MB takes the room of 8 at most
 _GAP_TOKENS = 256  # of rows between two contexts that a CPU reads for nothing, before it is cheaper to make another call
 
 # What attention functions are given beside queries, keys and values, and what this one does not do.
@@ -93,6 +96,9 @@ class _Shelf:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no {nbytes} bytes for contexts: {error}") from None
+        if nbytes // self.rows >= _HUGE_ROW_NBYTES:
+            with contextlib.suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping, torch.frombuffer(mapping, dtype=like.dtype).view(shape)
 
 

@@ -230,6 +230,23 @@ def test_memory_of_a_context_goes_back_when_it_ends_though_others_stay_on_its_sh
     assert cache.open(100).index == 1
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@for_each(("tokens", "is_huge"), [(512, False), (1024, True)])  # of 256 bytes
+def test_long_rows_ask_for_huge_pages(tokens: int, is_huge: bool) -> None:
+    row = ContextCache().open(tokens)
+    one = torch.ones(1, 1, 64)
+    for memory in row.shelf.layer(0, one, one):
+        flags: list[str] = []
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, _, rest = line.partition(" ")
+            if "-" in first:
+                begin, end = (int(bound, 16) for bound in first.split("-"))
+            elif first == "VmFlags:" and begin <= memory.data_ptr() < end:
+                flags = rest.split()
+        assert flags
+        assert ("hg" in flags) is is_huge
+
+
 def test_rows_that_share_a_page_are_cleared_apart() -> None:
     cache = ContextCache()
     rows = [cache.open(100) for _ in range(3)]
