@@ -13,8 +13,8 @@ those of contexts that lie side by side on one shelf are computed by one call of
 context is at least half as long as its shelf, unless it is a short one.
 
 On a CPU, a shelf is memory that the kernel gives when it is first written to and takes back when a context leaves its row: room
-for contexts that never come costs little. Long rows lie in huge pages, which are read faster. An accelerator reserves what it is
-asked for; its shelves are smaller.
+for contexts that never come costs little. Long rows lie in huge pages, which are read faster. An accelerator reserves what it
+is asked for; its shelves are smaller.
 
 Invariants:
 
