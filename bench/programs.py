@@ -24,7 +24,7 @@ from shmring.processes.process import Process
 
 _READY = b"ready"
 _START_LIMIT_S = 300.0  # it imports vLLM, or SGLang
-_GRACE_S = 5.0
+_GRACE_S = 30.0  # Ray Serve takes some seconds to end
 _LAST_WORDS_NBYTES = 600
 
 _Answer = TypeVar("_Answer")
