@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,8 +113,9 @@ class DeviceClaims:
         """
         stream = self._cuda.current_stream(self._slab.device_index)
         self._wait(client_id, submit.content.fence, stream)
-        given = self._give(client_id, submit, stream)
-        self._in_use.update(key for _, _, key in self._here(client_id, submit))
+        here = self._here(client_id, submit)
+        given = self._give(here, stream)
+        self._in_use.update([key for _, _, key in here])
         self._idle.clear()
         return Placement(given)
 
@@ -148,22 +149,25 @@ class DeviceClaims:
             )
         consumer = self._cuda.current_stream(own_index) if stream is None else stream_number(stream)
         self._wait(client_id, submit.content.fence, consumer)
-        return self._give(client_id, submit, consumer)
+        return self._give(self._here(client_id, submit), consumer)
 
-    def _give(self, client_id: int, submit: Submit, stream: int) -> Given:
+    def _give(self, here: Iterable[tuple[int, SlotRef, Key]], stream: int) -> Given:
         given = {}
-        for number, slot, key in self._here(client_id, submit):
+        for number, slot, key in here:
             self._views.use(key, stream)
             # A slot of no bytes counts as one byte: it has a block, and CUDA knows no empty ranges.
             start, nbytes = slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes)
             given[number] = self._views.region(key, self._slab.memory, start, nbytes)
         return given
 
-    def _here(self, client_id: int, submit: Submit) -> Iterator[tuple[int, SlotRef, Key]]:
+    def _here(self, client_id: int, submit: Submit) -> list[tuple[int, SlotRef, Key]]:
         """The slots of a request that are here: the number of each in the request, the slot, and its key."""
-        for number, slot in enumerate(submit.content.slots, 1):
-            if slot.offset >= self._start:
-                yield number, slot, (client_id, slot.generation)
+        start = self._start
+        return [
+            (number, slot, (client_id, slot.generation))
+            for number, slot in enumerate(submit.content.slots, 1)
+            if slot.offset >= start
+        ]
 
     def release(self, client_id: int, submit: Submit) -> list[bool]:
         """A claim is released. Returns which of its slots drain: those here that are viewed, or that a GPU is at work on."""
