@@ -1,7 +1,8 @@
 """A table of cases in one test: types, files, sizes, and whatever else is many times the same question.
 
 ``for_each`` has the arguments of ``pytest.mark.parametrize``, but makes one test of all rows. All rows are tried, also behind
-one that fails, and each that fails is reported by its name. The rows share the fixtures of the test.
+one that fails, and each that fails is reported by its name. The rows share the fixtures of the test, but for ``monkeypatch``:
+what one row has patched is as before when the next one comes.
 
 A table of attacks stays with ``pytest.mark.parametrize``, so that each attack has a test of its own. So does a test that
 needs a new ring or process for each row.
@@ -9,6 +10,7 @@ needs a new ring or process for each row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -50,7 +52,8 @@ def for_each(
         def try_all(*, subtests: pytest.Subtests, **fixtures: Any) -> None:
             for name, row in rows():
                 try:
-                    test(**row, **fixtures)
+                    with _of_a_row(fixtures) as own:
+                        test(**row, **own)
                 except _FAILURES:
                     with subtests.test(name):
                         raise
@@ -59,7 +62,8 @@ def for_each(
         async def await_all(*, subtests: pytest.Subtests, **fixtures: Any) -> None:
             for name, row in rows():
                 try:
-                    await test(**row, **fixtures)
+                    with _of_a_row(fixtures) as own:
+                        await test(**row, **own)
                 except _FAILURES:
                     with subtests.test(name):
                         raise
@@ -72,6 +76,12 @@ def for_each(
         return whole  # type: ignore[no-any-return]
 
     return decorate
+
+
+@contextlib.contextmanager
+def _of_a_row(fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patched:
+        yield fixtures | ({"monkeypatch": patched} if "monkeypatch" in fixtures else {})
 
 
 def _rows(arguments: list[str], values: list[Any], ids: Iterable[Any] | Callable[[Any], Any] | None) -> Iterator[Row]:

@@ -60,6 +60,19 @@ def test_two_tables_are_all_pairs_and_fixtures_are_passed_on() -> None:
     assert [name for name, _ in subtests.reported] == ["'b', 2 - STR"]
 
 
+def test_what_a_row_has_patched_is_as_before_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[int] = []
+
+    @for_each("value", [1, 2])
+    def test(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        patched.append(len(patched_by_rows))
+        monkeypatch.setitem(patched_by_rows, value, "here")
+
+    patched_by_rows: dict[int, str] = {}
+    test(monkeypatch=monkeypatch, subtests=Subtests())
+    assert (patched, patched_by_rows) == ([0, 0], {})
+
+
 async def test_coroutines_are_awaited_row_by_row() -> None:
     subtests: Any = Subtests()
 
