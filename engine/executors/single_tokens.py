@@ -106,7 +106,8 @@ class SingleTokens:
                 helping += [_helpers().submit(compute, *part)]
             compute(0, bounds[1])
         finally:
-            concurrent.futures.wait(helping)
+            if helping:
+                concurrent.futures.wait(helping)
         for helper in helping:
             helper.result()
 
