@@ -14,6 +14,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -211,7 +212,7 @@ INLINED void attend_heads(
     float scores[HEADS * BLOCK] __attribute__((aligned(64)));
     float of_heads[LANES] __attribute__((aligned(64))); /* HEADS numbers, four times */
     Py_ssize_t size = step->size, nbytes = is_bfloat16 ? 2 : 4;
-    __m512 greatest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    __m512 greatest = _mm512_set1_ps(-FLT_MAX), total = _mm512_setzero_ps();
     memset(sums, 0, sizeof(float) * (size_t)(HEADS * size));
     memset(queries, 0, sizeof(float) * (size_t)(HEADS * size));
     for (Py_ssize_t head = 0; head < heads; head++) {

@@ -79,7 +79,7 @@ class _Shelf:
         return self.layers[index]
 
     def clear(self, index: int) -> None:
-        """Nothing is left in a row. The kernel has its memory back."""
+        """Nothing is left in a row. The kernel has its memory back; that of a part of a huge page, when memory is short."""
         for mapping, memory in self._mappings:
             row = memory[index]
             if mapping is None or row.nbytes % mmap.PAGESIZE:

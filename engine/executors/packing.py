@@ -12,7 +12,8 @@ memory of this process, where plain weights are pages of their file, which sever
 
 Invariants:
 
-- ``layer.weight`` goes on being the weight, for whoever looks at it: it is unpacked for him, which takes long;
+- ``layer.weight`` goes on being the weight, for whoever reads it: it is unpacked for him, which takes long. The layer's
+  parameters do not have it: a model with packed weights is neither saved, moved nor changed;
 - unpacking gives the same bits.
 """
 
@@ -31,19 +32,18 @@ class PackedLinear(torch.nn.Linear):
 
     Attributes:
         packed: the weight.
-        tied: the plain weight, where somebody else has it as well.
         was_read: whether somebody looked at the weight.
     """
 
     packed: torch.Tensor
-    tied: torch.nn.Parameter | None
     was_read: bool
+    _tied: tuple[torch.nn.Parameter, ...]  # the plain weight, where somebody else has it as well
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override] # a layer's own is a plain attribute
         """The plain weight."""
         self.was_read = True
-        return self.packed.to_dense() if self.tied is None else self.tied
+        return self._tied[0] if self._tied else self.packed.to_dense()
 
     @classmethod
     def of(cls, layer: Any, *, is_tied: bool) -> None:
@@ -52,7 +52,8 @@ class PackedLinear(torch.nn.Linear):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         del layer.weight
         layer.__class__ = cls
-        layer.packed, layer.tied, layer.was_read = packed, weight if is_tied else None, False
+        layer.packed, layer.was_read = packed, False
+        layer._tied = (weight,) if is_tied else ()  # in a tuple, or it would be a parameter of another name
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of a plain layer."""
@@ -61,8 +62,8 @@ class PackedLinear(torch.nn.Linear):
 
     def unpack(self) -> None:
         """Becomes a plain layer again."""
-        weight = torch.nn.Parameter(self.packed.to_dense(), requires_grad=False) if self.tied is None else self.tied
-        del self.packed, self.tied, self.was_read
+        weight = self._tied[0] if self._tied else torch.nn.Parameter(self.packed.to_dense(), requires_grad=False)
+        del self.packed, self._tied, self.was_read
         plain: Any = self
         plain.__class__ = torch.nn.Linear
         plain.weight = weight

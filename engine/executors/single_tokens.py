@@ -7,12 +7,13 @@ keys of its own (torch is as fast there), torch computes single tokens as well: 
 Invariants:
 
 - each token is computed as if it were the only one, with the same bits;
-- nothing is written to after a call has returned, also where a thread could not be started.
+- when a call is over, no thread computes anything of it, also if one could not be started.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 from array import array
@@ -80,9 +81,10 @@ class SingleTokens:
         shelves = array("q")
         for shelf in self._shelves:
             keys, values = shelf.layer(layer, key, value)
-            for memory in (keys, values):
-                assert memory.is_contiguous()
-                assert (memory.dtype, memory.shape) == (query.dtype, (shelf.rows, groups, shelf.capacity, size))
+            for memory in (keys, values):  # C sees addresses only
+                shape = (shelf.rows, groups, shelf.capacity, size)
+                if (memory.dtype, memory.shape) != (query.dtype, shape) or not memory.is_contiguous():
+                    raise ValueError(f"layer {layer} has keys of {memory.dtype} and shape {tuple(memory.shape)} already")
             shelves.extend((keys.data_ptr(), values.data_ptr(), shelf.rows, shelf.capacity))
         compute: Callable[[int, int], None] = functools.partial(
             _attention.attend,
@@ -100,16 +102,38 @@ class SingleTokens:
         nbytes = 2 * self._lengths * groups * size * query.itemsize
         threads = min(torch.get_num_threads(), pieces, 1 + nbytes // _SHARED_NBYTES)
         bounds = [pieces * number // threads for number in range(threads + 1)]
-        helping: list[concurrent.futures.Future[None]] = []
-        try:
-            for part in itertools.pairwise(bounds[1:]):
-                helping += [_helpers().submit(compute, *part)]
-            compute(0, bounds[1])
-        finally:
-            if helping:
-                concurrent.futures.wait(helping)
-        for helper in helping:
-            helper.result()
+        _share(compute, list(itertools.pairwise(bounds)))
+
+
+def _share(compute: Callable[[int, int], None], parts: Sequence[tuple[int, int]]) -> None:
+    """Computes parts: the first one here, the others in helping threads, and here again what none of these has begun."""
+    helping = [(concurrent.futures.Future[None](), part) for part in parts[1:]]
+    try:
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            for future, part in helping:
+                _helpers().submit(_help, future, compute, part)
+        compute(*parts[0])
+        for future, part in helping:
+            if future.cancel():
+                compute(*part)
+    finally:
+        begun = [future for future, _ in helping if not future.cancel()]
+        if begun:
+            concurrent.futures.wait(begun)
+    for future in begun:
+        future.result()
+
+
+def _help(future: concurrent.futures.Future[None], compute: Callable[[int, int], None], part: tuple[int, int]) -> None:
+    """In a helping thread: computes a part, unless it was cancelled. It may be one of a call that has long been over."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        compute(*part)
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def _vectors(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -92,6 +92,7 @@ def test_a_tied_weight_stays_with_its_embedding() -> None:
     pack(model)
     assert type(model.lm_head) is PackedLinear
     assert model.lm_head.weight is embedding
+    assert list(model.lm_head.parameters()) == []
     model.lm_head.unpack()
     assert model.lm_head.weight is embedding
 

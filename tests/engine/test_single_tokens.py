@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import threading
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -154,7 +156,7 @@ def test_what_is_not_a_number_stays_in_its_context(number: float, dtype: torch.d
     seen = contexts.attend()
     assert torch.equal(seen[[0, 2]], expected[[0, 2]])
     assert torch.equal(seen[1, 4:], expected[1, 4:]), "heads with other keys"
-    assert torch.isnan(seen[1, :4]).any() or number != number or not torch.isfinite(seen[1, :4]).all()
+    assert not torch.isfinite(seen[1, :4]).all(), "heads with these keys"
 
 
 @here
@@ -288,25 +290,79 @@ def test_arguments_of_another_kind_are_refused(changed: dict[str, Any]) -> None:
         attend_raw(**changed)
 
 
-@here
-def test_nobody_writes_any_more_when_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts = Contexts((2000,) * 6, 8, 2, 64, torch.bfloat16)
-    begun: list[concurrent.futures.Future[Any]] = []
-    helpers = single_tokens._helpers()
-
-    class Exhausted:
-        def submit(self, *arguments: Any) -> concurrent.futures.Future[Any]:
-            if begun:
-                raise RuntimeError("can't start new thread")
-            begun.append(helpers.submit(*arguments))
-            return begun[0]
-
-    monkeypatch.setattr(single_tokens, "_helpers", Exhausted)
+@pytest.fixture
+def new_helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No helping thread has been started yet; from now on, each call is shared by four."""
+    single_tokens._helpers.cache_clear()
     monkeypatch.setattr(single_tokens, "_SHARED_NBYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    yield
+    single_tokens._helpers().shutdown()
+    single_tokens._helpers.cache_clear()
+
+
+@here
+@pytest.mark.usefixtures("new_helpers")
+def test_where_no_thread_can_be_started_the_caller_computes_all_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = Contexts((2000,) * 6, 8, 2, 64, torch.bfloat16)
+    expected = torch.cat([contexts.attend([number]) for number in range(6)])
+    single_tokens._helpers.cache_clear()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert torch.equal(contexts.attend(), expected)
+    (keys, values) = contexts.rows[0].shelf.layers[0]
+    keys.zero_(), values.zero_()
+    others = Contexts((500,) * 6, 8, 2, 64, torch.bfloat16)
+    assert torch.equal(others.attend(), torch.cat([others.attend([number]) for number in range(6)]))
+    single_tokens._helpers().submit(lambda: None).result()  # they have come to the end of what was queued
+    assert not keys.any()
+    assert not values.any()
+
+
+@here
+@pytest.mark.usefixtures("new_helpers")
+@pytest.mark.parametrize("part", [0, 3])
+def test_an_error_is_raised_when_no_thread_computes_any_more(part: int) -> None:
+    running, ended = threading.Semaphore(0), []
+
+    def compute(first: int, end: int) -> None:
+        running.release()
+        if first == part:
+            assert all(running.acquire(timeout=60) for _ in range(4)), "all have begun"
+            raise ValueError("a part")
+        time.sleep(0.05)
+        ended.append(first)
+
+    with pytest.raises(ValueError, match="a part"):
+        single_tokens._share(compute, [(number, number + 1) for number in range(4)])
+    assert sorted(ended) == [number for number in range(4) if number != part]
+
+
+@here
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_are_infinitely_far_are_not_seen(dtype: torch.dtype) -> None:
+    contexts = Contexts((700,), 8, 2, 64, dtype)
+    contexts.query = contexts.query.abs()
+    row, (keys, values) = contexts.rows[0], contexts.rows[0].shelf.layers[0]
+    keys[row.index, :, :300] = -math.inf
+    seen = contexts.attend()
+    values[row.index, :, :300] = 7
+    assert torch.isfinite(seen).all()
+    assert torch.equal(contexts.attend(), seen)
+
+
+@here
+def test_keys_of_another_layer_of_this_name_are_refused() -> None:
+    contexts = Contexts((5, 6), 8, 2, 64, torch.bfloat16)
+    contexts.query, contexts.key, contexts.value = (
+        tensor.repeat(1, 1, 1, 2) for tensor in (contexts.query, contexts.key, contexts.value)
+    )
+    with pytest.raises(ValueError, match="layer 0 has keys of"):
         contexts.attend()
-    assert begun[0].done()
 
 
 # -- in a model -------------------------------------------------------------------------------------------------------------
