@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from bench import columns, command_line
 from bench.columns import compare
@@ -68,9 +68,6 @@ CASES: Mapping[Case | Question, tuple[str, ...]] = {
     **{Case(place, 0): (_CONNECTING,) for place in WAYS},
     **{Question(*question): (serving.ON_RAY, serving.ALONE) for question in _REQUESTS},
 }
-
-
-_Run: TypeAlias = cluster.Measurement | serving.Measurement
 
 
 def _connect_ms(run: cluster.Measurement) -> float:
@@ -169,13 +166,13 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
     """Engines in a Ray cluster, beside calls of an actor with a tensor; fails if a measured target is missed."""
-    runs = Repetitions[Case | Question, _Run](CASES, timing.repetitions, _title)
+    runs = Repetitions[Case | Question, cluster.Measurement](CASES, timing.repetitions, _title)
     python = str(environment / "bin" / "python")
     tensors, questions = (
         Program([python, "-m", program.__name__], os.environ, _ORDER_LIMIT_S) for program in (cluster, serving)
     )
 
-    def measure(case: Case | Question, way: str) -> _Run:
+    def measure(case: Case | Question, way: str) -> cluster.Measurement:
         if isinstance(case, Question):
             order = serving.Order(way, case.carried == "picture", case.window, _REQUESTS[case])
             return questions.order(order, serving.Measurement)

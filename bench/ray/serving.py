@@ -23,6 +23,7 @@ import msgspec
 from bench.children import on_uvloop
 from bench.meter import cpu_s_of
 from bench.programs import answer, orders
+from bench.ray import cluster
 from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
 from bench.serving.load import play, request_body, warm_up
@@ -33,7 +34,12 @@ from bench.serving.run import serving
 ALONE, ON_RAY = "shmring serve", "Ray Serve"
 _ALONE = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="128MiB", further=("--decoders=1",))
 _ON_RAY = {"executor": "fingerprints", "slab-nbytes": "128MiB", "decoders": 1, "mm-processor-cache-gb": 0}
-_VARIABLES = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+_VARIABLES = {
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # there is no balancer that has to notice
+}
+_NAME = "shmring"
 _DIRECT_PORTS = range(30_000, 31_000)  # of which Ray Serve gives each replica one
 _STORE_NBYTES = 200 << 20
 _MEDIA = Media((451, 300), distinct=8)
@@ -50,17 +56,13 @@ class Order(msgspec.Struct, frozen=True):
     requests: int
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class Measurement(cluster.Measurement, frozen=True):
     """Of the requests of an order.
 
     Attributes:
-        per_s: requests.
-        cpu_ms: of a request, of all processes.
-        added_ms: likewise, without what these processes take in a second before, in which nobody asks anything.
+        added_ms: of CPU, without what these processes take in a second before, in which nobody asks anything.
     """
 
-    per_s: float
-    cpu_ms: float
     added_ms: float
 
 
@@ -76,17 +78,18 @@ def _on_ray() -> Iterator[tuple[str, Any]]:
 
     node = {"num_cpus": 4, "object_store_memory": _STORE_NBYTES, "node_ip_address": "127.0.0.2", "include_dashboard": False}
     with contextlib.ExitStack() as stack:
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        stack.callback(cluster.shutdown)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        nodes = Cluster(initialize_head=True, head_node_args=node)
+        stack.callback(nodes.shutdown)
+        ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
         stack.callback(ray.shutdown)
         serve.start(http_options={"host": "127.0.0.1", "port": 0}, proxy_location="Disabled")
         stack.callback(serve.shutdown)
-        serve.run(app(_ON_RAY), name="shmring", route_prefix="/")
-        replica = family_of(cluster)
+        serve.run(app(_ON_RAY), name=_NAME, route_prefix="/")
+        stack.callback(serve.delete, _NAME)  # a replica that is not told to end leaves its engine's socket
+        replica = family_of(nodes)
         listening = [each.laddr for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.pid in replica]
         port = next(address.port for address in listening if address.port in _DIRECT_PORTS)
-        yield f"http://127.0.0.1:{port}", cluster
+        yield f"http://127.0.0.1:{port}", nodes
 
 
 async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
@@ -114,10 +117,10 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
 
 def main(control: Connection) -> None:
     """Carries orders out until nobody gives any."""
-    with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, cluster):
+    with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, nodes):
         for order in orders(control, Order):
             if order.way == ON_RAY:
-                asked, pids = url, family_of(cluster)
+                asked, pids = url, family_of(nodes)
             else:
                 asked, pids = alone.url, family(alone.process.pid)
             answer(control, on_uvloop(_carry_out(order, asked, pids)))
