@@ -86,10 +86,10 @@ async def _to(ends: _Ends, requests: int) -> AsyncIterator[shmring.Claim]:
         copies.held = True
 
 
-async def _home(count: Callable[[], int]) -> None:
-    """Waits until no slot is in use."""
-    while count():  # noqa: ASYNC110 # a turn of the loop is what is waited for
-        await asyncio.sleep(0)
+async def _home(count: Callable[[], int], pause_s: float = 0.0) -> None:
+    """Waits until no slot is in use: for turns of the loop, with pauses in which a thread that waits for events can run."""
+    while count():  # noqa: ASYNC110
+        await asyncio.sleep(pause_s)
 
 
 async def _to_cpu(ends: _Ends, requests: int) -> float:
@@ -136,8 +136,7 @@ def _hand_overs(is_at_work: bool) -> _Measure:
         started_ns = time.process_time_ns()
         for _ in range(requests):
             await _hand_over(ends, is_at_work)
-        while ends.client.statistics().device_slots_in_use:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)  # turn upon turn, this would keep the thread from running
+        await _home(lambda: ends.client.statistics().device_slots_in_use, pause_s=0.001)
         return (time.process_time_ns() - started_ns) / requests / 1e3
 
     return measured

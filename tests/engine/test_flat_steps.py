@@ -22,6 +22,7 @@ from shmring.engine.executors import transformers as executor_module  # noqa: E4
 from shmring.engine.executors.attention import ContextCache  # noqa: E402
 from shmring.engine.executors.generation import LanguageModel  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from tests.engine.tiny_models import DECODER  # noqa: E402
 
 # How far logits may be apart; their standard deviation is 4. These models have wide weights, which enlarge what float32 rounds.
 _APART = {torch.float64: 1e-5, torch.float32: 4e-4}
@@ -267,24 +268,13 @@ def test_room_that_the_kernel_does_not_give_is_a_lack_of_memory() -> None:
 
 # -- who takes no flat steps ------------------------------------------------------------------------------------------------
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "initializer_range": 0.5,
-}
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
 
 
 def _deep_stack() -> tuple[Any, list[dict[str, Any]]]:
     config = transformers.Qwen3VLConfig(
-        text_config=_TEXT | {"head_dim": 8, "rope_parameters": _SECTIONS},
+        text_config=DECODER | {"head_dim": 8, "rope_parameters": _SECTIONS},
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -312,7 +302,7 @@ def _deep_stack() -> tuple[Any, list[dict[str, Any]]]:
 
 def _three_dimensions() -> tuple[Any, list[dict[str, Any]]]:
     config = transformers.Qwen2VLConfig(
-        text_config=_TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+        text_config=DECODER | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2},
         image_token_id=50,
         video_token_id=51,
@@ -347,13 +337,13 @@ def _with_a_picture(factory: Any, config: Any) -> tuple[Any, list[dict[str, Any]
 
 
 def _prefix_seen_whole() -> tuple[Any, list[dict[str, Any]]]:
-    text = _TEXT | {"model_type": "gemma", "head_dim": 8}
+    text = DECODER | {"model_type": "gemma", "head_dim": 8}
     config = transformers.PaliGemmaConfig(text_config=text, vision_config=_SIGLIP, image_token_id=50, projection_dim=32)
     return _with_a_picture(transformers.PaliGemmaForConditionalGeneration, config)
 
 
 def _pictures_seen_whole() -> tuple[Any, list[dict[str, Any]]]:
-    text = _TEXT | {"head_dim": 8, "layer_types": ["full_attention"] * 2}
+    text = DECODER | {"head_dim": 8, "layer_types": ["full_attention"] * 2}
     config = transformers.Gemma3Config(text_config=text, vision_config=_SIGLIP, image_token_index=50, mm_tokens_per_image=1)
     return _with_a_picture(transformers.Gemma3ForConditionalGeneration, config)
 
@@ -361,19 +351,19 @@ def _pictures_seen_whole() -> tuple[Any, list[dict[str, Any]]]:
 @for_each(
     ("make", "reason"),
     [
-        (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), None),
-        (lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_TEXT)), None),
-        (lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**_TEXT, logits_scaling=3.0)), None),
+        (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), None),
+        (lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER)), None),
+        (lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**DECODER, logits_scaling=3.0)), None),
         (
-            lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**_TEXT, sliding_window=8)),
+            lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=8)),
             "not all of its layers keep all keys and values",
         ),
         (
-            lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**_TEXT, layer_types=["conv", "full_attention"])),
+            lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**DECODER, layer_types=["conv", "full_attention"])),
             "not all of its layers keep all keys and values",
         ),
         (
-            lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, rope_parameters=_DYNAMIC)),
+            lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, rope_parameters=_DYNAMIC)),
             "its positions depend on the longest context",
         ),
         (_three_dimensions, None),
@@ -407,7 +397,7 @@ def test_a_model_that_can_not_be_tried_takes_none() -> None:
     def refuse() -> Any:
         raise ValueError("a picture alone is no question")
 
-    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)).eval()
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)).eval()
     model = LanguageModel(network)
     assert model.check(refuse) == "it can't be tried: ValueError: a picture alone is no question"
     assert not model.flat
@@ -421,6 +411,6 @@ def test_a_model_that_computes_something_else_in_flat_steps_takes_none(monkeypat
     monkeypatch.setattr(generation, "attend", shifted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = LanguageModel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)).eval())
+        model = LanguageModel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)).eval())
     assert model.check() == "it computes something else in flat steps"
     assert not model.flat

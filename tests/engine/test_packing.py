@@ -21,26 +21,15 @@ transformers = pytest.importorskip("transformers")
 from shmring.engine.executors import generation  # noqa: E402 - after the skip
 from shmring.engine.executors.generation import LanguageModel  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from tests.engine.tiny_models import DECODER  # noqa: E402
 
 packs = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="torch packs no weights of bfloat16 for this processor")
-
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "initializer_range": 0.5,
-}
 
 
 def make_llama(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA | settings)).eval().to(dtype)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER | settings)).eval().to(dtype)
 
 
 def layers_of(model: torch.nn.Module, kind: type) -> list[str]:

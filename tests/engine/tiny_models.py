@@ -13,17 +13,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "TORCHVISION_ARCHITECTURES", "write_tiny_model"]
+__all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "DECODER", "TORCHVISION_ARCHITECTURES", "write_tiny_model"]
 
 CONTEXT_LENGTH = 512
 """Tokens of prompt and answer together."""
 
 _INITIALISER_RANGE = 0.5  # at the usual 0.02 every prompt gives almost the same answer
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": _INITIALISER_RANGE,
+}
+"""The configuration of a decoder for tests that need a network and no tokenizer; architectures add what they need."""
 
 _END, _PAD = "<|end|>", "<|pad|>"
 _PICTURE_SIDE, _PATCH_SIDE = 28, 14
