@@ -1014,8 +1014,8 @@ GUARDS = (
     Guard(
         "a slot is held only while its session lives",
         "shmring/core/client_end.pyx",
-        "        if not self.is_usable():\n            return None\n        record = self.book.acquire_slot(nbytes, True)\n",
-        "        record = self.book.acquire_slot(nbytes, True)\n",
+        "        if not self.is_usable():\n            return None\n        slot = self._hold_now(nbytes, drain, device)\n",
+        "        slot = self._hold_now(nbytes, drain, device)\n",
         "tests/test_slot.py::test_an_end_whose_session_has_ended_holds_no_slot",
     ),
     Guard(
@@ -1446,8 +1446,8 @@ GUARDS = (
     Guard(
         "after reading messages about slots, the session is checked again",
         "shmring/core/client_end.pyx",
-        "if record is None and self.hear():",
-        "if record is None and (self.hear() or True):",
+        "if slot is None and self.hear():",
+        "if slot is None and (self.hear() or True):",
         "tests/simulation/test_midst.py::test_slots_may_go_as_their_caller_looks_for_one",
     ),
     Guard(

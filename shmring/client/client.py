@@ -524,13 +524,7 @@ class Client(ClientCalls):
             session.host_slots.book.check_capacity(total_nbytes)
 
     def _resolve_device(self, device: torch.device | str) -> torch.device | None:
-        """For :meth:`slot`: the GPU that is meant, or None for the host."""
-        wanted = torch.device(device)
-        if wanted.type == "cpu":
-            return None
-        if wanted.type != "cuda":
-            raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
-        return wanted
+        return _where(device)
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -663,3 +657,14 @@ def _first_that_can(sessions: Sequence[Session], attempt: Callable[[Session], _R
             full = full or error
     assert full is not None, "there is an engine"
     raise full
+
+
+@functools.lru_cache(maxsize=64)  # torch takes longer to read a name than it takes to acquire the slot
+def _where(device: torch.device | str) -> torch.device | None:
+    """The GPU that a caller wants a slot on; None: on the host."""
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return None
+    if wanted.type != "cuda":
+        raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
+    return wanted

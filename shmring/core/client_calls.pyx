@@ -210,8 +210,8 @@ cdef class AcquiringSlot(Awaited):  # type: Awaited[Slot]
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientEnd end = self.client._end
-        if end is not None and self.device is None and self.key is None and self.engine is None:
-            slot = end.hold_now(self.nbytes, self.drain)
+        if end is not None and self.key is None and self.engine is None:
+            slot = end.hold_now(self.nbytes, self.drain, self.device)
             if slot is not None:
                 self.slot = slot
                 return owned(slot)

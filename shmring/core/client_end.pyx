@@ -581,18 +581,24 @@ cdef class ClientEnd(RecordHandler):
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
-    cpdef object hold_now(self, object nbytes, bint drain):  # type: (int, bool) -> Any
-        """Returns a slot in host memory for a caller; None if something has to be waited for.
+    cpdef object hold_now(self, object nbytes, bint drain, object device=None):  # type: (int, bool, torch.device | None) -> Any
+        """Returns a slot for a caller; None if something has to be waited for, or the device slab can't be there.
 
         Raises:
             CapacityError: so much can never be had.
         """
-        cdef ClientSlotRecord record
         if not self.is_usable():
             return None
+        slot = self._hold_now(nbytes, drain, device)
+        if slot is None and self.hear():  # the engine may have released enough memory
+            slot = self._hold_now(nbytes, drain, device)
+        return slot
+
+    cdef object _hold_now(self, object nbytes, bint drain, object device):
+        cdef ClientSlotRecord record
+        if device is not None:
+            return self.device_slots.hold_now(nbytes, device, drain)
         record = self.book.acquire_slot(nbytes, True)
-        if record is None and self.hear():  # the engine may have released enough memory
-            record = self.book.acquire_slot(nbytes, True)
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):

@@ -26,6 +26,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from shmring.cancellation import retrieve, uninterrupted
 from shmring.core.compiled import BaseSlot, ClientSlotRecord, Gpu, Mapping, Mark
 from shmring.core.geometry import BLOCK_NBYTES
@@ -151,6 +153,18 @@ class DeviceSlots(Slots):
                 f"the engine's device slab is on cuda:{self._slab.device_index} of this process, not on cuda:{device_index}"
             )
         return self
+
+    def hold_now(self, nbytes: int, device: torch.device, drain: bool) -> Any:
+        """For the end: returns a slot for a caller; None if something has to be waited for, or refused.
+
+        Raises:
+            CapacityError: so much can never be had.
+            CudaError: as :meth:`hold`.
+        """
+        if not self._is_open or device.index not in {None, self._slab.device_index}:
+            return None
+        record = self.book.acquire(nbytes, held=True)
+        return None if record is None else self.hold(record, drain=drain)
 
     def _check_there(self) -> None:
         if self._handle is None:

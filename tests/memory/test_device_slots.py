@@ -373,6 +373,21 @@ async def _take(client: Client, nbytes: int) -> shmring.Slot:
     return await client.slot(nbytes, device="cuda")
 
 
+async def test_a_slot_that_is_free_comes_at_once_also_where_its_release_was_not_heard_yet(
+    ends: Ends, ring: Ring, client: Client
+) -> None:
+    for device in ["cuda", "cuda:0", torch.device("cuda")]:
+        async with client.slot(1_500_000, device=device) as slot:  # the first maps the slab, and brings the lease
+            submission = await ends.submit(client, slot.tensor((1_500_000,), torch.uint8), idle=True)
+        claim = await ring.claim()
+        claim.done()
+        assert client.statistics().device_slots_in_use == 1
+        with pytest.raises(StopIteration) as there:
+            client.slot(1_500_000, device=device).__await__().send(None)
+        there.value.value.close()
+        await submission.wait()
+
+
 async def test_two_clients_share_it_and_a_recall_brings_leases_back(ends: Ends, ring: Ring, eventually: Eventually) -> None:
     first, second = await ends.connect(lease_idle_s=60.0), await ends.connect()
     async with first.slot(1_200_000, device="cuda"):

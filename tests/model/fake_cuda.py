@@ -42,7 +42,6 @@ class FakeCuda(MadeUpDriver):
         self.pending: set[int] = set()
         self.visible = ["GPU-a", "GPU-b", "GPU-c"]
         self._here = threading.local()
-        self._computing: dict[int, Stream] = {}
         self._gpus: dict[int, Gpu] = {}
         self._allocated: list[torch.Tensor] = []
 
@@ -55,19 +54,6 @@ class FakeCuda(MadeUpDriver):
     def queue(self, stream: Stream, work: Callable[[], object]) -> None:
         """Queues work, as a kernel is queued."""
         self.queue_work(stream, work)
-
-    def compute_on(self, stream: Stream | None) -> None:
-        """Makes a stream this thread's current one; None: the one it had at first."""
-        self._here.stream = stream
-
-    def computing(self, device_index: int = 0) -> Stream:
-        """Returns this thread's current stream."""
-        if (chosen := getattr(self._here, "stream", None)) is not None and chosen.device_index == device_index:
-            stream: Stream = chosen
-            return stream
-        if device_index not in self._computing:
-            self._computing[device_index] = self.create(device_index, False)
-        return self._computing[device_index]
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -83,14 +69,14 @@ class FakeCuda(MadeUpDriver):
         self._call("host_register", device_index)
         taken = any(address < start + size and start < address + nbytes for start, size in self.registered.items())
         if nbytes > self.largest or taken:
-            self._refuse("host_register", 712 if taken else 2)
+            self.refuse("host_register", 712 if taken else 2)
         self.registered[address] = nbytes
 
     def host_unregister(self, device_index: int, address: int) -> None:
         assert is_mapped(address), "unregistered after it was unmapped"
         self._call("host_unregister", device_index)
         if address not in self.registered:
-            self._refuse("host_unregister", 713)
+            self.refuse("host_unregister", 713)
         del self.registered[address]
         self.unregistered.append(address)
 
@@ -107,10 +93,6 @@ class FakeCuda(MadeUpDriver):
     def create_stream(self, device_index: int) -> Stream:
         self._call("create_stream", device_index)
         return self.create(device_index, self.hold_copies)
-
-    def current_stream(self, device_index: int) -> int:
-        self._call("current_stream", device_index)
-        return self.computing(device_index).cuda_stream
 
     def used_on(self, memory: torch.Tensor, stream: int) -> None:
         self._call("used_on", next(other.device_index for other in self.streams if other.cuda_stream == stream))
@@ -130,9 +112,9 @@ class FakeCuda(MadeUpDriver):
 
     def _call(self, name: str, device_index: int) -> None:
         if self.has_failed(name, device_index):
-            self._refuse(name, 999)
+            self.refuse(name, 999)
 
-    def _refuse(self, name: str, code: int) -> None:
+    def refuse(self, name: str, code: int) -> None:
         self.pending.add(threading.get_ident())
         raise CudaError(f"{name} failed", call=name, code=code)
 

@@ -47,9 +47,11 @@ cdef extern from *:
     """
     static _Thread_local void *contexts[8];
     static _Thread_local int depth;
+    static _Thread_local void *chosen;
     """
     void** contexts
     int depth
+    void* chosen   # a stream, which its driver keeps; NULL: none
 
 cdef class Event:
     """Reached or not."""
@@ -145,6 +147,7 @@ cdef class MadeUpDriver:
     cdef readonly dict exported
     cdef readonly set opened
     cdef dict _failures
+    cdef dict _computing   # by device
     cdef list _events
     cdef list _contexts
     cdef object _lock
@@ -152,7 +155,7 @@ cdef class MadeUpDriver:
     cdef bint _again
 
     def __init__(self):
-        self.registered, self.exported, self._failures = {}, {}, {}
+        self.registered, self.exported, self._failures, self._computing = {}, {}, {}, {}
         self.devices, self.copy_threads, self.awaited, self.opened = set(), set(), set(), set()
         self.streams, self.copied, self._events, self._contexts = [], [], [], []
         self.calls, self._lock = Counter(), threading.RLock()
@@ -179,6 +182,29 @@ cdef class MadeUpDriver:
         stream.device_index, stream.held, stream.queue, stream.driver = device_index, held, deque(), self
         self.streams.append(stream)
         return stream
+
+    def compute_on(self, Stream stream: Stream | None):
+        """Makes a stream this thread's current one; None: the one it had at first."""
+        global chosen
+        chosen = NULL if stream is None else <void*>stream
+
+    cpdef Stream computing(self, int device_index=0):
+        """Returns this thread's current stream."""
+        if chosen != NULL and (<Stream>chosen).driver is self and (<Stream>chosen).device_index == device_index:
+            return <Stream>chosen
+        if device_index not in self._computing:
+            self._computing[device_index] = self.create(device_index, False)
+        return self._computing[device_index]
+
+    def current_stream(self, int device_index):
+        """Returns the number of the stream that this thread computes on."""
+        if self.has_failed("current_stream", device_index):
+            self.refuse("current_stream", MADE_TO_FAIL)
+        return self.computing(device_index).cuda_stream
+
+    def refuse(self, call, code):
+        """Raises the error of a failed call; for the subclass."""
+        raise NotImplementedError
 
     cpdef Event create_event(self, int device_index):
         cdef Event event = Event.__new__(Event)

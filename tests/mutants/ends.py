@@ -55,8 +55,8 @@ FAULTS = (
         ),
         (
             "a slot on a GPU is one in host memory",
-            "if end is not None and self.device is None",
-            "if end is not None",
+            "slot = end.hold_now(self.nbytes, self.drain, self.device)",
+            "slot = end.hold_now(self.nbytes, self.drain)",
             "tests/memory/test_device_slots.py::test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy",
         ),
         (
