@@ -22,7 +22,7 @@
 #define LANES 16
 #define PAIR 32   /* numbers that are loaded together: two vectors */
 #define HEADS 4   /* of a group that are computed together; if there are fewer, the others are nought */
-#define BLOCK 128 /* tokens: keys and values of 64 numbers are 32 KB, which the first cache holds for further heads of the group */
+#define BLOCK 16 /* tokens: so few that the processor asks for the keys of the next ones while it adds the values of these */
 #define MOST 256  /* numbers of a key */
 #define AHEAD 4096 /* bytes: how long before its use memory is asked for; where it is not mapped, nothing happens */
 
@@ -228,7 +228,7 @@ INLINED void attend_heads(
             greatest = _mm512_max_ps(_mm512_load_ps(scores + at), greatest);
         greatest = _mm512_max_ps(greatest, _mm512_shuffle_f32x4(greatest, greatest, 0x4e));
         greatest = _mm512_max_ps(greatest, _mm512_shuffle_f32x4(greatest, greatest, 0xb1));
-        if (start) {
+        if (start && _mm512_cmp_ps_mask(before, greatest, _CMP_NEQ_UQ)) { /* once the greatest score has come, rarely */
             __m512 shrunk = power_of_2(_mm512_sub_ps(before, greatest));
             total = _mm512_mul_ps(total, shrunk);
             _mm512_store_ps(of_heads, shrunk);
