@@ -6,16 +6,13 @@ import base64
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmring.frontend.demo.media import Sample
-
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionMessageParam
 
 __all__ = ["COPIES", "DECODED", "IN_PLACE", "IN_USE", "SLAB_BYTES", "Answer", "Chat", "Client"]
 
@@ -61,7 +58,7 @@ class Client:
 
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none is needed")
         self._metrics_url = f"{url}/metrics"
-        self._model = self._client.models.list().data[0].id
+        self._model: str = self._client.models.list().data[0].id
 
     @property
     def model(self) -> str:
@@ -91,10 +88,9 @@ class Client:
         started = time.perf_counter()
         first_s = 0.0
         text, usage = "", (0, 0)
-        messages = cast("list[ChatCompletionMessageParam]", [{"role": "user", "content": content}])
         for chunk in self._client.chat.completions.create(
             model=self._model,
-            messages=messages,
+            messages=[{"role": "user", "content": content}],
             max_tokens=max_tokens,
             stream=True,
             stream_options={"include_usage": True},
