@@ -124,6 +124,11 @@ async def test_what_can_never_fit_is_an_error_at_once(client: shmring.Client, ri
         assert caught.value.capacity <= capacity
         with pytest.raises(shmring.CapacityError):
             client.submit_nowait(payload)
+    for ask in (client.slot, client.slot_nowait, client.check_capacity, lambda nbytes: client.slots([1, nbytes])):
+        for nbytes in (1 << 30, 1 << 64, 1 << 200):
+            with pytest.raises(shmring.CapacityError) as caught:
+                await ask(nbytes)
+            assert caught.value.needed >= nbytes
     assert client.statistics().slots_in_use == 0
 
 

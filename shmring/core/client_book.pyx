@@ -264,7 +264,11 @@ cdef class ClientBook:
         Raises:
             CapacityError: it is larger than what the engine can lease out.
         """
-        if nbytes < 0:
+        return self.acquire_asked(nbytes, held)
+
+    cdef ClientSlotRecord acquire_asked(self, object nbytes, bint held):
+        """As :meth:`acquire`: callers may ask for any number of bytes."""
+        if not 0 <= nbytes <= self._capacity_nbytes:
             self.check_capacity(nbytes)
         return self.acquire_slot(nbytes, held)
 

@@ -586,6 +586,7 @@ cdef class ClientEnd(RecordHandler):
 
         Raises:
             CapacityError: so much can never be had.
+            CudaError: CUDA failed. The slot is free again.
         """
         if not self.is_usable():
             return None
@@ -598,7 +599,7 @@ cdef class ClientEnd(RecordHandler):
         cdef ClientSlotRecord record
         if device is not None:
             return self.device_slots.hold_now(nbytes, device, drain)
-        record = self.book.acquire_slot(nbytes, True)
+        record = self.book.acquire_asked(nbytes, True)
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):

@@ -305,8 +305,9 @@ async def test_an_engine_without_a_device_slab_says_so(ends: Ends) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 2)])
 async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, client: Client, device: Any) -> None:
-    with pytest.raises(ValueError, match=r"device slab is on cuda:0 of this process, not on cuda:[12]"):
-        await client.slot(10, device=device)
+    for _ in range(2):  # the first maps the slab
+        with pytest.raises(ValueError, match=r"device slab is on cuda:0 of this process, not on cuda:[12]"):
+            await client.slot(10, device=device)
     with pytest.raises(ValueError, match=r"device slab is on cuda:0"):
         client.slot_nowait(10, device=device)
 
@@ -491,9 +492,13 @@ async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
     await eventually(lambda: used(client) == 0)
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 async def test_a_slot_that_drains_waits_for_its_views_first(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
+    is_mapped: bool, ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
 ) -> None:
+    if is_mapped:
+        async with client.slot(NBYTES, device="cuda"):
+            pass
     async with client.slot(NBYTES, device="cuda", drain=True) as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
     await turns()
@@ -506,6 +511,17 @@ async def test_a_slot_that_drains_waits_for_its_views_first(
     assert used(client) == 1
     ends.cuda.release()
     await eventually(lambda: used(client) == 0)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+async def test_a_slot_that_does_not_drain_is_free_although_it_is_viewed(is_mapped: bool, ring: Ring, client: Client) -> None:
+    if is_mapped:
+        async with client.slot(NBYTES, device="cuda"):
+            pass
+    async with client.slot(NBYTES, device="cuda") as slot:
+        tensor = slot.tensor((NBYTES,), torch.uint8)
+    assert used(client) == 0
+    del tensor
 
 
 # -- clients without a loop -----------------------------------------------------------------------------------------------
