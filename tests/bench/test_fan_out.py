@@ -85,6 +85,7 @@ def test_rest_and_a_stopped_worker_are_measured(host: Host) -> None:
     assert found.stopped_ratio > 0
 
 
+@pytest.mark.slow  # it starts a host and its workers twice
 def test_a_host_tells_what_failed_and_is_started_again_when_it_has_died(host: Host) -> None:
     with pytest.raises(BenchError, match="ended with"):
         host.play(Cell("nothing-of-this-name", 1, 4096, seconds=0.02, steps=3))

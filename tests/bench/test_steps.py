@@ -59,6 +59,7 @@ def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
         assert reason in result.output
 
 
+@pytest.mark.slow  # it imports all that a model needs, in a process
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(steps.NotMeasured, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
         steps._measure(steps._Peer(steps.ROOT), tmp_path)

@@ -505,6 +505,7 @@ def test_the_command_explores_and_says_what_was_complete(tmp_path: Path) -> None
     assert [(found["name"], found["complete"]) for found in explored] == [("code of shapes", True), ("requests", False)]
 
 
+@pytest.mark.slow  # seconds of computing each
 @pytest.mark.parametrize("arguments", [["--steps", "5000", "--seed", "2"], ["--scenario", "disturbed"]])
 def test_a_violation_can_be_run_again_until_it_holds(tmp_path: Path, arguments: list[str]) -> None:
     path = tmp_path / "failure.json"

@@ -110,7 +110,7 @@ async def connected(gpu: Gpu, own: Own, eventually: Eventually) -> AsyncIterator
     exchanges: list[Exchange] = []
 
     async def make(on: int | str = 0, **changes: Any) -> Exchange:
-        chosen = settings(**({"device_slab_nbytes": 32 * MB, "wait_s": 0.1} | changes))
+        chosen = settings(**({"device_slab_nbytes": 32 * MB, "wait_s": 5.0} | changes))
         serve = functools.partial(Receiver, chosen, 0, copies=False, pin="off", gpu=on, own=own.provide)
         receiver = await asyncio.to_thread(serve)
 
@@ -197,7 +197,7 @@ async def test_its_slot_is_used_again_after_the_model_has_read_it(gpu: Gpu, conn
 
 
 async def test_what_finds_no_place_goes_vllms_own_way(gpu: Gpu, own: Own, connected: Connect) -> None:
-    exchange = await connected(device_slab_nbytes=16 * MB)
+    exchange = await connected(device_slab_nbytes=16 * MB, wait_s=1.0)
     held = await exchange.exchange(gpu.picture(6 * MB))
     tensors = [gpu.picture(6 * MB), gpu.picture(6 * MB), gpu.picture(40 * MB)]
     host = picture(MB)

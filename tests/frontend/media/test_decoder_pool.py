@@ -181,6 +181,7 @@ async def test_a_decoder_that_dies_costs_nobody_a_picture(
     assert len(children_of(nursery())) <= 2
 
 
+@pytest.mark.slow  # it starts decoders again and again
 async def test_idle_decoders_that_die_cost_nobody_a_picture(
     pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
 ) -> None:
