@@ -16,7 +16,7 @@ import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import click
@@ -30,9 +30,9 @@ from bench.command_line import benchmark, measuring
 from bench.gpu import made_up
 from bench.modes import Timing
 from bench.peers.shmring_ring import RING
-from bench.repetitions import Measured, Repetitions
-from bench.results import Findings, Verdict, format_nbytes
-from bench.targets import judge, medians
+from bench.repetitions import Repetitions
+from bench.results import Findings, format_nbytes
+from bench.targets import Target, medians
 
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
@@ -127,26 +127,17 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> Run:
     return Run(cpu_s / (sent - before) * 1e6, sent - before)
 
 
-def measure(
-    cases: Sequence[Case], repetitions: int, timed_s: float, warm_up_s: float, progress: Callable[[str], None]
-) -> Findings:
-    """Measures cases in turn, again and again; one that fails is left out from then on, and said.
-
-    Args:
-        cases: what to measure.
-        repetitions: of each case, every one of so many seconds.
-        timed_s, warm_up_s: of each repetition.
-        progress: called with a line before each of them.
-    """
+def measure(cases: Sequence[Case], timing: Timing, progress: Callable[[str], None]) -> Findings:
+    """Measures cases in turn, again and again, with a line before each repetition."""
     settle()
-    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), repetitions)
-    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, warm_up_s, timed_s)), progress)
+    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
+    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, timing.warm_up_s, timing.timed_s)), progress)
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
     return Findings(
         mode="cost",
         tables=[compare(title, ("message", "of"), runs.measured, _COLUMNS)],
-        notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The program stamps nothing."],
-        targets=[_judged(cases, way, runs.measured) for way in dict.fromkeys(case.way for case in runs.measured)],
+        notes=[f"Medians of {timing.repetitions} interleaved repetitions of {timing.timed_s:g} s. The program stamps nothing."],
+        targets=[_target(runs.measured, way).judge(runs.measured) for way in dict.fromkeys(case.way for case in runs.measured)],
         coverage=runs.coverage(),
     )
 
@@ -158,14 +149,12 @@ _COLUMNS = (
 )
 
 
-def _judged(cases: Sequence[Case], way: str, measured: Measured) -> Verdict:
-    """Whether a way costs what it may, at the worst of its sizes."""
-    of_way = {format_nbytes(case.nbytes): case for case in cases if case.way == way and case in measured}
+def _target(cases: Iterable[Case], way: str) -> Target:
+    """That a way costs what it may, at the worst of its sizes."""
+    of_way = {format_nbytes(case.nbytes): case for case in cases if case.way == way}
     sizes = list(of_way)
-    at = " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
-    limit_us = next(iter(of_way.values())).limit_us
-    what = f"CPU per message, both ends in one process, {way}"
-    return judge(what, at, limit_us, "us", medians(_SUBJECT, "cpu_us", of_way)(measured), at_least=False)
+    what, at = f"CPU per message, both ends in one process, {way}", " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
+    return Target(what, at, of_way[sizes[0]].limit_us, "us", medians(_SUBJECT, "cpu_us", of_way), at_least=False)
 
 
 @benchmark("cost")
@@ -178,4 +167,4 @@ def cost_command(timing: Timing, gpu_fake: bool) -> Findings:
     with measuring(timing.repetitions * len(made_up.CASES if gpu_fake else CASES)) as progress:
         if gpu_fake:
             return made_up.measure(timing.repetitions, _FAKE_REQUESTS, progress)
-        return measure(CASES, *timing, progress)
+        return measure(CASES, timing, progress)

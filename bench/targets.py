@@ -60,46 +60,30 @@ class Target:
     known: Known | None = None
 
     def judge(self, results: Any) -> Verdict:
-        """Returns whether results meet it."""
-        numbers = self.numbers(results)
-        return judge(self.what, self.at, self.limit, self.unit, numbers, at_least=self.at_least, known=self.known)
+        """Returns whether results meet it, which the worst place decides."""
+        asked = f"{'>=' if self.at_least else '<='} {self.limit:g} {self.unit}"
+        places = list(self.numbers(results))
+        measured = [(name, number) for name, number in places if number is not None]
+        measured.sort(key=lambda place: place[1], reverse=not self.at_least)
+        if not measured:
+            return Verdict(self.what, self.at, asked, detail="not part of this run")
+        worst, rest = measured[0][1], ""
+        if len(places) > _SHOWN_PLACES:
+            places, rest = [*measured[:_SHOWN_PLACES]], f"; the worst of {len(measured)}"
+        detail = ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places)
+        met = self._reaches(worst, self.limit)
+        decision = None
+        if self.known is not None and not met and self._reaches(worst, self.known.limit):
+            decision = self.known.decision
+        return Verdict(self.what, self.at, asked, f"{worst:.3g} {self.unit}", met, detail + rest, decision)
 
     def misses(self, results: Any) -> list[tuple[str, float]]:
         """Returns the places where it is missed, with their numbers."""
         numbers = ((name, number) for name, number in self.numbers(results) if number is not None)
-        return [(name, number) for name, number in numbers if not _reaches(number, self.limit, self.at_least)]
+        return [(name, number) for name, number in numbers if not self._reaches(number, self.limit)]
 
-
-def _reaches(number: float, limit: float, at_least: bool) -> bool:
-    return number >= limit if at_least else number <= limit
-
-
-def judge(
-    what: str,
-    at: str,
-    limit: float,
-    unit: str,
-    numbers: Iterable[tuple[str, float | None]],
-    *,
-    at_least: bool = True,
-    known: Known | None = None,
-) -> Verdict:
-    """Returns a verdict, which the worst place decides."""
-
-    asked = f"{'>=' if at_least else '<='} {limit:g} {unit}"
-    places = list(numbers)
-    measured = sorted(
-        ((name, number) for name, number in places if number is not None), key=lambda place: place[1], reverse=not at_least
-    )
-    if not measured:
-        return Verdict(what, at, asked, detail="not part of this run")
-    worst, rest = measured[0][1], ""
-    if len(places) > _SHOWN_PLACES:
-        places, rest = [*measured[:_SHOWN_PLACES]], f"; the worst of {len(measured)}"
-    detail = ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places) + rest
-    met = _reaches(worst, limit, at_least)
-    decision = known.decision if known is not None and not met and _reaches(worst, known.limit, at_least) else None
-    return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
+    def _reaches(self, number: float, limit: float) -> bool:
+        return number >= limit if self.at_least else number <= limit
 
 
 def ratios(

@@ -29,7 +29,7 @@ from bench.children import on_uvloop, settle
 from bench.columns import Column, compare
 from bench.repetitions import Repetitions
 from bench.results import Findings
-from bench.targets import judge, medians
+from bench.targets import Target, medians
 from shmring.client.client import Client
 from shmring.client.connecting import open_client
 from shmring.config import ClientConfig, RingConfig
@@ -160,13 +160,7 @@ CASES = (
 
 
 def measure(repetitions: int, requests: int, progress: Callable[[str], None]) -> Findings:
-    """Measures all cases in turn, again and again.
-
-    Args:
-        repetitions: of each case.
-        requests: of each repetition.
-        progress: called with a line before each of them.
-    """
+    """Measures all cases in turn, so many requests in each repetition, with a line before it."""
     settle()
 
     async def once(case: Case) -> float:
@@ -181,15 +175,15 @@ def measure(repetitions: int, requests: int, progress: Callable[[str], None]) ->
         columns.spread("least, most", float),
     )
     title = "cost of a GPU to the host, its driver made up"
-    verdicts = []
-    for case in CASES:
-        if case.limit is not None:
-            numbers = medians(_SUBJECT, float, {"64 KB": case})(runs.measured)
-            verdicts.append(judge(case.title, "made-up driver", case.limit, case.unit, numbers, at_least=False))
+    targets = (
+        Target(case.title, "made-up driver", case.limit, case.unit, medians(_SUBJECT, float, {"64 KB": case}), at_least=False)
+        for case in CASES
+        if case.limit is not None
+    )
     return Findings(
         mode="cost",
         tables=[compare(title, ("what", "of"), runs.measured, shown)],
         notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
-        targets=verdicts,
+        targets=[target.judge(runs.measured) for target in targets],
         coverage=runs.coverage(),
     )

@@ -30,7 +30,6 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from bench import targets
 from bench.children import BenchError
 from bench.command_line import benchmark, measuring
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
@@ -39,6 +38,7 @@ from bench.repetitions import Repetitions
 from bench.results import Findings, Table, Verdict, format_nbytes
 from bench.serving.plan import ServerOptions
 from bench.serving.run import serving
+from bench.targets import Numbers, Target
 from shmring.processes.process import Process
 
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
@@ -164,15 +164,22 @@ def _table(results: Sequence[Isolation]) -> Table:
     return Table("isolation: how long a small request takes", header, rows)
 
 
+def _p99_ms(result: Isolation) -> Numbers:
+    yield "", result.heavy_ms[1]
+
+
+def _longest_ms(results: Sequence[Isolation]) -> Numbers:
+    return ((result.attack, result.heavy_ms[2]) for result in results)
+
+
 def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
     for result in results:
         what = f"p99 of small requests beside: {result.attack}"
-        numbers = [("", result.heavy_ms[1])]
-        yield targets.judge(what, "one frontend", result.allowed_ms, "ms", numbers, at_least=False)
+        yield Target(what, "one frontend", result.allowed_ms, "ms", _p99_ms, at_least=False).judge(result)
     if results:
-        longest = [(result.attack, result.heavy_ms[2]) for result in results]
-        allowed = max(_LONGEST_MS, *(result.neutral_ms[2] for result in results))
-        yield targets.judge("longest wait of a small request", "beside all of them", allowed, "ms", longest, at_least=False)
+        allowed_ms = max(_LONGEST_MS, *(result.neutral_ms[2] for result in results))
+        what = "longest wait of a small request"
+        yield Target(what, "beside all of them", allowed_ms, "ms", _longest_ms, at_least=False).judge(results)
 
 
 @benchmark("isolation")

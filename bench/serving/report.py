@@ -12,7 +12,7 @@ from bench.results import Findings, Verdict
 from bench.serving.load import WARM_UP_REQUESTS, Measurement, failures
 from bench.serving.plan import PRESETS, Load, ServerOptions
 from bench.serving.run import LOAD, Results
-from bench.targets import Target, judge, ratios
+from bench.targets import Target, ratios
 
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
@@ -99,5 +99,5 @@ def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
     target = Target(chosen.what, at, chosen.limit, "x", ratios(ours, theirs, _SPEED, {theirs: LOAD}))
     yield target.judge(results.runs.measured)
     if preset == "repeated":
-        copied = float(results.counters[ours]["copied_bytes"])
-        yield judge("kept content: bytes copied", at, 0, "bytes", [(ours, copied)], at_least=False)
+        copied = [(ours, results.counters[ours]["copied_bytes"])]
+        yield Target("kept content: bytes copied", at, 0, "bytes", lambda _: copied, at_least=False).judge(results)

@@ -18,9 +18,9 @@ from bench.columns import Column, compare
 from bench.modes import Timing
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions
-from bench.results import Coverage, Findings, Table, Verdict
+from bench.results import Coverage, Findings, Table
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
-from bench.targets import Target, judge, ratios
+from bench.targets import Numbers, Target, ratios
 from shmring.memory.slab import SHM_DIRECTORY
 
 _OURS, _THEIRS = "shmring", "sglang"
@@ -82,9 +82,11 @@ TARGETS = (
 )
 
 
-def _left(left: Left) -> Verdict:
-    places = ((end, left[end, _OURS] / _MB if (end, _OURS) in left else None) for end in KILLS)
-    return judge("SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB", places, at_least=False)
+def _left_mb(left: Left) -> Numbers:
+    return ((end, left[end, _OURS] / _MB if (end, _OURS) in left else None) for end in KILLS)
+
+
+_LEFT = Target("SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB", _left_mb, at_least=False)
 
 
 def report(measured: Measured, left: Left, coverage: Coverage, versions: str) -> Findings:
@@ -103,7 +105,7 @@ def report(measured: Measured, left: Left, coverage: Coverage, versions: str) ->
         "changes any more, while the other processes still live.",
         versions,
     ]
-    verdicts = [*(target.judge(measured) for target in TARGETS), _left(left)]
+    verdicts = [*(target.judge(measured) for target in TARGETS), _LEFT.judge(left)]
     return Findings(mode="sglang", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 

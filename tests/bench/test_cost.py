@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from bench import cost
 from bench.__main__ import main
 from bench.cost import CASES, Case, measure
+from bench.modes import Timing
 from bench.results import Status
 
 SMALL = CASES[:3]
@@ -19,7 +20,7 @@ SMALL = CASES[:3]
 
 def test_every_way_has_a_cost() -> None:
     lines: list[str] = []
-    findings = measure(SMALL, 2, 0.05, 0.01, lines.append)
+    findings = measure(SMALL, Timing(2, 0.05, 0.01), lines.append)
     rows = findings.tables[0].rows
     assert [row[0] for row in rows] == ["4 KB, inline", "64 KB, copied", "64 KB, in place"]
     assert all(1 < float(row[2]) < 10_000 for row in rows)
@@ -30,7 +31,7 @@ def test_every_way_has_a_cost() -> None:
 
 
 def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
-    findings = measure((Case(-4096, "broken", 1.0), SMALL[0]), 2, 0.02, 0.01, lambda line: None)
+    findings = measure((Case(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01), lambda line: None)
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
     assert (gap.case, gap.status) == ("-4 KB, broken", Status.FAILED)
