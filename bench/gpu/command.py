@@ -1,9 +1,4 @@
-"""``python -m bench gpu``: progress goes to stderr, tables go to stdout. Ends with 2 where no GPU can be measured.
-
-Method: repetitions are interleaved (each size by way after way, then all of it again), so that whatever else the machine does
-hits all alike; ratios are taken within a repetition, and medians are reported with the spread beside them. What can't be
-opened, or fails, is a result, too: it says why, and the rest goes on.
-"""
+"""``python -m bench gpu``. What can't be opened, or fails, is a result, too: it says why, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ from bench.children import BenchError
 from bench.columns import Column, Row, compare
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
-from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
@@ -41,7 +35,7 @@ TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.ite
 class Results(NamedTuple):
     """A run: the GPU, its plan, and the numbers of ways and of routes, by size."""
 
-    gpu: Accelerator
+    gpu: str
     plan: Plan
     ways: Measured
     routes: Measured
@@ -107,10 +101,8 @@ def report(results: Results) -> Findings:
 
 
 def _notes(results: Results) -> list[str]:
-    gpu = results.gpu
     return [
-        f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
-        f"torch {gpu.torch} for CUDA {gpu.cuda}.",
+        results.gpu,
         f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
         f"{results.plan.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared "
         "with the median. All copies are non_blocking.",
@@ -199,11 +191,7 @@ class Plan:
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Results:
-    """Measures what a plan says, with a line before each step.
-
-    Raises:
-        BenchError: the process that copies did not start; what fails later is among the results.
-    """
+    """Measures what a plan says, with a line before each step; raises BenchError if the process that copies did not start."""
     ways = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.ways)), plan.repetitions, format_nbytes)
     routes = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.routes)), plan.repetitions, format_nbytes)
 
@@ -255,7 +243,7 @@ class _NoGpu(click.ClickException):
 def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
-    Fails if something could not be measured, or if a target is missed; with 2 where there is no GPU.
+    Ends with 1 if a target is missed, with 2 where there is no GPU, with 3 if something could not be measured.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import msgspec
 import torch
 
 import shmring
@@ -30,22 +29,6 @@ _PLACES = 64
 MIN_NBYTES = _PLACES * ITEM_NBYTES
 
 
-class Accelerator(msgspec.Struct, frozen=True):
-    """What a result depends on beside the machine.
-
-    Attributes:
-        driver, cuda, torch: versions, of CUDA that which torch was built for.
-        link: to the host, as far as the driver says.
-    """
-
-    name: str
-    memory_nbytes: int
-    driver: str
-    cuda: str
-    torch: str
-    link: str = _UNKNOWN
-
-
 class Gpu:
     """The first GPU that this process sees, by way of torch; all on the calling thread's current stream. Makes a context on it.
 
@@ -59,18 +42,12 @@ class Gpu:
         self.device = torch.device("cuda", 0)  # every thread's own, as long as none chooses another
         torch.zeros(1, device=self.device)
 
-    def describe(self) -> Accelerator:
-        """Says what it is."""
+    def describe(self) -> str:
+        """Returns in a sentence what it is, and the versions that a result depends on, of CUDA that which torch was built for."""
         properties = _cuda.get_device_properties(self.device)
         driver, link = _driver(str(getattr(properties, "uuid", "")))
-        return Accelerator(
-            name=str(properties.name),
-            memory_nbytes=int(properties.total_memory),
-            driver=driver,
-            cuda=str(torch.version.cuda),
-            torch=str(torch.__version__),
-            link=link,
-        )
+        memory = f"{properties.total_memory / 2**30:.0f} GiB, {link} to the host"
+        return f"{properties.name}, {memory}; driver {driver}, torch {torch.__version__} for CUDA {torch.version.cuda}."
 
     def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Ring]:
         """Opens a ring whose claims go to this GPU."""
@@ -140,11 +117,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(samples: Sequence[int], number: int) -> None:
-    """Compares what :func:`sample` found with the number of the message.
-
-    Raises:
-        CheckError: it is not what was written.
-    """
+    """Compares what :func:`sample` found with the number of the message; raises CheckError if it is not what was written."""
     wrong = [value for value in samples if value != number]
     if wrong or len(samples) != _PLACES:
         raise CheckError(f"message {number} holds {wrong[:1]} in {len(wrong)} of {len(samples)} places: it is corrupted")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from bench.children import BenchError, Child, Children, Parent, described
-from bench.gpu.device import Accelerator, Gpu
+from bench.gpu.device import Gpu
 
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
@@ -70,7 +70,7 @@ class Process(Children):
         super().__init__("GPU")
         self.children.append(Child(SPAWN, name, "gpu", functools.partial(_play, openers, measure)))
 
-    def open(self) -> tuple[Accelerator, dict[str, str]]:
+    def open(self) -> tuple[str, dict[str, str]]:
         """Waits until it has opened everything; returns its GPU, and what could not be opened, by name."""
         self.start()
         gpu, absent = self._answer(SimpleNamespace(limit_s=None), _OPEN_LIMIT_S, "opening")  # its one cell, without a limit

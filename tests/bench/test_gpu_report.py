@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,13 +20,13 @@ from bench.children import BenchError
 from bench.gpu import command, device
 from bench.gpu.command import TARGETS, Plan, Results, report
 from bench.gpu.copies import WAYS
-from bench.gpu.device import Accelerator
+from bench.gpu.device import Gpu
 from bench.gpu.processes import Numbers
 from bench.results import Coverage, Findings, Gap, Planned, Status, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20
-GPU = Accelerator(name="NVIDIA H100", memory_nbytes=80 << 30, driver="570.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
+GPU = "NVIDIA H100, 80 GiB, PCIe 5 x16 to the host; driver 570.1, torch 2.9 for CUDA 12.8."
 
 
 #: The name of a way or a route, a size, and what was measured in each repetition.
@@ -138,26 +139,14 @@ def test_tables_say_what_was_measured() -> None:
     assert all(len(row) == len(table.columns) for table in (copies, hand_overs) for row in table.rows)
 
 
-def test_notes_name_the_gpu() -> None:
-    notes = report(measured()).notes
-    assert notes[0] == "NVIDIA H100, 80 GiB, PCIe 5 x16 to the host; driver 570.1, torch 2.9 for CUDA 12.8."
-
-
-def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_report_is_read_back_as_it_was_written_and_has_a_section_in_the_document(tmp_path: Path) -> None:
     found = report(measured())
     write_json(found, tmp_path / "results" / "gpu.json")
     again = msgspec.json.decode((tmp_path / "results" / "gpu.json").read_bytes(), type=Findings)
     assert msgspec.json.encode(again) == msgspec.json.encode(found)
-
-
-# -- the document ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_document_has_a_section(tmp_path: Path) -> None:
-    write_json(report(measured()), tmp_path / "results" / "gpu.json")
     text = document.build(tmp_path / "results", tmp_path / "docs").read_text()
     section = text.partition("\n## GPU\n")[2].partition("\n## ")[0]
-    assert "- NVIDIA H100, 80 GiB" in section
+    assert f"- {GPU}" in section
     assert "| 64 MB | slot, pinned slab | 50.00 |" in section
     assert "python -m bench gpu --json bench/results/gpu.json" in text
 
@@ -207,7 +196,7 @@ def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> No
     assert "device slab: p50 of a hand-over" in done.stdout
     assert "NVIDIA H100" in done.stdout
     assert done.stderr == "one\n"
-    assert GPU.name in msgspec.json.decode(path.read_bytes())["notes"][0]
+    assert msgspec.json.decode(path.read_bytes())["notes"][0] == GPU
     (plan,) = plans
     assert plan == Plan(sizes=(8 * MB,), ways=("clone",), repetitions=3)
 
@@ -261,8 +250,19 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
 
 
 def test_the_driver_and_the_link_come_from_nvidia_smi(smi: Callable[[str], None]) -> None:
-    smi("570.124.06, 5, 16\n")
-    assert device._driver("abc") == ("570.124.06", "PCIe 5 x16")
+    smi("570.1, 5, 16\n")
+    assert device._driver("abc") == ("570.1", "PCIe 5 x16")
+
+
+def test_a_gpu_says_what_it_is(smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    smi("570.1, 5, 16\n")
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30, uuid="abc")
+    monkeypatch.setattr(device, "_cuda", SimpleNamespace(get_device_properties=lambda _: properties))
+    monkeypatch.setattr(torch, "__version__", "2.9")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    gpu = Gpu.__new__(Gpu)  # whose constructor wants one
+    gpu.device = torch.device("cpu")
+    assert gpu.describe() == GPU
 
 
 @pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed\n"])
