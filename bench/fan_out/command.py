@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-import msgspec
 
 from bench import columns, command_line
 from bench.children import BenchError
 from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
 from bench.fan_out.host import Outcome
-from bench.fan_out.plan import SIZES, SUBJECTS, TARGETS, TITLES, WORKERS, Case, Run, measurable, planned, title
+from bench.fan_out.measuring import Cell, Run
+from bench.fan_out.plan import SIZES, TARGETS, TITLES, WORKERS, Case, measurable, planned, title
+from bench.fan_out.ways import WAYS
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
@@ -41,13 +42,7 @@ _COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
-    """Returns what a run has found.
-
-    Args:
-        measured: the runs.
-        coverage: what was planned.
-        left_out: what was not there to be measured, in sentences.
-    """
+    """Returns what a run has found; what was not there to be measured is left out, with a sentence each."""
     notes = [
         "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
         "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
@@ -84,12 +79,8 @@ class Host(Program):
         environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
         super().__init__([python, "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
 
-    def play(self, cell: msgspec.Struct) -> Run:
-        """Measures a cell.
-
-        Raises:
-            BenchError: that failed.
-        """
+    def play(self, cell: Cell) -> Run:
+        """Measures a cell; raises BenchError if that failed."""
         outcome = self.order(cell, Outcome)
         if outcome.run is None:
             raise BenchError(outcome.error)
@@ -99,12 +90,12 @@ class Host(Program):
 def _missing(environment: Path) -> dict[str, str]:
     """What can't be measured here, and why."""
     missing = {}
-    for name, subject in SUBJECTS.items():
-        if subject.needs == "vllm":
+    for name, way in WAYS.items():
+        if way.needs == "vllm":
             if (lacking := command_line.missing_program(environment, "vllm", "vLLM")) is not None:
                 missing[name] = lacking
-        elif subject.needs and importlib.util.find_spec(subject.needs) is None:
-            missing[name] = f"{subject.needs} is not installed"
+        elif way.needs and importlib.util.find_spec(way.needs) is None:
+            missing[name] = f"{way.needs} is not installed"
     return missing
 
 
@@ -114,15 +105,11 @@ def _missing(environment: Path) -> dict[str, str]:
     "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 256, 4KiB, 1MiB, 64MiB]"
 )
 @click.option(
-    "--subject", "subjects", multiple=True, type=click.Choice(list(SUBJECTS)), help="Repeatable.  [default: all that are there]"
+    "--subject", "subjects", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all that are there]"
 )
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 def fan_out_command(
-    timing: Timing,
-    workers: tuple[int, ...],
-    sizes: tuple[int, ...],
-    subjects: tuple[str, ...],
-    environment: Path,
+    timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path
 ) -> Findings:
     """Messages to workers: how many a second, when the last worker has one, and what they cost.
 
@@ -131,7 +118,7 @@ def fan_out_command(
     missing = _missing(environment)
     if chosen := [subject for subject in subjects if subject in missing]:
         raise click.UsageError("; ".join(missing[subject] for subject in chosen))
-    there = [subject for subject in SUBJECTS if subject not in missing and (not subjects or subject in subjects)]
+    there = [subject for subject in WAYS if subject not in missing and (not subjects or subject in subjects)]
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
     of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
@@ -142,8 +129,8 @@ def fan_out_command(
     ):
 
         def play(case: Case, subject: str) -> Run:
-            host = of_vllm if SUBJECTS[subject].needs == "vllm" else own
+            host = of_vllm if WAYS[subject].needs == "vllm" else own
             return host.play(planned(subject, *case, timing.timed_s))
 
         runs.measure(cases, play, progress, TITLES)
-    return report(runs.measured, runs.coverage(), [reason for name, reason in missing.items() if not subjects])
+    return report(runs.measured, runs.coverage(), [] if subjects else list(dict.fromkeys(missing.values())))

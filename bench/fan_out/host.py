@@ -17,8 +17,7 @@ import msgspec
 import uvloop
 
 from bench.children import settle
-from bench.fan_out.measuring import Stamps, measure
-from bench.fan_out.plan import Cell, Run
+from bench.fan_out.measuring import Cell, Run, Stamps, measure
 from bench.fan_out.ways import WAYS
 from bench.programs import answer, orders
 from shmring.memory.slab import SHM_DIRECTORY

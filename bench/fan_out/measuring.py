@@ -19,11 +19,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.fan_out.plan import Cell, Run
 from bench.meter import cpu_s_of
 
 PATIENCE_S = 60.0  # for workers to join, or to have what was sent
@@ -41,12 +41,61 @@ _ROUNDS = 3  # of stopping a worker
 _STOPPED_STEPS = 32  # of each: less than it may have unread
 
 
-class Stamps:
-    """When each worker has had each message: memory that engine and workers share.
+class Cell(msgspec.Struct, frozen=True):
+    """One repetition of a case, of one subject.
 
-    Args:
+    Attributes:
+        subject: one of :data:`bench.fan_out.ways.WAYS`.
         workers: how many.
+        nbytes: of the tensor in each message.
+        seconds: of the flood, and of the gathers.
+        steps: messages of the pace.
+        gathers, sleeps: whether replies are measured, too, and after pauses.
+        rests: whether it is measured what workers take when nothing comes.
+        stops: whether one worker is stopped for a while.
     """
+
+    subject: str
+    workers: int
+    nbytes: int
+    seconds: float
+    steps: int
+    gathers: bool = False
+    sleeps: bool = False
+    rests: bool = False
+    stops: bool = False
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What was measured in a cell; None: that was not asked for.
+
+    Attributes:
+        per_s: messages a second of a flood, until the last worker has the last one.
+        last_us: the median time from sending to the last worker, a message each 2 ms.
+        engine_us, worker_us: CPU time of the engine, and of one worker, for each of those; the engine's pauses left out.
+        gathers_per_s: how often in a second all replied, one gather after the other.
+        gather_us, gather_engine_us: the median time of one, and CPU time of the engine for it.
+        asleep_us, asleep_engine_us: the same two of a gather after a pause in which whoever looks for messages has given up.
+        awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
+        stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
+    """
+
+    per_s: float
+    last_us: float
+    engine_us: float
+    worker_us: float
+    gathers_per_s: float | None = None
+    gather_us: float | None = None
+    gather_engine_us: float | None = None
+    asleep_us: float | None = None
+    asleep_engine_us: float | None = None
+    awake_percent: float | None = None
+    idle_percent: float | None = None
+    stopped_ratio: float | None = None
+
+
+class Stamps:
+    """When each of so many workers has had each message: memory that engine and workers share."""
 
     def __init__(self, workers: int) -> None:
         memory = mmap.mmap(-1, 8 * workers * _MOST)
@@ -76,13 +125,21 @@ class Stamps:
 class Way:
     """How messages get to workers; one object, which is made before the workers are forked, for all processes of a cell.
 
-    Args:
-        cell: what is measured.
-        directory: of its own.
-        stamps: for the workers.
+    It has a directory of its own.
+
+    Attributes:
+        title: in words.
+        needs: a module that must be there.
+        gathers: whether it brings replies back.
+        only_steps: it has no event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
+        most_unread: messages, where nothing else bounds them.
     """
 
-    most_unread: ClassVar[int | None] = None  # messages, where nothing else bounds them
+    title: ClassVar[str]
+    needs: ClassVar[str] = ""
+    gathers: ClassVar[bool] = False
+    only_steps: ClassVar[bool] = False
+    most_unread: ClassVar[int | None] = None
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
         self.cell, self.directory, self.stamps = cell, directory, stamps
@@ -132,16 +189,11 @@ class _Measurement:
         for _ in range(_WARM_UP):
             await self._send()
         self._settle()
-        per_s = await self._flood()
-        last_us, engine_us, worker_us = await self._pace()
-        gathers_per_s, gather_us, gather_engine_us = await self._gather() if cell.gathers else (None, None, None)
-        asleep_us, asleep_engine_us = await self._gather_asleep() if cell.sleeps else (None, None)
-        awake, idle = await self._rest() if cell.rests else (None, None)
-        stopped = await self._stop() if cell.stops else None
-        return Run(
-            per_s, last_us, engine_us, worker_us, gathers_per_s, gather_us, gather_engine_us, asleep_us, asleep_engine_us,
-            awake, idle, stopped,
-        )  # fmt: skip
+        asked = {self._gather: cell.gathers, self._gather_asleep: cell.sleeps, self._rest: cell.rests, self._stop: cell.stops}
+        numbers = {}
+        for measure in (self._flood, self._pace, *(measure for measure, is_asked in asked.items() if is_asked)):
+            numbers |= await measure()
+        return Run(**numbers)
 
     async def _send(self) -> int:
         """Returns when it began to."""
@@ -165,14 +217,14 @@ class _Measurement:
             time.sleep(0.0003)
         return int(arrived.max())
 
-    async def _flood(self) -> float:
+    async def _flood(self) -> dict[str, float]:
         first, began_ns = self._sent, time.monotonic_ns()
         until_ns = began_ns + int(self._cell.seconds * 1e9)
         while time.monotonic_ns() < until_ns and self._sent < _MOST // 2:
             await self._send()
-        return (self._sent - first) / (self._settle() - began_ns) * 1e9
+        return {"per_s": (self._sent - first) / (self._settle() - began_ns) * 1e9}
 
-    async def _pace(self) -> tuple[float, float, float]:
+    async def _pace(self) -> dict[str, float]:
         steps = self._cell.steps
         began_s = time.process_time()
         for _ in range(steps):
@@ -193,9 +245,10 @@ class _Measurement:
         self._settle()
         workers_s = self._workers_s() - workers_s
         last_us = statistics.median((int(self._times[:, number].max()) - began_ns) / 1e3 for began_ns, number in late_us)
-        return last_us, max(0.0, engine_s) / steps * 1e6, workers_s / steps / len(self._pids) * 1e6
+        worker_us = workers_s / steps / len(self._pids) * 1e6
+        return {"last_us": last_us, "engine_us": max(0.0, engine_s) / steps * 1e6, "worker_us": worker_us}
 
-    async def _gather(self) -> tuple[float, float, float]:
+    async def _gather(self) -> dict[str, float]:
         began_s = now_s = time.perf_counter()
         engine_s = time.process_time()
         taken_s = []
@@ -204,7 +257,8 @@ class _Measurement:
             before_s, now_s = now_s, time.perf_counter()
             taken_s.append(now_s - before_s)
         engine_us = (time.process_time() - engine_s) / len(taken_s) * 1e6
-        return len(taken_s) / (now_s - began_s), statistics.median(taken_s) * 1e6, engine_us
+        gather_us = statistics.median(taken_s) * 1e6
+        return {"gathers_per_s": len(taken_s) / (now_s - began_s), "gather_us": gather_us, "gather_engine_us": engine_us}
 
     async def _gather_once(self) -> None:
         self._sent += 1
@@ -212,7 +266,7 @@ class _Measurement:
         if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
             raise RuntimeError(f"the replies to {self._sent} were {replies}")
 
-    async def _gather_asleep(self) -> tuple[float, float]:
+    async def _gather_asleep(self) -> dict[str, float]:
         taken_s, engine_s = [], []
         for _ in range(_SLEEPS):
             await self._way.pause(_ASLEEP_S)
@@ -220,26 +274,25 @@ class _Measurement:
             await self._gather_once()
             taken_s.append(time.perf_counter() - began_s)
             engine_s.append(time.process_time() - cpu_s)
-        return statistics.median(taken_s) * 1e6, statistics.median(engine_s) * 1e6
+        return {"asleep_us": statistics.median(taken_s) * 1e6, "asleep_engine_us": statistics.median(engine_s) * 1e6}
 
     def _workers_s(self) -> float:
         """CPU time of all workers so far."""
         return cpu_s_of(self._pids)
 
-    async def _rest(self) -> tuple[float, float]:
-        taken = []
-        await self._way.pause(_REST_S)
-        for phase in ("awake", "idle"):
-            if phase == "awake":
-                await self._send()
-            else:
-                await self._way.pause(_SPUN_S)
+    async def _rest(self) -> dict[str, float]:
+        async def percent() -> float:
             before_s, began_s = self._workers_s(), time.monotonic()
             await self._way.pause(_REST_S)
-            taken.append((self._workers_s() - before_s) / (time.monotonic() - began_s) * 100)
-        return taken[0], taken[1]
+            return (self._workers_s() - before_s) / (time.monotonic() - began_s) * 100
 
-    async def _stop(self) -> float:
+        await self._way.pause(_REST_S)
+        await self._send()
+        awake_percent = await percent()
+        await self._way.pause(_SPUN_S)
+        return {"awake_percent": awake_percent, "idle_percent": await percent()}
+
+    async def _stop(self) -> dict[str, float]:
         """The others are the first ranks; the last one is stopped."""
         others = slice(0, self._cell.workers - 1)
         late_us: dict[bool, list[float]] = {False: [], True: []}
@@ -255,7 +308,7 @@ class _Measurement:
                 finally:
                     os.kill(self._pids[-1], signal.SIGCONT)
                 self._settle()
-        return statistics.median(late_us[True]) / statistics.median(late_us[False])
+        return {"stopped_ratio": statistics.median(late_us[True]) / statistics.median(late_us[False])}
 
 
 @contextlib.contextmanager
@@ -297,12 +350,7 @@ def _work(way: Way, rank: int) -> None:
 
 
 def measure(way: Way, run: Callable[[Coroutine[Any, Any, Run]], Run]) -> Run:
-    """Measures a cell.
-
-    Args:
-        way: of it.
-        run: of a coroutine: ``asyncio.run`` or the like.
-    """
+    """Measures a cell, in a coroutine that ``run`` runs: ``asyncio.run`` or the like."""
     with _workers(way) as pids:
 
         async def in_engine() -> Run:

@@ -30,9 +30,7 @@ import msgspec
 import torch.multiprocessing
 
 import shmring
-from bench.fan_out import plan
-from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
-from bench.fan_out.plan import Cell
+from bench.fan_out.measuring import PATIENCE_S, Cell, Stamps, Way, wait_until_ready
 from bench.peers.iceoryx2_slices import Services, open_publisher, open_services
 
 _NAME = "fan-out"
@@ -43,6 +41,8 @@ _QUEUE_CHUNK_NBYTES, _QUEUE_CHUNKS = 16 << 20, 10
 
 
 class _Shmring(Way):
+    title = "shmring"
+    gathers = True
     busy_poll_s: ClassVar[float] = 0.0
     _ring: shmring.Ring
 
@@ -85,10 +85,14 @@ class _Shmring(Way):
 
 
 class _Polling(_Shmring):
+    title = "shmring, busy_poll_s"
     busy_poll_s = _POLL_S
 
 
 class _InPlace(_Shmring):
+    title = "shmring, in a slot already"
+    gathers = False
+
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         async with super().serving(), shmring.connect(_NAME, socket_dir=self.directory) as client:
@@ -103,6 +107,8 @@ class _InPlace(_Shmring):
 
 
 class _Callers(_Shmring):
+    title = "shmring, served by callers"
+    only_steps = True
     busy_poll_s = _STEP_S
     _blocking: shmring.threads.Ring
 
@@ -130,6 +136,8 @@ class _Callers(_Shmring):
 
 
 class _Backs(_Callers):
+    title = "shmring, a ring back from each"
+
     def work(self, rank: int) -> None:
         with self._join(_NAME, rank) as worker, self._serve(f"{_NAME}-{rank}") as back:
             back.wait_workers(1, timeout=PATIENCE_S)
@@ -161,6 +169,7 @@ class _Backs(_Callers):
 
 
 class _Queues(Way):
+    title = "torch.multiprocessing queues"
     most_unread = 64  # each of them has a descriptor
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
@@ -190,6 +199,8 @@ class _Queues(Way):
 
 
 class _Published(Way):
+    title = "pyzmq PUB/SUB"
+    needs = "zmq"
     _publisher: Any
 
     @property
@@ -231,9 +242,12 @@ class _Published(Way):
 
 
 class _Iceoryx2(Way):
+    title = "iceoryx2"
+    needs = "iceoryx2"
+
     @property
     def _depth(self) -> int:
-        return 64 if self.cell.nbytes < plan.LARGE else 3
+        return 64 if self.cell.nbytes < _MEMORY_NBYTES else 3
 
     def _open(self) -> tuple[Any, Services]:
         prefix = f"{Path(self.directory).name}_"
@@ -277,6 +291,9 @@ class _Iceoryx2(Way):
 
 
 class _MessageQueue(Way):
+    title = "vLLM MessageQueue"
+    needs = "vllm"
+    gathers = True
     has_arena: ClassVar[bool] = False
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
@@ -336,19 +353,26 @@ class _MessageQueue(Way):
 
 
 class _Arena(_MessageQueue):
+    title = "vLLM MessageQueue, its arena"
+    gathers = False
     has_arena = True
 
 
-#: By subject.
+OURS, POLLING, IN_PLACE, CALLERS, BACKS = (
+    "shmring", "shmring-polling", "shmring-in-place", "shmring-callers", "shmring-rings-back",
+)  # fmt: skip
+MESSAGE_QUEUE, ARENA, PUBLISHED = "message-queue", "message-queue-arena", "pyzmq-pub-sub"
+
+#: By subject, in the order of tables.
 WAYS: dict[str, type[Way]] = {
-    plan.OURS: _Shmring,
-    plan.POLLING: _Polling,
-    plan.IN_PLACE: _InPlace,
-    plan.CALLERS: _Callers,
-    plan.BACKS: _Backs,
-    plan.MESSAGE_QUEUE: _MessageQueue,
-    plan.ARENA: _Arena,
-    plan.QUEUES: _Queues,
-    plan.PUBLISHED: _Published,
-    plan.ICEORYX2: _Iceoryx2,
+    OURS: _Shmring,
+    POLLING: _Polling,
+    IN_PLACE: _InPlace,
+    CALLERS: _Callers,
+    BACKS: _Backs,
+    MESSAGE_QUEUE: _MessageQueue,
+    ARENA: _Arena,
+    "torch-queues": _Queues,
+    PUBLISHED: _Published,
+    "iceoryx2": _Iceoryx2,
 }

@@ -43,7 +43,7 @@ class Gpu:
         torch.zeros(1, device=self.device)
 
     def describe(self) -> str:
-        """Returns in a sentence what it is, and the versions that a result depends on, of CUDA that which torch was built for."""
+        """Returns in a sentence what it is, and the versions that a result depends on; of CUDA that which torch has."""
         properties = _cuda.get_device_properties(self.device)
         driver, link = _driver(str(getattr(properties, "uuid", "")))
         memory = f"{properties.total_memory / 2**30:.0f} GiB, {link} to the host"

@@ -15,26 +15,9 @@ from click.testing import CliRunner
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.fan_out.command import Host, report
-from bench.fan_out.measuring import END, Stamps
-from bench.fan_out.plan import (
-    ARENA,
-    BACKS,
-    CALLERS,
-    CENTRAL,
-    IN_PLACE,
-    LARGE,
-    MESSAGE_QUEUE,
-    MIDDLE,
-    OURS,
-    POLLING,
-    SMALL,
-    STEP,
-    SUBJECTS,
-    Cell,
-    Run,
-    measurable,
-    planned,
-)
+from bench.fan_out.measuring import END, Cell, Run, Stamps
+from bench.fan_out.plan import CENTRAL, LARGE, MIDDLE, SMALL, STEP, measurable, planned
+from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.results import Coverage
 
 QUEUE = MESSAGE_QUEUE
@@ -60,8 +43,8 @@ def host() -> Iterator[Host]:
 
 @pytest.mark.parametrize("subject", [OURS, POLLING, IN_PLACE, "torch-queues", "pyzmq-pub-sub", "iceoryx2"])
 def test_every_way_brings_each_message_to_all_workers(host: Host, subject: str) -> None:
-    if SUBJECTS[subject].needs:
-        pytest.importorskip(SUBJECTS[subject].needs)
+    if WAYS[subject].needs:
+        pytest.importorskip(WAYS[subject].needs)
     found = host.play(Cell(subject, 2, 4096, seconds=0.02, steps=3, gathers=subject in (OURS, POLLING)))
     assert found.per_s > 0
     assert found.last_us > 0
@@ -132,7 +115,7 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     assert played == [OURS, "torch-queues", "pyzmq-pub-sub", "pyzmq-pub-sub", OURS]  # in turns; what fails is not tried again
     stored = json.loads(path.read_bytes())
     assert (stored["mode"], len(stored["coverage"]["gaps"])) == ("fan-out", 1)
-    assert stored["tables"][0]["rows"][0][:3] == ["4 KB to 1 worker", SUBJECTS[OURS].title, "200"]
+    assert stored["tables"][0]["rows"][0][:3] == ["4 KB to 1 worker", WAYS[OURS].title, "200"]
 
 
 def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
@@ -211,7 +194,7 @@ def test_only_the_central_case_is_looked_at_more_closely() -> None:
 
 
 def test_only_subjects_with_replies_are_measured_with_steps() -> None:
-    assert [subject for subject in SUBJECTS if measurable(subject, STEP)] == [OURS, POLLING, CALLERS, BACKS, QUEUE]
+    assert [subject for subject in WAYS if measurable(subject, STEP)] == [OURS, POLLING, CALLERS, BACKS, QUEUE]
     assert not measurable(CALLERS, SMALL)
     assert planned(BACKS, 2, STEP, 0.5).sleeps
     assert not planned(OURS, 2, SMALL, 0.5).sleeps
