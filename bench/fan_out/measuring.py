@@ -190,7 +190,7 @@ class _Measurement:
             await self._send()
         self._settle()
         asked = {self._gather: cell.gathers, self._gather_asleep: cell.sleeps, self._rest: cell.rests, self._stop: cell.stops}
-        numbers = {}
+        numbers: dict[str, float] = {}
         for measure in (self._flood, self._pace, *(measure for measure, is_asked in asked.items() if is_asked)):
             numbers |= await measure()
         return Run(**numbers)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from bench.peers.iceoryx2_slices import Iceoryx2, Iceoryx2Loaned
 from bench.peers.peer import Peer, RequestPeer
 from bench.peers.pyzmq_sockets import PyzmqMultipart, PyzmqRequest
-from bench.peers.queues import (
-    FasterFifoQueue,
-    MultiprocessingQueue,
-    TorchQueue,
-)
+from bench.peers.queues import FasterFifoQueue, MultiprocessingQueue, TorchQueue
 from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlace, ShmringRequest
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
 from bench.peers.unix_stream import InlineMsgpack, InlineRequest, SharedMemorySegments
@@ -18,8 +14,7 @@ __all__ = ["BASELINE", "MEMCPY", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"
 
 _STREAMS: tuple[Peer, ...] = (
     ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), SpinningRing(), SpinningArena(),
-    InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueue(),
-    MultiprocessingQueue(),
+    InlineMsgpack(), PyzmqMultipart(), FasterFifoQueue(), SharedMemorySegments(), TorchQueue(), MultiprocessingQueue(),
 )  # fmt: skip
 _REQUESTS: tuple[RequestPeer, ...] = (ShmringRequest(), InlineRequest(), PyzmqRequest())
 

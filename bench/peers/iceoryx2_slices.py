@@ -151,10 +151,8 @@ class _Reception:
     def __init__(self, cell: Cell, intake: Intake, subscriber: Any, listener: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._intake = intake
+        self._intake, self._subscriber, self._listener = intake, subscriber, listener
         self._batch = max(1, min(_MAX_BATCH, _BATCH_NBYTES // cell.nbytes))  # a consumer may copy them
-        self._subscriber = subscriber
-        self._listener = listener
 
     def wake(self) -> None:
         """The descriptor is readable."""
@@ -185,11 +183,7 @@ def open_services(
 ) -> tuple[Any, Services]:
     """Opens both services, the same in every process; whoever comes first creates them. Returns the module, too.
 
-    Args:
-        directory, prefix: where iceoryx2 keeps its files, and how all its names begin.
-        user_header: the type of what is beside each tensor.
-        publishers, subscribers: at most.
-        depth: samples that a subscriber's buffer holds.
+    Its files are in that directory, all its names begin with that prefix, and a subscriber's buffer is so many samples deep.
     """
     iceoryx2: Any = importlib.import_module("iceoryx2")
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
@@ -224,11 +218,7 @@ def _root(directory: str) -> Path:
 
 
 def _descriptor(cell: Cell) -> int:
-    """Returns the listener's descriptor: that of this process's one socket which is bound in iceoryx2's directory.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Returns the listener's descriptor: that of this process's one socket which is bound in iceoryx2's directory."""
     for connection in psutil.Process().net_connections("unix"):
         if str(connection.laddr).startswith(f"{_root(cell.directory)}/"):
             return int(connection.fd)

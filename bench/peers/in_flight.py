@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -28,11 +27,7 @@ Send = Callable[[], Awaitable[object] | None]
 
 
 class Window:
-    """Counts messages in flight; for one producer.
-
-    Args:
-        size: how many there may be.
-    """
+    """Counts messages in flight of one producer, of which there may be so many."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -78,18 +73,6 @@ class Shared(NamedTuple):
     own: Any
     pipes: list[tuple[Connection, Connection]]
 
-    @contextlib.contextmanager
-    def window(self, producer: int, size: int) -> Iterator[Window]:
-        """Yields the window of a producer, which the running loop keeps true."""
-        loop = asyncio.get_running_loop()
-        window = Window(size)
-        descriptor = self.pipes[producer][0].fileno()
-        loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
-        try:
-            yield window
-        finally:
-            loop.remove_reader(descriptor)
-
 
 class Intake:
     """What the consumer does with each message: it takes it, lets go of it, and says so to its producer."""
@@ -134,24 +117,25 @@ class WindowedPeer(Peer):
         """The consumer's end: has all messages taken and acknowledged until the last of all has been."""
 
     async def produce(self, cell: Cell, shared: Shared, source: Source) -> None:
+        loop, window = asyncio.get_running_loop(), Window(self.window(cell))
+        descriptor = shared.pipes[source.producer][0].fileno()
         async with self.sending(cell, shared.own, source) as send:
-            with shared.window(source.producer, self.window(cell)) as window:
+            loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
+            try:
                 while not source.finished:
                     await window.take()
                     if (writable := send()) is not None:
                         await writable
                 await window.drain()
+            finally:
+                loop.remove_reader(descriptor)
 
     async def consume(self, cell: Cell, shared: Shared, sink: Sink, listening: Callable[[], None]) -> None:
         await self.receive(cell, shared.own, Intake(sink, shared), listening)
 
 
 class Pending:
-    """One client's requests that wait for their replies, by sequence number; used in its loop.
-
-    Args:
-        send: sends a question; returns what is to be awaited until it is sent, if there is such a thing.
-    """
+    """One client's requests that wait for their replies, by sequence number; sent as :data:`Send` does."""
 
     def __init__(self, send: Callable[[Header, torch.Tensor], Awaitable[object] | None]) -> None:
         self._send = send
@@ -160,11 +144,7 @@ class Pending:
         self._error: BaseException | None = None
 
     async def ask(self, header: Header, tensor: torch.Tensor) -> Answer:
-        """Sends a question and waits for its reply.
-
-        Raises:
-            ConnectionError: or whatever else was said by :meth:`fail`.
-        """
+        """Sends a question and waits for its reply; raises what was said by :meth:`fail`."""
         if self._error is not None:
             raise self._error
         reply: asyncio.Future[Answer] = self._loop.create_future()

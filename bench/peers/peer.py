@@ -46,16 +46,12 @@ class Adapter:
 
     def missing(self) -> str | None:
         """Returns why this peer can't be measured here and what to do about it, or None if it can."""
-        if self.requires is None or self.version() is not None:
-            return None
-        return f"not installed: pip install {self.requires}"
+        return f"not installed: pip install {self.requires}" if self.requires and self.version() is None else None
 
     def version(self) -> str | None:
         """Returns the version of the distribution it needs; None if it needs none or has none."""
-        if self.requires is None:
-            return None
         try:
-            return metadata.version(self.requires)
+            return self.requires and metadata.version(self.requires)
         except metadata.PackageNotFoundError:
             return None
 
@@ -64,11 +60,7 @@ class Adapter:
         return None
 
     def create_shared(self, context: SpawnContext, ends: int) -> Any:
-        """Makes what all processes must inherit, in their parent, once for the life of them. Nothing, usually.
-
-        Args:
-            ends: producers, or clients.
-        """
+        """Makes what all processes, of so many producers or clients, must inherit: in their parent, once. Nothing, usually."""
         return None
 
     def close_shared(self, shared: Any) -> None:
@@ -101,8 +93,7 @@ class Peer(Adapter, abc.ABC):
     async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
         """Receives messages of ``cell.producers`` producers at a time until the sink has taken the last one.
 
-        Args:
-            listening: to be called once, when producers may start.
+        It says once that it is listening: when producers may start.
         """
 
 
@@ -114,11 +105,7 @@ class RequestPeer(Adapter, abc.ABC):
 
     @abc.abstractmethod
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
-        """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone.
-
-        Args:
-            listening: to be called once, when clients may connect.
-        """
+        """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone."""
 
     @abc.abstractmethod
     def connect(self, cell: Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
@@ -150,14 +137,12 @@ class Description(msgspec.Struct, array_like=True):
 def memory_shortage(nbytes: int) -> str | None:
     """Returns that so much memory for what is in flight is not there, if it is not."""
     available = psutil.virtual_memory().available
-    if nbytes <= available:
-        return None
-    return f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
+    said = f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
+    return None if nbytes <= available else said
 
 
 def shared_memory_shortage(nbytes: int, whose: str) -> str | None:
     """Returns that so much shared memory is not there for something, in the plural: in the mount, or in the machine."""
     available = min(shutil.disk_usage(SHM_DIRECTORY).free, psutil.virtual_memory().available)
-    if nbytes <= available:
-        return None
-    return f"{whose} take {nbytes / 2**30:.1f} GiB of shared memory, {available / 2**30:.1f} GiB are available"
+    said = f"{whose} take {nbytes / 2**30:.1f} GiB of shared memory, {available / 2**30:.1f} GiB are available"
+    return None if nbytes <= available else said

@@ -59,12 +59,7 @@ def _fence() -> None:
 
 
 class _Pieces:
-    """Pieces of shared memory of one size, each with a flag that says whether it is full.
-
-    Args:
-        memory: as much as the pieces and a cache line for each flag take, which come behind the last.
-        count: how many.
-    """
+    """Pieces of shared memory of one size, so many. Behind the last is a flag for each, which says that it is full."""
 
     def __init__(self, memory: NDArray[np.uint8], count: int) -> None:
         pieces = memory[: -count * _LINE_NBYTES]
@@ -94,11 +89,8 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 class _Lane:
     """What leads from one producer to the consumer: a ring of chunks with descriptions, and as many slots with contents.
 
-    A ring proper has its contents in the chunks, and so each slot belongs to the chunk of its number.
-
-    Args:
-        cell: what is sent on it.
-        memory: :meth:`nbytes` of shared memory, zeros at first.
+    A ring proper has its contents in the chunks, and so each slot belongs to the chunk of its number. Its memory is zeros at
+    first.
     """
 
     def __init__(self, cell: Cell, memory: NDArray[np.uint8]) -> None:
@@ -111,6 +103,7 @@ class _Lane:
 
     @staticmethod
     def nbytes(cell: Cell) -> int:
+        """Returns how much shared memory it has."""
         lines = -(-cell.nbytes // _LINE_NBYTES)
         return cell.window * (_DESCRIPTION_NBYTES + (lines + 2) * _LINE_NBYTES)
 

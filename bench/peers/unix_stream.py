@@ -54,10 +54,6 @@ class Messages(asyncio.BufferedProtocol):
         received: called with each message that has come. What it raises is said to ``failed``.
         failed: called when something on the connection was wrong, or when it has ended.
         may_end: whether the other end may go, which is no failure then.
-
-    Attributes:
-        writable: set while the transport's buffer has room; to be awaited by who writes much.
-        transport: there as soon as there is a connection.
     """
 
     transport: asyncio.Transport
@@ -69,8 +65,8 @@ class Messages(asyncio.BufferedProtocol):
         *,
         may_end: bool = False,
     ) -> None:
-        self.writable = asyncio.Event()
-        self.writable.set()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._received = received
         self._failed = failed
         self._may_end = may_end
@@ -83,19 +79,24 @@ class Messages(asyncio.BufferedProtocol):
         """Writes a message."""
         self.transport.writelines((_PREFIX.pack(len(body)), body))
 
+    def send_paced(self, body: bytes) -> Awaitable[object] | None:
+        """Writes a message; returns what to await before more is written, if the transport's buffer has no room."""
+        self.send(body)
+        return None if self._writable.is_set() else self._writable.wait()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.writable.set()
+        self._writable.set()
         if not self._may_end:
             self._failed(exc or ConnectionError("the other end closed the connection"))
 
     def pause_writing(self) -> None:
-        self.writable.clear()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        self.writable.set()
+        self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._scratch[self._kept :] if self._body is None else self._body[self._filled :]
@@ -142,9 +143,7 @@ async def dialled(path: Path, end: Messages) -> AsyncIterator[None]:
 async def served(path: Path, take: Callable[[Messages, memoryview], bool], listening: Callable[[], None]) -> None:
     """Accepts connections at a path, whose clients may come and go, until the last message; the path is gone when this returns.
 
-    Args:
-        take: called with each message that has come, and the end that it came to; returns whether it was the last one.
-        listening: called when there can be connections.
+    ``take`` gets each message that has come, and the end that it came to; it returns whether it was the last one.
     """
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
@@ -196,12 +195,7 @@ class SocketPeer(WindowedPeer):
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         end = Messages(lambda body: None)  # of which none comes
         async with dialled(_path(cell, self.name), end):
-
-            def send() -> Awaitable[object] | None:
-                end.send(self.encode(cell, own, source))
-                return None if end.writable.is_set() else end.writable.wait()
-
-            yield send
+            yield lambda: end.send_paced(self.encode(cell, own, source))
 
     async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
         def take(_: Messages, body: memoryview) -> bool:
@@ -258,15 +252,11 @@ class InlineRequest(RequestPeer):
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
-        def send(header: Header, tensor: torch.Tensor) -> Awaitable[object] | None:
-            end.send(_encoded(header, tensor))
-            return None if end.writable.is_set() else end.writable.wait()
-
         def received(body: memoryview) -> None:
             message = _decoder.decode(body)
             pending.settle(Answer(message.header, message.tensor(message.content)))
 
-        pending = Pending(send)
+        pending = Pending(lambda header, tensor: end.send_paced(_encoded(header, tensor)))
         end = Messages(received, pending.fail)
         async with dialled(_path(cell, self.name), end):
             yield pending.ask

@@ -70,8 +70,8 @@ async def test_whoever_serves_goes_on_until_an_end_has_finished(path: Path) -> N
         client = Kept()
         async with dialled(path, client):
             for body in bodies:
-                client.send(body)
-                await client.writable.wait()
+                if (writable := client.send_paced(body)) is not None:
+                    await writable
             async with asyncio.timeout(LIMIT_S):
                 while len(client.bodies) < len(bodies):  # it is told of each by the loop itself
                     await asyncio.sleep(0)
