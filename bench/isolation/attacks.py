@@ -7,14 +7,13 @@ inputs, and what its media cost on how many they are, and how large.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.serving.media import picture, video
+from bench.serving.media import picture_part, video_part
 
 MODEL = "shmring-fingerprints"
 
@@ -54,17 +53,12 @@ def _texts(count: int, text: str = "abc") -> bytes:
     return _parts([{"type": "text", "text": text}] * count)
 
 
-def _url(kind: str, file: bytes) -> dict[str, object]:
-    name = "image_url" if kind.startswith("image") else "video_url"
-    return {"type": name, name: {"url": f"data:{kind};base64,{base64.b64encode(file).decode()}"}}
-
-
 def _picture(width: int, height: int, seed: int = 0) -> dict[str, object]:
-    return _url("image/jpeg", picture((width, height), np.random.default_rng(seed)))
+    return picture_part((width, height), np.random.default_rng(seed))
 
 
 def _clip() -> bytes:
-    return _parts([_url("video/mp4", video((1280, 720), 30, np.random.default_rng(1)))])
+    return _parts([video_part((1280, 720), 30, np.random.default_rng(1))])
 
 
 def _filled(before: str, item: str, after: str, nbytes: int) -> bytes:

@@ -38,15 +38,25 @@ def media_parts(load: Load) -> list[msgspec.Raw]:
     for number in range(min(media.distinct, load.requests)):
         generator = np.random.default_rng((_SEED, number))
         if media.frames:
-            parts.append(_part("video", "mp4", video(media.size, media.frames, generator)))
+            parts.append(video_part(media.size, media.frames, generator))
         else:
-            parts.append(_part("image", "jpeg", picture(media.size, generator)))
-    return parts
+            parts.append(picture_part(media.size, generator))
+    return [msgspec.Raw(msgspec.json.encode(part)) for part in parts]
 
 
-def _part(kind: str, form: str, file: bytes) -> msgspec.Raw:
+def picture_part(size: tuple[int, int], generator: _Generator) -> dict[str, object]:
+    """Returns the part of a message that is a picture of this width and height."""
+    return _part("image", "jpeg", picture(size, generator))
+
+
+def video_part(size: tuple[int, int], frames: int, generator: _Generator) -> dict[str, object]:
+    """Returns the part of a message that is a clip."""
+    return _part("video", "mp4", video(size, frames, generator))
+
+
+def _part(kind: str, form: str, file: bytes) -> dict[str, object]:
     url = f"data:{kind}/{form};base64,{base64.b64encode(file).decode('ascii')}"
-    return msgspec.Raw(msgspec.json.encode({"type": f"{kind}_url", f"{kind}_url": {"url": url}}))
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 # -- making them ----------------------------------------------------------------------------------------------------------
