@@ -24,21 +24,7 @@ from bench.servers import wait_until_it_answers
 from bench.serving.load import failures
 from bench.targets import Numbers, Target, ratios
 from bench.vllm import load, workers
-from bench.vllm.load import (
-    KINDS,
-    LARGE,
-    PARALLEL,
-    QUICK,
-    SIDES,
-    WAYS,
-    Case,
-    Fleet,
-    Measurement,
-    Way,
-    cpu_of,
-    fleets,
-    full_cases,
-)
+from bench.vllm.load import FULL, KINDS, LARGE, PARALLEL, QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, cpu_of, fleets
 from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
@@ -139,38 +125,24 @@ TARGETS = (
 _SIDES = [str(side) for side in SIDES]
 
 
-@command_line.benchmark(
-    "vllm",
-    repetitions="Of each case and way, in alternating order; 7 with --workers.",
-    seconds=False,
-)
+@command_line.benchmark("vllm", repetitions="Of each case and way, in alternating order; 7 with --workers.", seconds=False)
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
-def vllm_command(
-    timing: Timing,
-    quick: bool,
-    ways: tuple[str, ...],
-    sides: tuple[str, ...],
-    kinds: tuple[str, ...],
-    with_workers: bool,
-    environment: Path,
-) -> Findings:
+def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: Path, **choices: tuple[str, ...]) -> Findings:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
     if with_workers:
-        if quick or ways or sides or kinds:
+        if quick or any(choices.values()):
             raise click.UsageError("--workers measures all that there is of them")
         asked = click.get_current_context().params["repetitions"]
         return _measure_workers(MODES["vllm-workers"].timed(asked), environment)
-    cases = [
-        case
-        for case in (QUICK if quick else full_cases())
-        if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
-    ]
-    chosen = [way for way in WAYS if not ways or way in ways]
+    choices = command_line.chosen({"ways": tuple(WAYS), "sides": _SIDES, "kinds": KINDS}, **choices)
+    all_cases = QUICK if quick else FULL
+    cases = [case for case in all_cases if str(case.fleet.side) in choices["sides"] and case.kind in choices["kinds"]]
+    chosen = [way for way in WAYS if way in choices["ways"]]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)
     starts = len(runs.parts(_STARTS)) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
     with command_line.measuring(starts + runs.steps) as progress:

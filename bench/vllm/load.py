@@ -39,8 +39,6 @@ KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 #: Of pictures, in pixels: 1, 10.8 and 43.4 MB of bfloat16 when prepared.
 SIDES = (416, 1344, 2688)
 
-_API_SERVERS = (1, 2)
-
 _REQUESTS: Mapping[Kind, int] = {"jpeg": 24, "uuid": 48, "new": 16}  # a second or two at 43 MB, eight at a time, inline
 _SHORTEST_S = 1.25  # of a repetition: who answers sooner is asked for more. In less, a tenth is chance
 _TIMES: Mapping[int, int] = {416: 12, 1344: 6, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
@@ -82,13 +80,7 @@ class Fleet:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Requests of one kind to a fleet.
-
-    Attributes:
-        fleet: which.
-        kind: how pictures are named.
-        concurrency: requests at a time.
-    """
+    """Requests of one kind to a fleet, so many at a time."""
 
     fleet: Fleet
     kind: Kind
@@ -116,11 +108,9 @@ QUICK = [
 ]
 
 
-def full_cases() -> list[Case]:
-    """All of them, by fleet."""
-    plain = [Fleet(side, api_servers) for side, api_servers in itertools.product(SIDES, _API_SERVERS)]
-    cases = [Case(*parts) for parts in itertools.product(plain, KINDS, (1, 8))]
-    return [*cases, Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
+#: All of them, by fleet.
+FULL = [Case(*parts) for parts in itertools.product(itertools.starmap(Fleet, itertools.product(SIDES, (1, 2))), KINDS, (1, 8))]
+FULL += [Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 
 
 def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:

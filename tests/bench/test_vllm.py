@@ -17,7 +17,7 @@ from bench.results import Coverage
 from bench.serving.load import Latency
 from bench.vllm import command, load, workers
 from bench.vllm.command import report, vllm_command
-from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while, full_cases
+from bench.vllm.load import FULL, QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
 from tests.tables import for_each
 
 
@@ -44,9 +44,9 @@ def test_torch_shm_is_not_asked_for_what_it_cannot_do() -> None:
 
 
 def test_all_cases_of_a_fleet_are_measured_while_it_is_up() -> None:
-    planned = fleets(full_cases())
-    assert sum(len(cases) for cases in planned.values()) == len(full_cases()) == len(set(full_cases()))
-    assert set(QUICK) <= set(full_cases())
+    planned = fleets(FULL)
+    assert sum(len(cases) for cases in planned.values()) == len(FULL) == len(set(FULL))
+    assert set(QUICK) <= set(FULL)
     assert len(planned) == 2 * len(SIDES) + 1
 
 
