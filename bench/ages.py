@@ -15,16 +15,10 @@ from bench.modes import code_of
 
 
 def age(mode: str, commit: str | None, root: Path = ROOT) -> int | None:
-    """Returns how many commits have changed what a mode measures since a commit.
+    """Returns how many commits have changed what a mode measures since one, which ends in ``-dirty`` if files differed from it.
 
-    Args:
-        mode: which benchmark.
-        commit: of the result's :class:`bench.machine.Machine`: with ``-dirty`` behind it if files differed from it.
-        root: of the checkout.
-
-    Returns:
-        None if that is not known: there is no checkout, no git or no such commit in it; or nothing has changed since, but what
-        was measured had changes that are in no commit.
+    None if that is not known: there is no checkout, no git or no such commit in it; or nothing has changed since, but what was
+    measured had changes that are in no commit.
     """
     if commit is None:
         return None

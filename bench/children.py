@@ -47,13 +47,9 @@ class Failed(NamedTuple):
 
 
 class Child:
-    """One of the processes, as their parent sees it.
+    """One of the processes, as their parent sees it; called by its role, and by the label of what all of them measure.
 
-    Args:
-        context: of multiprocessing, by which it is started.
-        name: of its role.
-        label: of what all of them measure; the process is called by both.
-        play: its part of each cell, which travels to it. Whatever it raises is reported as :class:`Failed`.
+    Its part of each cell travels to it. Whatever that raises is reported as :class:`Failed`.
     """
 
     def __init__(self, context: Any, name: str, label: str, play: Play) -> None:
@@ -72,13 +68,7 @@ class Child:
 class Children:
     """Processes that play cells together. Use it with ``with``; :meth:`start` waits until all are ready.
 
-    A subclass makes them, in the order in which errors name them, and says what a cell is.
-
-    Args:
-        title: of what they measure, for errors.
-
-    Attributes:
-        children: the processes.
+    A subclass makes them, in the order in which errors name them, and says what a cell is. Errors begin with the title.
     """
 
     def __init__(self, title: str) -> None:
@@ -87,11 +77,7 @@ class Children:
         self._ended = False
 
     def start(self) -> None:
-        """Waits until all processes are ready.
-
-        Raises:
-            BenchError: one did not start.
-        """
+        """Waits until all processes are ready; raises BenchError if one did not start."""
         self._hear(self.children, time.monotonic() + _START_LIMIT_S, "starting")
 
     @contextlib.contextmanager
@@ -189,11 +175,7 @@ def _until(deadline: float) -> float:
 
 
 class Parent:
-    """The parent, as a child sees it within a cell. That it is gone cancels the task that made this.
-
-    Args:
-        control: the child's end of the pipe between them.
-    """
+    """The parent, as a child sees it within a cell. That it is gone cancels the task that made this."""
 
     def __init__(self, control: Connection) -> None:
         task = asyncio.current_task()
@@ -256,8 +238,7 @@ def on_uvloop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 def play_cell(play: Play, control: Connection, cell: Any) -> Any:
     """Runs a child's part of a cell on a loop of its own, within the cell's ``limit_s``.
 
-    Returns:
-        Its report; or what went wrong, since that is for the parent to act on.
+    Returns its report; or what went wrong, since that is for the parent to act on.
     """
 
     async def play_in_time() -> Any:

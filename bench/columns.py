@@ -80,15 +80,9 @@ def compare(
     titles: Mapping[str, str] | None = None,
     case_title: Callable[[Any], str] = title_of,
 ) -> Table:
-    """Returns a table with a row for each subject in each case.
+    """Returns a table with a row for each subject in each case, and what those two are called in its head.
 
-    Args:
-        title: of the table.
-        named: what cases and subjects are called in its head.
-        measured: the runs.
-        columns: behind those two.
-        titles: of subjects; without one, its name is its title.
-        case_title: a case in words.
+    A subject without a title has its name for one.
     """
     rows = [
         [case_title(row.case), (titles or {}).get(row.subject, row.subject), *(column.text(row) for column in columns)]

@@ -36,6 +36,8 @@ _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be c
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
+#: Returns what it has found, or yields what there is so far, again and again; then the last one counts.
+_Measure = Callable[..., Findings | Generator[Findings, None, None]]
 
 
 class NotMeasured(click.ClickException):
@@ -105,18 +107,16 @@ def missing_program(environment: Path, program: str, title: str) -> str | None:
 def versions(environment: Path, *packages: str) -> str:
     """Returns the versions of packages in another environment, as a note says them."""
     program = f"import importlib.metadata as m; print(', '.join(n + ' ' + m.version(n) for n in {packages}))"
-    return subprocess.run(
-        [environment / "bin" / "python", "-c", program], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.check_output([environment / "bin" / "python", "-c", program], text=True).strip()
 
 
 def benchmark(
     mode: str, *, repetitions: str = "Of each case, interleaved.", seconds: bool = True
-) -> Callable[[Callable[..., Findings | Generator[Findings, None, None]]], click.Command]:
+) -> Callable[[_Measure], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
     Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
-    options that all have. What takes long yields what there is so far, again and again; the last one counts.
+    options that all have.
 
     Args:
         mode: a name in the table of modes, and of the command.
@@ -132,7 +132,7 @@ def benchmark(
         text = f"{repetitions}  [default: {default.repetitions}]"
         options.append(click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text))
 
-    def decorate(measure: Callable[..., Findings | Generator[Findings, None, None]]) -> click.Command:
+    def decorate(measure: _Measure) -> click.Command:
         @functools.wraps(measure)
         def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
             if default is not None:
@@ -241,10 +241,6 @@ def conclude(findings: Findings) -> None:
     """Ends a command that was to measure and to judge: as it should, if nothing failed and no target was missed.
 
     A target that is missed as far as a decision says, and no further, does not count: who runs it can do nothing about that.
-
-    Raises:
-        NotMeasured: something failed.
-        click.ClickException: a target was missed.
     """
     if failures := findings.failures:
         raise NotMeasured(f"{failures} measurements failed: see the table")

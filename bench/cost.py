@@ -69,11 +69,7 @@ class Run(NamedTuple):
 
 
 async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> Run:
-    """Returns what a repetition of a case costs.
-
-    Raises:
-        BenchError: a message was lost, or came out of turn.
-    """
+    """Returns what a repetition of a case costs; raises BenchError if a message was lost, or came out of turn."""
     nbytes, shape, in_place = case.nbytes, (case.nbytes // 4,), case.way == _IN_PLACE
     content = torch.zeros(shape)
     sent = claimed = 0

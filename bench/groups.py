@@ -38,14 +38,7 @@ _LIMIT_S = 120.0  # after which a repetition has failed. A peer that moves 1 GB/
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a child must know to play its part in every cell.
-
-    Attributes:
-        peer: what it uses.
-        shared: what the peer made for all of them.
-        number: of who sends, from 0; without meaning to who receives.
-        moments: of the cell that is run.
-    """
+    """What a child must know to play its part in every cell: what its peer made for all of them, and its number if it sends."""
 
     peer: Any
     shared: Any = None
@@ -54,16 +47,7 @@ class Part:
 
 
 class PeerGroup(Children):
-    """Processes that use a peer, and end with what it made for them.
-
-    Args:
-        peer: what they use; it travels to them.
-        ends: how many send.
-        context: of multiprocessing, by which they are started; None: they are spawned. Tests fork them, which takes no time.
-
-    Raises:
-        BenchError: what the processes share could not be made.
-    """
+    """Processes that use a peer, and end with what it made for them; so many of them send. Tests fork them: that is quick."""
 
     def __init__(self, peer: Peer | RequestPeer, ends: int = 1, context: Any = None) -> None:
         context = context or get_context("spawn")
@@ -96,8 +80,7 @@ class PeerGroup(Children):
         """Runs one cell, of at most as many ``producers`` as this group has senders.
 
         Raises:
-            BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
-                processes are dead.
+            BenchError: a message was not what was sent, a process died, or it took too long. All processes are dead.
         """
         receiver, *senders = self.children[: 1 + cell.producers]
         assert len(senders) == cell.producers, "a group has the producers of its cells"
@@ -118,12 +101,7 @@ class PeerGroup(Children):
 
 
 class Groups:
-    """The processes of peers that are compared. Use it with ``with``, which leaves no process and no file.
-
-    Args:
-        peers: by name.
-        timing: of each measurement.
-    """
+    """The processes of peers that are compared. Use it with ``with``, which leaves no process and no file."""
 
     def __init__(self, peers: Mapping[str, Peer | RequestPeer], timing: Timing) -> None:
         self._peers, self._timing = peers, timing
@@ -162,11 +140,7 @@ class Groups:
                     self._groups.pop(key).kill()
 
     def run(self, case: Case, name: str) -> Measurement:
-        """Measures a case with a peer, once; with new processes, if those that it had have failed in another case.
-
-        Raises:
-            BenchError: that failed.
-        """
+        """Measures a case with a peer, once; with new processes, if those that it had have failed in another case."""
         key = name, case.producers
         try:
             if key not in self._groups:

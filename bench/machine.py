@@ -91,11 +91,7 @@ def torch_resident_nbytes() -> int:
 
 
 class Copies:
-    """Copies of one size, each to the next place of a region of four last-level caches.
-
-    Args:
-        nbytes: size of a copy; both ends are 64-byte aligned and touched before.
-    """
+    """Copies of one size, each to the next place of a region of four last-level caches; all is aligned, and touched before."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -182,15 +182,10 @@ Moments: TypeAlias = MutableSequence[int]
 
 
 class Source:
-    """A producer's messages. Call :meth:`stamp` before each send, until :attr:`finished`.
-
-    Args:
-        cell: what to send.
-        producer: which of the cell's producers this is, from 0.
-        moments: shared with the consumer and the other producers; without them, this one waits for nobody.
+    """A producer's messages. Call :meth:`stamp` before each send, until :attr:`finished`. Without moments it waits for nobody.
 
     Attributes:
-        producer: as given.
+        producer: which of the cell's producers this is, from 0.
         array: the content as bytes: uint8 of shape ``(nbytes,)``.
         tensor: the same memory in the cell's dtype, one-dimensional: what producers send that copy into the transport.
         finished: whether the message stamped last is the last one.
@@ -218,8 +213,7 @@ class Source:
     def stamp(self, tensor: torch.Tensor | None = None) -> Header:
         """Writes the next message's samples, and returns its header. The moment of this call counts as sending it.
 
-        Args:
-            tensor: where to write them, if not in :attr:`tensor`: contiguous, of as many bytes, of any dtype.
+        They go into :attr:`tensor`, or into another one: contiguous, of as many bytes, of any dtype.
         """
         assert not self.finished, "the last message was stamped before"
         now = time.perf_counter_ns()
@@ -254,15 +248,7 @@ class Source:
 
 
 class Sink:
-    """The consumer's check and record of every message.
-
-    Args:
-        cell: what is sent.
-        moments: shared with the producers.
-
-    Attributes:
-        meter: measures this process in the timed phase.
-    """
+    """The consumer's check and record of every message; its meter measures this process in the timed phase."""
 
     def __init__(self, cell: Cell, moments: Moments | None = None) -> None:
         self._moments = moments
@@ -277,10 +263,7 @@ class Sink:
         self._first_ns = self._last_ns = 0
 
     def take(self, header: Header, tensor: torch.Tensor) -> bool:
-        """Checks a message that has just been received, and records it.
-
-        Returns:
-            Whether it is the last one of the last producer.
+        """Checks a message that has just come, and records it; returns whether it is the last one of the last producer.
 
         Raises:
             CheckError: it is not what was sent.

@@ -46,11 +46,7 @@ class Cost:
 
 
 def process_cpu_s(pid: int) -> float:
-    """Returns the CPU time of a process so far, in seconds, to the nanosecond: ``/proc`` counts in ticks of 10 ms.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Returns the CPU time of a process so far, to the nanosecond; ``/proc`` counts in ticks of 10 ms."""
     return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid makes it of a pid
 
 
@@ -68,8 +64,7 @@ def resident_nbytes() -> int:
 class Meter:
     """Measures one phase. :meth:`start` and :meth:`stop` may be called on any thread, each once.
 
-    Args:
-        own_nbytes: the benchmark's buffers in this process.
+    The benchmark's own buffers in this process do not count.
 
     Attributes:
         cost: what the phase took, when it is over.
@@ -110,11 +105,7 @@ class Meter:
         )
 
     async def watch_idling(self, seconds: float) -> None:
-        """Looks at what this process takes when the phase is over and nothing comes; the loop's lag is watched no more.
-
-        Args:
-            seconds: for how long.
-        """
+        """Looks for so long at what this process takes when the phase is over and nothing comes; its loop is not watched."""
         assert self.cost is not None, "the phase is over"
         self._rest()  # ticks are none
         cpu_s, wall_s = time.process_time(), time.perf_counter()

@@ -32,12 +32,9 @@ _Order = TypeVar("_Order")
 
 
 class Program:
-    """Started with the first order, and again after one that failed.
+    """Started with the first order, and again after one that failed; there is a limit of time for each.
 
-    Args:
-        command: the program and its arguments.
-        environment: all of its variables, but for where this package is.
-        limit_s: for an order.
+    The environment has all of its variables, but for where this package is.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> None:
@@ -46,11 +43,7 @@ class Program:
         self._control: Connection
 
     def start(self) -> None:
-        """Starts it, unless it runs.
-
-        Raises:
-            BenchError: it does not start.
-        """
+        """Starts it, unless it runs; raises BenchError if it does not start."""
         if self._process is not None:
             return
         self._control, control = multiprocessing.Pipe()
@@ -71,11 +64,7 @@ class Program:
                 raise BenchError(f"{' '.join(self._command)} does not start: {log.read().decode(errors='replace').strip()}")
 
     def order(self, order: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        """Has it carry an order out; returns its answer.
-
-        Raises:
-            BenchError: it has died, or took too long.
-        """
+        """Has it carry an order out; returns its answer, or raises BenchError if it has died or took too long."""
         self.start()
         with contextlib.suppress(OSError):
             self._control.send_bytes(msgspec.json.encode(order))

@@ -34,13 +34,9 @@ class Repetitions(Generic[_Case, _Run]):
 
     What has failed is not tried again: ratios are taken within a repetition, so that none may lack in the middle.
 
-    Args:
+    Attributes:
         subjects: of each case.
         count: of the repetitions of each.
-        title: a case in words.
-
-    Attributes:
-        subjects, count: as given.
         measured: the repetitions of each subject, by case.
     """
 
@@ -74,12 +70,8 @@ class Repetitions(Generic[_Case, _Run]):
     ) -> None:
         """Measures all subjects of cases, in alternating order, with a line before each.
 
-        Args:
-            cases: which.
-            measure: one subject in one case, once.
-            progress: gets the line.
-            titles: of subjects; without one, its name is its title.
-            part: of the repetitions; all of them, if there is nothing to do between them.
+        A part of the repetitions is measured where there is something to do between them. A subject without a title has its
+        name for one.
         """
         for repetition, case in itertools.product(range(self.count)[part], cases):
             for subject in self.subjects[case][:: -1 if repetition % 2 else 1]:

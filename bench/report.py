@@ -20,7 +20,7 @@ import msgspec
 from bench import ages, plots
 from bench.command_line import gaps_table, machine_line
 from bench.modes import command_of
-from bench.results import Coverage, Findings, Table, Verdict, checkout
+from bench.results import Findings, Table, Verdict, checkout
 from bench.transport import Stored
 
 _HEAD = """\
@@ -78,14 +78,7 @@ _Age: TypeAlias = Callable[[str, str | None], int | None]
 def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -> Path:
     """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
 
-    ``speed.svg`` is the README's plot, of the result that is called ``transport``.
-
-    Args:
-        results_directory, docs_directory: where results are, and where the document goes.
-        age: of a result.
-
-    Returns:
-        The path of ``benchmarks.md``.
+    ``speed.svg`` is the README's plot, of the result that is called ``transport``. Returns the path of ``benchmarks.md``.
 
     Raises:
         ReportError: there is no result, or a file is none.
@@ -113,11 +106,7 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -
 
 
 def status(results_directory: Path) -> Table:
-    """Returns a table of the stored results: what each has of its plan, what sources it comes from, and how old it is.
-
-    Raises:
-        ReportError: there is no result, or a file is none.
-    """
+    """Returns a table of the stored results: what each has of its plan, what sources it comes from, and how old it is."""
     return _stored_table(_read(results_directory), ages.age)
 
 
@@ -171,10 +160,13 @@ class _Judged(NamedTuple):
         return self.verdict.met is not None and bool(self.changes)
 
     @property
-    def word(self) -> str:
-        if self.verdict.met is None or self.counts:
-            return f"**{self.verdict.word}**"
-        return f"{'stale' if self.is_stale else 'age unknown'}: was {self.verdict.word}"
+    def row(self) -> tuple[str, ...]:
+        """As the table has it; where the target is missed, with the numbers that say so."""
+        verdict, word = self.verdict, f"**{self.verdict.word}**"
+        if verdict.met is not None and not self.counts:
+            word = f"{'stale' if self.is_stale else 'age unknown'}: was {verdict.word}"
+        missed_at = verdict.detail if verdict.met is False else ""
+        return verdict.what, verdict.at, verdict.asked, verdict.measured, word, missed_at, self.result
 
 
 def _targets(stored: _Stored, age: _Age) -> Iterator[str]:
@@ -197,18 +189,9 @@ def _targets(stored: _Stored, age: _Age) -> Iterator[str]:
     )
     yield _COUNTED.format(head=ages.head() or "the present one")
     for mode, of_mode in itertools.groupby(judged, key=lambda one: one.mode):
-        rows = [
-            (verdict.what, verdict.at, verdict.asked, verdict.measured, one.word, _where(verdict), one.result)
-            for one in of_mode
-            for verdict in (one.verdict,)
-        ]
         yield f"### {_title(mode)}\n"
-        yield Table("", ["target", "at", "asked", "measured", "", "missed at", "result"], rows).markdown()
-
-
-def _where(verdict: Verdict) -> str:
-    """Where a target is missed, the numbers that say so; nothing, where it is met."""
-    return verdict.detail if verdict.met is False else ""
+        columns = ["target", "at", "asked", "measured", "", "missed at", "result"]
+        yield Table("", columns, [one.row for one in of_mode]).markdown()
 
 
 def _said_once(judged: Iterator[_Judged]) -> list[_Judged]:
@@ -242,18 +225,13 @@ def _section(name: str, findings: Findings, plot: Path) -> Iterator[str]:
         yield table.markdown()
     if findings.notes:
         yield "\n".join(f"- {note}" for note in findings.notes) + "\n"
-    if findings.coverage is None or not findings.coverage.complete:
+    if findings.coverage is None:
         yield "Not measured:\n"
-        yield from _missing(findings.coverage)
-
-
-def _missing(coverage: Coverage | None) -> Iterator[str]:
-    """What a result lacks of its plan."""
-    if coverage is None:
         yield "The plan of this result is not known, so something may be missing.\n"
-        return
-    yield f"{coverage.summary()}.\n"
-    yield gaps_table(coverage).markdown()
+    elif not findings.coverage.complete:
+        yield "Not measured:\n"
+        yield f"{findings.coverage.summary()}.\n"
+        yield gaps_table(findings.coverage).markdown()
 
 
 def _again(stored: _Stored) -> str:

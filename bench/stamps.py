@@ -48,11 +48,7 @@ class Stamps:
         return self._words.from_address(tensor.data_ptr())
 
     def write(self, words: Any, sender: int, sequence: int) -> None:
-        """Stamps the memory of a tensor.
-
-        Args:
-            sender, sequence: who sends it, and as which.
-        """
+        """Stamps the memory of a tensor, by who sends it, and as which."""
         length = self._length
         stamp = -1 - (sender << _BITS | sequence & _MASK)
         words[0] = words[-1] = words[sequence * 40_503 % length] = words[(sequence * 9_973 + self._half) % length] = stamp
@@ -60,11 +56,8 @@ class Stamps:
     def check(self, what: str, tensor: torch.Tensor, sender: int, sequence: int, whose: str = "") -> None:
         """Compares a tensor with what was sent: its dtype and shape, and its stamp in all its places.
 
-        Args:
-            what, sequence, whose: name it in errors.
-
         Raises:
-            CheckError: it is another.
+            CheckError: it is another; what it is, its number, and whose it is are said.
         """
         if tensor.dtype is not self._dtype or tensor.shape != self._shape or not tensor.is_contiguous():
             asked = f"{self._dtype}{list(self._shape)} in one piece"

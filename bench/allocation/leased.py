@@ -108,9 +108,7 @@ def _book_limits(client_id: int, length: int, client: ClientConfig) -> ClientBoo
 def lone_book(length: int, leases: int) -> CalledBook:
     """Returns a lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
 
-    Args:
-        length: its blocks.
-        leases: that these are in, of one size.
+    Its blocks are in so many leases of one size.
     """
     book = ClientBook(_book_limits(1, length, ClientConfig()))
     blocks = length // leases

@@ -103,11 +103,7 @@ class Stamps:
         self._last = [0] * workers
 
     def note(self, rank: int, number: int, item: int) -> bool:
-        """A worker has a message; returns whether it was the last of all.
-
-        Raises:
-            RuntimeError: it is not the one that was due.
-        """
+        """A worker has a message; returns whether it was the last of all, or raises RuntimeError if another one was due."""
         now_ns = time.monotonic_ns()
         if number == END:
             return True

@@ -102,10 +102,8 @@ def pinned_slab(leased_nbytes: int) -> dict[str, Any]:
 def marks(tensor: torch.Tensor) -> torch.Tensor:
     """Returns places all over a tensor that hold the number of its message, as a view ``int32 (64,)``.
 
-    They are as many whatever the size, so that checking 256 MB takes no longer than checking 64 KB.
-
-    Args:
-        tensor: ``int32 (n,)``, contiguous, of at least :data:`MIN_NBYTES`.
+    They are as many whatever the size, so that checking 256 MB takes no longer than checking 64 KB. The tensor is in one piece,
+    and has at least :data:`MIN_NBYTES`.
     """
     stride = (tensor.numel() - 1) // (_PLACES - 1)
     return tensor[(tensor.numel() - 1) - (_PLACES - 1) * stride :: stride]

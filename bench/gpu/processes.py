@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,12 +35,6 @@ Numbers: TypeAlias = dict[str, list[float]]
 Measure: TypeAlias = Callable[..., Awaitable[Numbers]]
 
 
-class Refused(NamedTuple):
-    """A measurement has failed: what happened, in words."""
-
-    error: str
-
-
 @contextlib.asynccontextmanager
 async def opened(openers: Openers) -> AsyncIterator[tuple[dict[str, Any], dict[str, str]]]:
     """Opens things for the time of a ``with``; yields those that could be, and why others could not, by name."""
@@ -59,11 +53,8 @@ class Process(Children):
     """One of the processes. Use it with ``with``: :meth:`open`, :meth:`measure`, :meth:`finish`; each raises
     :class:`~bench.children.BenchError` if the process failed, died or took too long.
 
-    Args:
-        name: of its role.
-        openers: called in the process with its GPU. They travel to it with what processes share, which can be handed over at
-            their start only.
-        measure: called there for each measurement; None: it only answers others.
+    Its openers are called in the process with its GPU, and what measures, for each measurement; without that it only answers
+    others. They travel to it with what processes share, which can be handed over at their start only.
     """
 
     def __init__(self, name: str, openers: Callable[[Gpu], Openers], measure: Measure | None = None) -> None:
@@ -78,9 +69,9 @@ class Process(Children):
 
     def measure(self, name: str, nbytes: int, *amounts: float) -> Numbers:
         """Has it measure what was opened by that name. What has failed may work the next time."""
-        answer: Numbers | Refused = self._answer((name, nbytes, *amounts), _COMMAND_LIMIT_S, f"{name}, {nbytes:,} bytes")
-        if isinstance(answer, Refused):
-            raise BenchError(answer.error)
+        answer: Numbers | str = self._answer((name, nbytes, *amounts), _COMMAND_LIMIT_S, f"{name}, {nbytes:,} bytes")
+        if isinstance(answer, str):
+            raise BenchError(answer)
         return answer
 
     def finish(self) -> None:
@@ -104,7 +95,6 @@ async def _play(openers: Callable[[Gpu], Openers], measure: Measure | None, pare
             assert measure is not None, "it is asked for nothing else"
             name, *amounts = message
             try:
-                result: Numbers | Refused = await measure(gpu, things[name], *amounts)
+                parent.tell(await measure(gpu, things[name], *amounts))
             except Exception as error:  # noqa: BLE001 # it is the result
-                result = Refused(described(error))
-            parent.tell(result)
+                parent.tell(described(error))

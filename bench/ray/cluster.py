@@ -78,11 +78,7 @@ class Plain:
 
 
 class Caller:
-    """Asks in each way.
-
-    Args:
-        plain: the actor.
-    """
+    """Asks the engine and the plain actor, in each way."""
 
     def __init__(self, plain: Any) -> None:
         self._echo = plain.echo

@@ -54,11 +54,6 @@ class Case(messages.Case, frozen=True, kw_only=True):
 class Client:
     """The requests of one client.
 
-    Args:
-        cell: what to ask.
-        number: of this client, from 0.
-        moments: shared with the engine and the other clients.
-
     Attributes:
         source: of its questions.
         latencies_ns: round trips of those of the timed phase, from before the request was handed to the transport until
@@ -88,11 +83,7 @@ class Client:
                 self.latencies_ns.append(answered_ns - header.sent_ns)
 
     def check(self, header: Header, answer: Answer) -> None:
-        """Compares an answer with the header of its question.
-
-        Raises:
-            CheckError: it is another's, or not what the engine sent.
-        """
+        """Compares an answer with the header of its question; raises CheckError if it is another's, or not what was sent."""
         sequence, _, _, client = header
         if answer.header != header:
             raise CheckError(f"request {sequence} of client {client} got the reply of {tuple(answer.header)}")
@@ -100,11 +91,7 @@ class Client:
 
 
 class Desk(Sink):
-    """The engine's answers, and its check and record of every question. Used by one thread at a time.
-
-    Args:
-        finished: called when the last question of the last client has been answered.
-    """
+    """The engine's answers, and its check and record of every question; says when the last one of all has been answered."""
 
     def __init__(self, cell: Cell, moments: Moments | None = None, finished: Callable[[], object] = lambda: None) -> None:
         super().__init__(cell, moments)
@@ -113,11 +100,7 @@ class Desk(Sink):
         self._early: list[set[int]] = [set() for _ in range(cell.producers)]  # questions that came before their turn
 
     def answer(self, header: Header, tensor: torch.Tensor) -> torch.Tensor:
-        """Checks a question, and returns the content of its reply.
-
-        Returns:
-            float32, one-dimensional, of ``reply_nbytes``, in memory that nobody else has; but for its stamps it is not
-            initialised.
+        """Checks a question, and returns the content of its reply, of which only the stamps are initialised.
 
         Raises:
             CheckError: it is not what was sent, or came before.

@@ -122,22 +122,14 @@ class Client:
         await self._session.close()
 
     async def model(self) -> str:
-        """Returns the first model that the server lists.
-
-        Raises:
-            BenchError: it lists none, or does not answer.
-        """
+        """Returns the first model that the server lists; raises BenchError if there is none."""
         try:
             return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
             raise BenchError(f"{self._base}/v1/models lists no model; is that a server of OpenAI's API?") from None
 
     async def counters(self) -> dict[str, int]:
-        """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others.
-
-        Raises:
-            BenchError: it does not answer.
-        """
+        """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others."""
         counted: dict[str, int] | None = None
         while True:
             families = text_string_to_metric_families((await self.get("/metrics")).decode())
@@ -151,11 +143,7 @@ class Client:
             await asyncio.sleep(_METRICS_PERIOD_S)
 
     async def get(self, path: str) -> bytes:
-        """Returns what it answers at a path.
-
-        Raises:
-            BenchError: it does not, or with an error.
-        """
+        """Returns what it answers at a path; raises BenchError if it does not, or with an error."""
         url = f"{self._base}{path}"
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(url) as response:

@@ -34,10 +34,7 @@ Body = Callable[[int], bytes]
 def request_body(load: Load, model: str, parts: Sequence[msgspec.Raw], number: int) -> bytes:
     """Returns a request's body. No two of a load have the same text, so that no cache of prompts answers them.
 
-    Args:
-        load, model: what it asks for, of whom.
-        parts: JSON of message parts with media, which requests take in turn; none: text alone.
-        number: of the request.
+    Requests take the message parts in turn, which are the JSON of media; none: text alone.
     """
     content: list[object] = [parts[number % len(parts)]] if parts else []
     text = {"type": "text", "text": f"Request {number}: what is this?"}
@@ -128,11 +125,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(exchanges: Sequence[Exchange], start: float, generator_cpu_s: float) -> Measurement:
-    """Returns what a load of at least one request has shown, all of which have ended; start is one of their times.
-
-    Raises:
-        BenchError: none of them was answered.
-    """
+    """Returns what a load has shown, whose requests have ended; raises BenchError if none of them was answered."""
     whole = [exchange for exchange in exchanges if exchange.failure is None]
     failures = collections.Counter(exchange.failure for exchange in exchanges if exchange.failure)
     if not whole:

@@ -50,11 +50,7 @@ _Answer = TypeVar("_Answer")
 
 
 def cpu_s(server: ServerProcess) -> dict[str, float]:
-    """Returns the CPU seconds, user and system, that a server's processes have used, by part.
-
-    Raises:
-        BenchError: one of them has ended.
-    """
+    """Returns the CPU seconds, user and system, that a server's processes have used, by part."""
     if not server.is_whole:
         raise BenchError("a process of the server ended during the run")
     parts = {"engine": server.engines, "frontends": server.frontends}
@@ -65,10 +61,8 @@ def cpu_s(server: ServerProcess) -> dict[str, float]:
 def serving(*options: ServerOptions) -> Iterator[list[ServerProcess]]:
     """Runs servers on free ports of the loopback interface; when the block is left, nothing of them is.
 
-    They are started together, since each takes some seconds.
-
-    Raises:
-        BenchError: one did not start, ended before it was told to, or ended with an error.
+    They are started together, since each takes some seconds. One that did not start, or ended before it was told to, or with an
+    error, raises BenchError.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_started(each)) for each in options]
@@ -148,11 +142,7 @@ def steps(servers: Mapping[str, ServerOptions], repetitions: int) -> int:
 
 
 def run(load: Load, servers: Mapping[str, ServerOptions], repetitions: int, progress: Callable[[str], None]) -> Results:
-    """Loads servers in turn, with a line before each step. When this returns or raises, no process and no file of it is left.
-
-    Raises:
-        BenchError: a server did not start, did not last, or can't be asked.
-    """
+    """Loads servers in turn, with a line before each step. Whether it returns or raises, no process and no file is left."""
     runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions)
     progress("making media")
     parts = media_parts(load)

@@ -1,4 +1,1 @@
-"""``python -m bench sglang``: SGLang's multimodal tensors, by its own way and by shmring, with SGLang's own code around them.
-
-It needs the environment that ``make test-sglang`` makes.
-"""
+"""``bench sglang``: SGLang's multimodal tensors, by its own way and by shmring, with SGLang's own code around them."""
