@@ -61,10 +61,14 @@ def check_plotter() -> None:
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
-def size_option(
-    *names: str, item_nbytes: int, item: str, text: str, default: str | None = None
-) -> Callable[[_Function], _Function]:
-    """A tensor's size, such as 64KiB, which is a positive multiple of some item's; repeatable if it has no default."""
+def repeatable(option: str, name: str, kind: Any, text: str, default: str = "all") -> Callable[[_Function], _Function]:
+    """What somebody may choose several of: of a type, as click takes them, or of these names."""
+    kind = click.Choice(list(kind)) if isinstance(kind, Collection) else kind
+    return click.option(option, name, multiple=True, type=kind, help=f"{text}; repeatable.  [default: {default}]")
+
+
+def size_option(default: str, item_nbytes: int = 1, item: str = "an item") -> Callable[[_Function], _Function]:
+    """Sizes of a tensor, such as 64KiB, each of which is a positive multiple of some item's."""
 
     def size(value: str) -> int:
         try:
@@ -75,13 +79,7 @@ def size_option(
             raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes, the size of {item}")
         return nbytes
 
-    return click.option(*names, type=size, multiple=default is None, default=default, help=text)
-
-
-def peer_option(names: Collection[str]) -> Callable[[_Function], _Function]:
-    """The peers to measure, of those with these names."""
-    kind = click.Choice(list(names))
-    return click.option("--peer", "peers", multiple=True, type=kind, help="Beside shmring; repeatable.  [default: all]")
+    return repeatable("--size", "sizes", size, "Of a tensor", default)
 
 
 def environment_option(program: str, title: str) -> Callable[[_Function], _Function]:

@@ -7,7 +7,7 @@ and of each message only its number is looked at, since the stamps and checks of
 message does. That content arrives as it was sent is checked there.
 
 CPU is that of all threads of the process, user and system time, over the messages of the timed phase, which begins and ends
-with nothing in flight. Cases are interleaved, and each has a fresh ring in each repetition.
+with nothing in flight. A case has a fresh ring in each repetition.
 """
 
 from __future__ import annotations

@@ -122,22 +122,21 @@ class Groups:
             self._groups.pop(key).close()
         room = psutil.virtual_memory().available // _PROCESS_NBYTES
         new = [key for key in needed if key not in self._groups]
-        for key in new:
-            room -= key[1] + 1
+        for name, ends in new:
+            room -= ends + 1
             if room < 0:
-                runs.fail(needed[key], [key[0]], "there is too little memory for its processes", Status.EXCLUDED)
+                runs.fail(needed[name, ends], [name], "there is too little memory for its processes", Status.EXCLUDED)
                 continue
             try:
-                self._groups[key] = PeerGroup(self._peers[key[0]], key[1])
+                self._groups[name, ends] = PeerGroup(self._peers[name], ends)
+            except BenchError as error:
+                runs.fail(needed[name, ends], [name], str(error))
+        for key in self._groups.keys() & new:  # all of them have begun to start
+            try:
+                self._groups[key].start()
             except BenchError as error:
                 runs.fail(needed[key], [key[0]], str(error))
-        for key in new:
-            if key in self._groups:
-                try:
-                    self._groups[key].start()
-                except BenchError as error:
-                    runs.fail(needed[key], [key[0]], str(error))
-                    self._groups.pop(key).kill()
+                self._groups.pop(key).kill()
 
     def run(self, case: Case, name: str) -> Measurement:
         """Measures a case with a peer, once; with new processes, if those that it had have failed in another case."""

@@ -201,10 +201,7 @@ class _Peer(NamedTuple):
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
 @click.option("--model", default=None, type=DIRECTORY, help="A directory that holds a LLaVA.  [default: one that is made up]")
 @click.option(
-    "--vllm",
-    default=None,
-    type=DIRECTORY,
-    help="An environment that has vLLM, whose executor is measured in turn, too; see `make test-vllm`.",
+    "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
 )
 @click.option("--repetitions", default=3, type=click.IntRange(min=1), help="Of each checkout.")
 def steps_command(beside: Path | None, model: Path | None, vllm: Path | None, repetitions: int) -> None:

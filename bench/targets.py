@@ -1,8 +1,7 @@
 """The targets of the project as data: what is compared, where, and the threshold; and those of ``bench transport``.
 
-Ratios are taken within each repetition and their median counts; where a target spans several places, the worst of them does.
-What a run did not measure is neither met nor missed: a verdict says so. The targets of other modes stand beside their
-measuring.
+Where a target spans several places, the worst of them counts. What a run did not measure is neither met nor missed: a verdict
+says so. The targets of other modes stand beside their measuring.
 
 Throughput is that of one producer with 16 messages in flight, latency that with one.
 """

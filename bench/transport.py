@@ -1,10 +1,10 @@
 """``python -m bench transport``, and ``quick``: streams of messages by every peer.
 
-A case is a size, a number of producers, and how many messages each has in flight. The cases of one size are measured beside
-each other: the processes of all peers live at the same time, and their repetitions take turns, so that whatever else the
-machine does hits all alike. A peer that is not installed, can't do a case or fails in it is reported as such, with the reason.
-Each repetition warms up first, is timed at the receiver, and checks every message (:mod:`bench.messages`). Beside shmring,
-copies of as many bytes are timed, too: a shared machine's memory is not equally fast for long.
+A case is a size, a number of producers, and how many messages each has in flight. The processes of all peers for the cases of
+one size live at the same time, and their repetitions take turns. A peer that is not installed, can't do a case or fails in it
+is reported as such. Each repetition warms up first, is timed at the receiver, and checks every message
+(:mod:`bench.messages`). Beside shmring, copies of as many bytes are timed, too: a shared machine's memory is not equally fast
+for long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from bench import columns
 from bench.columns import Column, cross
-from bench.command_line import benchmark, measuring, peer_option, size_option
+from bench.command_line import benchmark, measuring, repeatable, size_option
 from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
@@ -190,18 +190,10 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
 
 
 @benchmark("transport", repetitions="Of each case and peer, interleaved.")
-@size_option(
-    "--size", "sizes", item_nbytes=ITEM_NBYTES, item="a stamp", text="Of a tensor; repeatable.  [default: 4KiB to 256MiB]"
-)
-@click.option("--producers", multiple=True, type=click.IntRange(1, 127), help="Repeatable.  [default: 1, 8]")
-@click.option(
-    "--window",
-    "windows",
-    multiple=True,
-    type=click.IntRange(1, 1024),
-    help="Messages in flight of one producer; repeatable.  [default: 16, 1]",
-)
-@peer_option(PEERS)
+@size_option("4KiB to 256MiB", ITEM_NBYTES, "a stamp")
+@repeatable("--producers", "producers", click.IntRange(1, 127), "Processes", "1, 8")
+@repeatable("--window", "windows", click.IntRange(1, 1024), "Messages in flight of one producer", "16, 1")
+@repeatable("--peer", "peers", PEERS, "Beside shmring")
 def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, None, None]:
     """One-way messages from producer processes to a consumer process, every one checked."""
     for measured, coverage in measure(plan(**choices), timing):

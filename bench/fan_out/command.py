@@ -100,13 +100,9 @@ def _missing(environment: Path) -> dict[str, str]:
 
 
 @command_line.benchmark("fan-out")
-@click.option("--workers", multiple=True, type=click.IntRange(1, 32), help="Repeatable.  [default: 1, 2, 4, 8]")
-@command_line.size_option(
-    "--size", "sizes", item_nbytes=1, item="an item", text="Of a tensor; repeatable.  [default: 256, 4KiB, 1MiB, 64MiB]"
-)
-@click.option(
-    "--subject", "subjects", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all that are there]"
-)
+@command_line.repeatable("--workers", "workers", click.IntRange(1, 32), "Processes", "1, 2, 4, 8")
+@command_line.size_option("256, 4KiB, 1MiB, 64MiB")
+@command_line.repeatable("--subject", "subjects", WAYS, "What sends", "all that are there")
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 def fan_out_command(
     timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path

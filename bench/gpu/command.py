@@ -29,7 +29,7 @@ _TIMING = MODES["gpu"].timed()
 _KB, _MB = 1 << 10, 1 << 20
 
 #: Of ways and routes.
-TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.items())}
+TITLES = {name: compared.title for name, compared in (WAYS | ROUTES).items()}
 
 
 class Results(NamedTuple):
@@ -232,14 +232,8 @@ class _NoGpu(click.ClickException):
 
 
 @command_line.benchmark("gpu", repetitions="Interleaved.", seconds=False)
-@command_line.size_option(
-    "--size",
-    "sizes",
-    item_nbytes=device.MIN_NBYTES,
-    item="its marks",
-    text="Of a tensor; repeatable.  [default: 64KiB to 256MiB]",
-)
-@click.option("--from", "ways", multiple=True, type=click.Choice(list(WAYS)), help="To the GPU; repeatable.  [default: all]")
+@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES, "its marks")
+@command_line.repeatable("--from", "ways", WAYS, "To the GPU")
 def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 

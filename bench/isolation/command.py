@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import click
 import msgspec
 
 from bench.children import BenchError
-from bench.command_line import benchmark, measuring
+from bench.command_line import benchmark, measuring, repeatable
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.modes import Timing
 from bench.repetitions import Repetitions
@@ -183,7 +182,7 @@ def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
 
 
 @benchmark("isolation")
-@click.option("--case", "cases", multiple=True, type=click.Choice(list(ATTACKS)), help="Repeatable.  [default: all]")
+@repeatable("--case", "cases", ATTACKS, "Who is heavy")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import click
 
 from bench import columns
 from bench.columns import compare
-from bench.command_line import benchmark, chosen, measuring, peer_option, size_option
+from bench.command_line import benchmark, chosen, measuring, repeatable, size_option
 from bench.groups import Groups
 from bench.messages import Measurement
 from bench.modes import Timing
@@ -102,33 +103,19 @@ def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -
     """Returns who is measured in which cases, in an order in which no process is started twice."""
     if scaling:
         if peers or any(dimensions.values()):
-            raise click.UsageError(
-                "--scaling measures shmring alone, in a case of its own, and takes no choice of cases or peers"
-            )
+            raise click.UsageError("--scaling measures shmring alone, in a case of its own: no choice of cases or peers")
         return {_SCALED: list(VARIANTS)}
     names = [name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]
     values = chosen(_CASES, **dimensions)
-    return {
-        Case(nbytes, producers=number, window=requests, reply_nbytes=64): names
-        for number in values["clients"]
-        for requests in values["in_flight"]
-        for nbytes in values["sizes"]
-    }
+    cases = itertools.product(values["clients"], values["in_flight"], values["sizes"])
+    return {Case(nbytes, number, in_flight, reply_nbytes=64): names for number, in_flight, nbytes in cases}
 
 
 @benchmark("request", repetitions="Interleaved.")
-@size_option(
-    "--size",
-    "sizes",
-    item_nbytes=ITEM_NBYTES,
-    item="a float32",
-    text="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]",
-)
-@click.option(
-    "--in-flight", multiple=True, type=click.IntRange(1, 1024), help="Of each client; repeatable.  [default: 1, 16, 64]"
-)
-@click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
-@peer_option(REQUEST_PEERS)
+@size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES, "a float32")
+@repeatable("--in-flight", "in_flight", click.IntRange(1, 1024), "Of each client", "1, 16, 64")
+@repeatable("--clients", "clients", click.IntRange(1, MAX_CLIENTS), "Processes", "1, 4")
+@repeatable("--peer", "peers", REQUEST_PEERS, "Beside shmring")
 @click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
 def request_command(timing: Timing, scaling: bool, **choices: Any) -> Generator[Findings, None, None]:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""

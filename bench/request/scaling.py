@@ -29,9 +29,8 @@ from bench.request.questions import Desk
 from bench.stamps import ITEM_NBYTES
 from shmring.opening import Opening
 
-_SLAB_NBYTES = (
-    256 << 20
-)  # 20,000 slots of two blocks (4 KB and a header) take 164 MB; the rest is for replies and for what is asked
+#: 20,000 slots of two blocks (4 KB and a header) take 164 MB; the rest is for replies and for what is asked.
+_SLAB_NBYTES = 256 << 20
 _LEASE_NBYTES = 4 << 20  # 32 clients have an eighth of a gigabyte together
 _SLOTS_IN_A_REQUEST = 100  # so that 10,000 slots are 100 requests, well within max_inflight
 

@@ -1,8 +1,7 @@
 """One run: servers, loads on them in turn, and what they have shown.
 
 All servers run all the time, of which those that are not asked sleep, and get the same load one after the other, again and
-again (A B B A ...): whatever else the machine does meets all, and ratios are taken within each repetition. Requests and media
-are the same for all, and made before.
+again (:mod:`bench.repetitions`). Requests and media are the same for all, and made before.
 
 A server (:mod:`shmring.frontend.serve_process`) has a directory for all that it leaves on the disk. It is stopped in every way
 out of the block.

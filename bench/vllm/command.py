@@ -127,9 +127,9 @@ _SIDES = [str(side) for side in SIDES]
 
 @command_line.benchmark("vllm", repetitions="Of each case and way, in alternating order; 7 with --workers.", seconds=False)
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
-@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
-@click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
+@command_line.repeatable("--way", "ways", WAYS, "Of tensors")
+@command_line.repeatable("--side", "sides", _SIDES, "Of pictures")
+@command_line.repeatable("--kind", "kinds", KINDS, "Of requests")
 @click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
 def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: Path, **choices: tuple[str, ...]) -> Findings:

@@ -77,10 +77,10 @@ def serve(
     """Starts a server, yields it when it answers, and ends it with all of its processes.
 
     Args:
-        directory: for its log and its sockets; its path is short, and nobody else may enter it.
+        directory, environment: see :func:`bench.servers.started`; it gets no variable of this process that begins with
+            ``SHMRING_VLLM``.
         side: of the pictures that its model takes.
         api_servers: how many.
-        environment: variables beside this process's own, of which it gets none that begins with ``SHMRING_VLLM``.
         options: of ``vllm serve``, beside those that keep the tiny model tiny.
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
