@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from bench.children import settle
-from bench.fan_out.measuring import Cell, Run, Stamps, measure
+from bench.fan_out.measuring import Cell, Run, Stamps, end_after, measure
 from bench.fan_out.ways import WAYS
 from bench.programs import answer, orders
 from shmring.memory.slab import SHM_DIRECTORY
@@ -49,19 +49,11 @@ def _play(cell: Cell, directory: str) -> Outcome:
 
 def _fork(cell: Cell, directory: str, control: Connection) -> None:
     pid = os.fork()
-    if pid:
-        _, status = os.waitpid(pid, 0)
-        if status:
-            answer(control, Outcome(error=f"the engine ended with {status}"))
-        return
-    code = 1
-    try:
-        answer(control, _play(cell, directory))
-        code = 0
-    except BaseException:  # noqa: BLE001 # the host says that it has failed, and this says why
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    if not pid:
+        end_after(lambda: answer(control, _play(cell, directory)))
+    _, status = os.waitpid(pid, 0)
+    if status:
+        answer(control, Outcome(error=f"the engine ended with {status}"))
 
 
 def _main(control: Connection) -> None:

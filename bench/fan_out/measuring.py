@@ -9,6 +9,7 @@ turn, fails the cell.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import signal
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import numpy as np
@@ -315,7 +316,7 @@ def _workers(way: Way) -> Iterator[list[int]]:
         for rank in range(way.cell.workers):
             pid = os.fork()
             if not pid:
-                _work(way, rank)
+                end_after(functools.partial(way.work, rank))
             pids.append(pid)
         yield pids
         until_s = time.monotonic() + PATIENCE_S
@@ -333,13 +334,13 @@ def _workers(way: Way) -> Iterator[list[int]]:
                 os.waitpid(pid, 0)
 
 
-def _work(way: Way, rank: int) -> None:
-    """The process of a worker, which this does not leave."""
+def end_after(work: Callable[[], object]) -> NoReturn:
+    """Does the work of a process that was forked, which ends with it."""
     code = 1
     try:
-        way.work(rank)
+        work()
         code = 0
-    except BaseException:  # noqa: BLE001 # the engine finds it dead, and this says why
+    except BaseException:  # noqa: BLE001 # who forked it finds that it has failed, and this says why
         traceback.print_exc()
     finally:
         os._exit(code)
