@@ -15,7 +15,7 @@ from bench.modes import code_of
 
 
 def age(mode: str, commit: str | None, root: Path = ROOT) -> int | None:
-    """Returns how many commits have changed what a mode measures since one, which ends in ``-dirty`` if files differed from it.
+    """Returns how many commits have changed what a mode measures since a result's commit (``-dirty``: files differed from it).
 
     None if that is not known: there is no checkout, no git or no such commit in it; or nothing has changed since, but what was
     measured had changes that are in no commit.

@@ -47,7 +47,7 @@ class Failed(NamedTuple):
 
 
 class Child:
-    """One of the processes, as their parent sees it; called by its role, and by the label of what all of them measure.
+    """One of the processes, as their parent sees it, named after its role and after what all of them measure.
 
     Its part of each cell travels to it. Whatever that raises is reported as :class:`Failed`.
     """

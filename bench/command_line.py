@@ -62,7 +62,7 @@ def check_plotter() -> None:
 
 
 def repeatable(option: str, name: str, kind: Any, text: str, default: str = "all") -> Callable[[_Function], _Function]:
-    """What somebody may choose several of: of a type, as click takes them, or of these names."""
+    """An option that may be given several times: of a type that click knows, or one of these names."""
     kind = click.Choice(list(kind)) if isinstance(kind, Collection) else kind
     return click.option(option, name, multiple=True, type=kind, help=f"{text}; repeatable.  [default: {default}]")
 

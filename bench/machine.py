@@ -91,7 +91,7 @@ def torch_resident_nbytes() -> int:
 
 
 class Copies:
-    """Copies of one size, each to the next place of a region of four last-level caches; all is aligned, and touched before."""
+    """Copies of one size, each to the next place in four last-level caches of memory; both ends are touched before."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

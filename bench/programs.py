@@ -32,9 +32,9 @@ _Order = TypeVar("_Order")
 
 
 class Program:
-    """Started with the first order, and again after one that failed; there is a limit of time for each.
+    """Started with the first order, and again after one that failed. Each order has a limit of time.
 
-    The environment has all of its variables, but for where this package is.
+    ``environment`` has all of its variables, but for where this package is.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> None:

@@ -57,7 +57,7 @@ class Stamps:
         """Compares a tensor with what was sent: its dtype and shape, and its stamp in all its places.
 
         Raises:
-            CheckError: it is another; what it is, its number, and whose it is are said.
+            CheckError: it is another one; ``what``, ``sequence`` and ``whose`` name it there.
         """
         if tensor.dtype is not self._dtype or tensor.shape != self._shape or not tensor.is_contiguous():
             asked = f"{self._dtype}{list(self._shape)} in one piece"

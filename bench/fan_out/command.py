@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
-    """Returns what a run has found; what was not there to be measured is left out, with a sentence each."""
+    """Returns what a run has found; ``left_out`` are sentences about what was not there to be measured."""
     notes = [
         "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
         "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",

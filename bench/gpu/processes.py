@@ -53,8 +53,8 @@ class Process(Children):
     """One of the processes. Use it with ``with``: :meth:`open`, :meth:`measure`, :meth:`finish`; each raises
     :class:`~bench.children.BenchError` if the process failed, died or took too long.
 
-    Its openers are called in the process with its GPU, and what measures, for each measurement; without that it only answers
-    others. They travel to it with what processes share, which can be handed over at their start only.
+    ``openers`` is called in the process with its GPU, and ``measure`` for each measurement; a process without it only answers
+    others. Both travel to it with what processes share, which can be handed over at their start only.
     """
 
     def __init__(self, name: str, openers: Callable[[Gpu], Openers], measure: Measure | None = None) -> None:

@@ -183,7 +183,7 @@ def open_services(
 ) -> tuple[Any, Services]:
     """Opens both services, the same in every process; whoever comes first creates them. Returns the module, too.
 
-    Its files are in that directory, all its names begin with that prefix, and a subscriber's buffer is so many samples deep.
+    Its files are in ``directory``, all its names begin with ``prefix``, and a subscriber's buffer holds ``depth`` samples.
     """
     iceoryx2: Any = importlib.import_module("iceoryx2")
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)

@@ -91,7 +91,7 @@ class Client:
 
 
 class Desk(Sink):
-    """The engine's answers, and its check and record of every question; says when the last one of all has been answered."""
+    """The engine's answers, and its check of every question, on one thread at a time; says when the last one was answered."""
 
     def __init__(self, cell: Cell, moments: Moments | None = None, finished: Callable[[], object] = lambda: None) -> None:
         super().__init__(cell, moments)

@@ -60,8 +60,8 @@ def cpu_s(server: ServerProcess) -> dict[str, float]:
 def serving(*options: ServerOptions) -> Iterator[list[ServerProcess]]:
     """Runs servers on free ports of the loopback interface; when the block is left, nothing of them is.
 
-    They are started together, since each takes some seconds. One that did not start, or ended before it was told to, or with an
-    error, raises BenchError.
+    They are started together, since each takes some seconds. Raises BenchError if one did not start, ended too early, or ended
+    with an error.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_started(each)) for each in options]
