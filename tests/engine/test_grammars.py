@@ -65,7 +65,7 @@ def told(executor: TransformersExecutor, request: GenerateRequest) -> tuple[str,
     return "".join(reply.text for reply in replies), replies[-1].finish_reason
 
 
-@for_each("seed", [*range(4), None])
+@for_each("seed", [*range(8), None])
 def test_json_of_a_schema(executor: TransformersExecutor, seed: int | None) -> None:
     structure = StructuredOutputsParams(json=json.dumps(SCHEMA))
     sampling = {"temperature": 0} if seed is None else {"seed": seed, "temperature": 1.5, "top_p": 0.9, "presence_penalty": 1.0}

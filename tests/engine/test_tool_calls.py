@@ -357,13 +357,11 @@ def test_several_calls_may_be_made(executor: TransformersExecutor) -> None:
     for seed in range(8):
         replies = answer(executor, required(seed, STRICT))
         calls = [call for reply in replies for call in reply.tool_calls]
-        assert calls
+        counts.add(len(calls))
         for call in calls:
             jsonschema_rs.validate(STRICT["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
-        counts.add(len(calls))
-        if len(counts) > 1:
-            return
-    pytest.fail(f"always {counts}")
+    assert min(counts) >= 1
+    assert len(counts) > 1
 
 
 @pytest.mark.parametrize(
