@@ -305,9 +305,11 @@ async def test_an_engine_without_a_device_slab_says_so(ends: Ends) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 2)])
 async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, client: Client, device: Any) -> None:
-    for _ in range(2):  # the first maps the slab
+    for _ in range(2):
         with pytest.raises(ValueError, match=r"device slab is on cuda:0 of this process, not on cuda:[12]"):
             await client.slot(10, device=device)
+        async with client.slot(10, device="cuda"):  # the slab is mapped now, and a slot is free
+            pass
     with pytest.raises(ValueError, match=r"device slab is on cuda:0"):
         client.slot_nowait(10, device=device)
 
