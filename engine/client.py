@@ -73,6 +73,7 @@ class GenerateOutput(msgspec.Struct):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
+    age_s: float = 0.0
 
 
 class MediaMemory:
@@ -331,7 +332,8 @@ class EngineClient:
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Yields an answer, piece by piece. Leaving the loop early, or being cancelled, aborts the request.
 
-        Pieces come as the engine makes them; for a caller that reads slowly, several become one.
+        Pieces come as the engine makes them; for a caller that reads slowly, several become one, as for a request that says so
+        (:attr:`GenerateRequest.stream`).
 
         Args:
             request: media that lie in a slot of this client are not copied.
@@ -352,7 +354,7 @@ class EngineClient:
             request_id=request_id,
             retry=self._retries,
         )
-        async with aclosing(replies):
+        try:
             async for reply in replies:
                 yield GenerateOutput(
                     request_id,
@@ -366,7 +368,10 @@ class EngineClient:
                     reasoning=reply.reasoning,
                     index=reply.index,
                     logprobs=reply.logprobs,
+                    age_s=reply.age_s,
                 )
+        finally:
+            await replies.aclose()
 
     async def encode(
         self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None

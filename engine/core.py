@@ -296,9 +296,6 @@ class EngineCore:
         if request.over:
             return  # aborted or out of time during the step; it is removed before the next one
         self._count(request, output, now)
-        for reply in (*output.others, output.reply):
-            if isinstance(reply, GenerateReply) and reply.finish_reason is not None:
-                self._scheduler.end_answer(request)
         for reply in output.others:
             self._send(request, reply, finished=False)
         self._send(request, output.reply, finished=output.finished)
@@ -307,6 +304,8 @@ class EngineCore:
             self._to_forget[request.number] = request.claim.name
 
     def _send(self, request: EngineRequest, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> None:
+        if isinstance(reply, GenerateReply) and reply.finish_reason is not None:
+            self._scheduler.end_answer(request)
         if request.ended:  # the reply before could not be sent
             return
         task = request.deliver(reply, finished=finished)
@@ -325,7 +324,9 @@ class EngineCore:
         if output.finished:
             self.metrics.prompt_tokens += reply.prompt_tokens
         if isinstance(reply, GenerateReply):
-            self.metrics.generated_tokens += sum(len(each.token_ids) for each in (reply, *output.others))
+            self.metrics.generated_tokens += len(reply.token_ids)
+            for other in output.others:
+                self.metrics.generated_tokens += len(other.token_ids)
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
 

@@ -401,6 +401,8 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
         tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
+        stream: whether its caller reads the answer as it is made. If not, it comes together, in pieces of some thousand tokens;
+            only the first piece of an answer to media comes at once.
     """
 
     messages: list[ChatMessage] = []
@@ -416,6 +418,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = {}
     trace_headers: dict[str, str] | UnsetType = UNSET
+    stream: bool = True
 
     @property
     def needs_tools(self) -> bool:
@@ -458,6 +461,7 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
         reasoning: what is new of what the model wrote for itself, where that is told apart.
         index: which of the request's ``n`` answers it is a piece of.
         logprobs: of each of ``token_ids``, if they were asked for.
+        age_s: seconds since the first token of the request's answers, when this was sent; 0: it is no piece that was joined.
     """
 
     text: str
@@ -469,6 +473,7 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
+    age_s: float = 0.0
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

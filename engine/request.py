@@ -3,6 +3,11 @@
 A step must not wait for a frontend that reads slowly. So replies are sent at once if they need not wait. Otherwise they are
 kept in order, pieces of an answer joined into one, until a task has sent them. Kept replies are bounded: an answer's text by
 its ``max_tokens``, logprobs by a limit for a request, embeddings by the inputs of the request.
+
+Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So pieces are
+kept until the answer ends. Only the first is sent at once if the request has media: until it comes, their slots are kept.
+
+Source: vLLM's ``RequestOutputKind.FINAL_ONLY``.
 """
 
 from __future__ import annotations
@@ -53,13 +58,17 @@ class EngineRequest:
         self.nbytes = _nbytes(payload)
         self.num_seqs = payload.sampling.n if isinstance(payload, GenerateRequest) else 1
         self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
+        self._is_generated = isinstance(payload, GenerateRequest)
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
         self.expired = False
         self.revoked: Exception | None = None
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
+        self._is_streamed = not isinstance(payload, GenerateRequest) or payload.stream
+        self._has_begun = not self.nbytes
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
+        self._open: dict[int, GenerateReply] = {}  # of the unsent, the last piece of each answer, which others are joined to
         self._complete = False
         self._flushing: asyncio.Task[None] | None = None
         self._trace = _trace_of(payload, claim.name)
@@ -81,6 +90,8 @@ class EngineRequest:
         """Counts the embeddings of an output; returns it, or what is wrong: all parts together have one for each input."""
         if isinstance(output, Exception):
             return output
+        if self._is_generated:
+            return output
         if isinstance(output.reply, EncodeReply):
             self._encoded += len(output.reply.embeddings)
         if self._encoded > self._inputs or (output.finished and self._encoded < self._inputs):
@@ -88,7 +99,7 @@ class EngineRequest:
         return output
 
     def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> asyncio.Task[None] | None:
-        """Sends a reply, and ends the request if it is finished. If that would have to wait, keeps both for later.
+        """Sends a reply, unless it may wait, and ends the request if it is finished. If that can't be done now, keeps both.
 
         Returns:
             A task that sends kept replies, if one was started. The caller need not await it, but must cancel it before it
@@ -99,7 +110,10 @@ class EngineRequest:
             if self._trace is not None:
                 self._trace.count(reply.prompt_tokens, len(reply.token_ids) if isinstance(reply, GenerateReply) else None)
         self._complete = finished
-        if self._flushing is not None or self._flush_nowait():
+        if self._flushing is not None or (not self._is_streamed and self._may_wait()):
+            return None
+        self._has_begun = True
+        if self._flush_nowait():
             return None
         self._flushing = asyncio.get_running_loop().create_task(self._flush())
         return self._flushing
@@ -108,9 +122,9 @@ class EngineRequest:
         """Sends kept replies, also those that are kept meanwhile. Cancelled if the request ends in another way."""
         try:
             while self._unsent:
-                await self.claim.reply(self._unsent.popleft())
+                await self.claim.reply(self._next_piece())
         except shmring.AbortedError:
-            self._unsent.clear()
+            self._drop_unsent()
         except (shmring.CapacityError, TypeError) as error:
             self.fail(error)
         else:
@@ -134,45 +148,57 @@ class EngineRequest:
         self.claim.release()
 
     def _keep(self, reply: EncodeReply | GenerateReply) -> None:
-        place = self._find_piece(reply)
-        last = self._unsent[place] if place is not None else None
-        if place is not None and isinstance(last, GenerateReply) and isinstance(reply, GenerateReply) and _has_room(last):
-            self._unsent[place] = GenerateReply(
-                last.text + reply.text,
-                last.token_ids + reply.token_ids,
-                reply.prompt_tokens,
-                reply.completion_tokens,
-                reply.finish_reason,
-                last.tool_calls + reply.tool_calls,
-                last.reasoning + reply.reasoning,
-                reply.index,
-                last.logprobs + reply.logprobs,
-            )
-        else:
+        if not isinstance(reply, GenerateReply):
             self._unsent.append(reply)
+            return
+        piece = self._open.get(reply.index)
+        if piece is None or not _has_room(piece):
+            self._unsent.append(reply)
+            self._open[reply.index] = reply
+            return
+        piece.text += reply.text
+        piece.token_ids = piece.token_ids + reply.token_ids  # not in place: the lists may be the executor's
+        piece.prompt_tokens = reply.prompt_tokens
+        piece.completion_tokens = reply.completion_tokens
+        piece.finish_reason = reply.finish_reason
+        piece.tool_calls = piece.tool_calls + reply.tool_calls
+        piece.reasoning += reply.reasoning
+        piece.logprobs = piece.logprobs + reply.logprobs
 
-    def _find_piece(self, reply: EncodeReply | GenerateReply) -> int | None:
-        """Returns the place of the last piece of the same answer."""
-        for back, piece in enumerate(reversed(self._unsent), 1):
-            if isinstance(piece, GenerateReply) and isinstance(reply, GenerateReply) and piece.index == reply.index:
-                return len(self._unsent) - back
-        return None
+    def _next_piece(self) -> EncodeReply | GenerateReply:
+        """Takes the oldest reply out: it is sent now, and nothing is joined to it any more."""
+        reply = self._unsent.popleft()
+        if isinstance(reply, GenerateReply) and self._open.get(reply.index) is reply:
+            del self._open[reply.index]
+        return reply
+
+    def _may_wait(self) -> bool:
+        """Whether what is kept is sent with what follows: where all pieces have room for more."""
+        return self._has_begun and not self._complete and len(self._unsent) == len(self._open)
 
     def _flush_nowait(self) -> bool:
+        if not self._is_streamed and self.first_reply_at:
+            age_s = time.monotonic() - self.first_reply_at
+            for piece in self._open.values():
+                piece.age_s = age_s
         try:
             while self._unsent:
                 self.claim.reply_nowait(self._unsent[0])
-                self._unsent.popleft()
+                self._next_piece()
         except shmring.WouldBlock:
             return False
         except shmring.AbortedError:
-            self._unsent.clear()
+            self._drop_unsent()
             return True
         except (shmring.CapacityError, TypeError) as error:  # the executor's answer can't be sent
             self.fail(error)
             return True
         self._finish_if_complete()
         return True
+
+    def _drop_unsent(self) -> None:
+        self._unsent.clear()
+        self._open.clear()
 
     def _finish_if_complete(self) -> None:
         if self._complete and not self.ended:
@@ -186,7 +212,7 @@ class EngineRequest:
             decode_at = 0.0 if self._inputs else self.first_reply_at  # embeddings have none
             begun = (("queue", self.arrived_at), ("prefill", self.admitted_at), ("decode", decode_at))
             trace.end([(phase, begun_at) for phase, begun_at in begun if begun_at], error)
-        self._unsent.clear()
+        self._drop_unsent()
         if self.timer is not None:
             self.timer.cancel()
         if self._flushing is not None and self._flushing is not asyncio.current_task():

@@ -3,8 +3,8 @@
 How failures become statuses: :mod:`shmring.frontend.errors`, whose table is also what the OpenAPI document says.
 
 Answers that are not streamed have headers about their cost. ``X-Shmring-Slab-Bytes`` is the number of bytes of tensors that
-crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while the request was with
-the engine. It includes copies for other requests: it is exact for a request that was alone, and an upper bound otherwise.
+crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while a request with media
+was sent. It includes copies for other requests: it is exact for a request that was alone, and an upper bound otherwise.
 ``X-Shmring-Synthetic: true`` is on all made-up answers (for load tests). ``X-Shmring-Ignored-Fields`` names the fields of the
 request that this server does not know. ``X-Shmring-Media-Shortfall`` names the media of which a part is missing.
 

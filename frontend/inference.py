@@ -81,8 +81,8 @@ class Facts:
         synthetic: whether it is made up.
         slab_nbytes: bytes of tensors that crossed through the slab.
         shortfalls: what of the request's media was damaged or missing, for its caller.
-        copies: tensors that this process copied for sending while the request was with the engine. Exact if it was
-            alone, and otherwise an upper bound: the ring's client counts for all requests together.
+        copies: tensors that this process copied for sending while a request with media was sent. Exact if it was alone, and
+            otherwise an upper bound: the ring's client counts for all requests together.
     """
 
     synthetic: bool
@@ -119,10 +119,13 @@ class Answer:
         }  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
-        self._first_at = time.monotonic()
-        self._last_at = {first.index: self._first_at}
+        now = time.monotonic()
+        self._first_at = now - first.age_s
+        self._last_at = {first.index: now}
         self._statistics = statistics
         self.facts = facts
+        if first.age_s and (others_of_it := len(first.token_ids) - 1):
+            statistics.inter_token.add(first.age_s / others_of_it, others_of_it)
         statistics.first_token.add(self._first_at - arrived_at)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
@@ -158,13 +161,12 @@ class Answer:
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
         await self._others.aclose()
-        self._count_tokens()
+        if self._tokens:
+            self._count_tokens()
 
     def _count_tokens(self) -> None:
-        """Counts them for the key, also if the caller hung up."""
+        """Counts them for the key, also if the caller hung up; once."""
         tokens, self._tokens = self._tokens, {}
-        if not tokens:
-            return
         of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
         count_tokens(sum(of_prompts.values()), sum(completion_tokens for _, completion_tokens in tokens.values()))
 
@@ -202,29 +204,36 @@ class Inference:
         self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str
     ) -> tuple[msgspec.Struct, Facts]:
         """Answers a request for text whole."""
-        before = self._engine.copies
-        answer = await self.begin(form, request, admitted, request_id)
+        answer = await self.begin(form, request, admitted, request_id, stream=False)
         parts = [_Parts(form) for _ in range(answer.count)]
-        async with contextlib.aclosing(answer):
+        try:
             async for piece in answer:
                 _part_of(parts, piece).add(piece)
-        answer.facts.copies = self._engine.copies - before
+        finally:
+            await answer.aclose()
         choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
         whole = form.whole(new_id(f"{form.prefix}-"), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
         return whole, answer.facts
 
     async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
         """Answers a chat whole, as the writer writes it."""
-        before = self._engine.copies
-        answer = await self.begin(CHAT_FORM, chat, admitted, request_id)
+        answer = await self.begin(CHAT_FORM, chat, admitted, request_id, stream=False)
         async with contextlib.aclosing(answer):
             async for _ in written(answer, writer):
                 pass
-        answer.facts.copies = self._engine.copies - before
         return answer.facts
 
-    async def begin(self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str) -> Answer:
+    async def begin(
+        self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str, *, stream: bool = True
+    ) -> Answer:
         """Asks the engine, and returns when the first piece of the answer has come.
+
+        Args:
+            form: of the request and the answer.
+            request: is taken apart.
+            admitted: its admission.
+            request_id: its name.
+            stream: whether the other pieces are wanted as they are made.
 
         Whatever waits here has the request's deadline: for the model's description, for media, and for each piece. (One timeout
         for all of them takes as long as the rest of this function.)
@@ -235,6 +244,8 @@ class Inference:
         _check_logprobs(generate_requests)
         async with self._media(sources, description, admitted, "messages") as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
+            for generate_request in generate_requests:
+                generate_request.stream = stream
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
                 first = await anext(outputs, None)
@@ -247,8 +258,8 @@ class Inference:
         return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
 
     async def _description(self, name: str, task: str, admitted: Admitted) -> ModelDescription:
-        if self._model.is_known:
-            return await self._model.check(name, task)
+        if (description := self._engine.description) is not None:
+            return self._model.checked(description, name, task)
         async with asyncio.timeout_at(admitted.deadline):
             return await self._model.check(name, task)
 
@@ -339,14 +350,12 @@ class Inference:
         async with self._media(sources, description, admitted, param) as (media, facts):
             in_order = iter(media)
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
-            before = self._engine.copies
             try:
                 embeddings, prompt_tokens = await self._encode(
                     EncodeRequest(filled, priority=priority or 0), admitted, request_id
                 )
             finally:
                 filled.clear()
-            facts.copies = self._engine.copies - before
         self._statistics.success["stop",] += 1
         self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
         count_tokens(prompt_tokens, 0)
@@ -370,7 +379,10 @@ class Inference:
             self._intake.take(sources, description.input, admitted, param) as media,
         ):
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
-            yield media, Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
+            facts = Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
+            before = self._engine.copies
+            yield media, facts
+            facts.copies = self._engine.copies - before
 
     async def _encode(self, request: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
         parts, prompt_tokens = [], 0

@@ -39,11 +39,6 @@ class ServedModel:
         self._asking = asyncio.Lock()  # a thousand requests to a new engine are one question
         self._last: ModelDescription | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether nothing has to be waited for."""
-        return self._engine.description is not None
-
     async def describe(self) -> ModelDescription:
         """Returns the engine's description of its executor; the engine is asked once in its life.
 
@@ -67,7 +62,10 @@ class ServedModel:
             ApiError: the model has another name, or can't do the task.
             shmring.ShmringError, TimeoutError: the engine does not answer.
         """
-        description = await self.describe()
+        return self.checked(await self.describe(), name, task)
+
+    def checked(self, description: ModelDescription, name: str, task: str) -> ModelDescription:
+        """The same with a description that is known."""
         served = self._names or [description.model]
         if name not in served:
             raise _unknown(name, served)

@@ -41,6 +41,8 @@ class StopTexts:
             The text that can be given out, and whether a stop text was found. The stop text and the rest are dropped, and no
             more text may be pushed.
         """
+        if not self._stops:
+            return text, False
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:

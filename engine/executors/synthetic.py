@@ -125,8 +125,11 @@ class SyntheticExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        media = sum(len(_media_of(part.payload)) for part in batch)
-        time.sleep(self._options.step_s + self._options.item_s * media)
+        seconds = self._options.step_s
+        if self._options.item_s:
+            seconds += self._options.item_s * sum(len(_media_of(part.payload)) for part in batch)
+        if seconds:
+            time.sleep(seconds)
         return [self._advance(part) for part in batch]
 
     def forget(self, request_id: int) -> None:
@@ -136,15 +139,15 @@ class SyntheticExecutor:
         self._answers.clear()
 
     def _advance(self, part: StepInput) -> StepOutput | Exception:
-        try:
-            for medium in _media_of(part.payload):
-                _verify(medium)
-            if isinstance(part.payload, GenerateRequest):
+        if part.payload is not None:
+            try:
+                for medium in _media_of(part.payload):
+                    _verify(medium)
+                if isinstance(part.payload, EncodeRequest):
+                    return StepOutput(self._embed(part.payload))
                 self._answers[part.request_id] = self._begin(part.payload)
-        except ValueError as error:
-            return without_frames(error)  # they would keep the media's slots
-        if isinstance(part.payload, EncodeRequest):
-            return StepOutput(self._embed(part.payload))
+            except ValueError as error:
+                return without_frames(error)  # they would keep the media's slots
         return self._next_token(self._answers[part.request_id])
 
     def _begin(self, request: GenerateRequest) -> _Answer:

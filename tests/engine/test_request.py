@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -214,6 +215,56 @@ async def test_pieces_are_joined_up_to_what_a_message_can_hold(ask: Any, monkeyp
     await exchange.task
     assert 5 < len(exchange.replies) < 50
     assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(10_001))
+
+
+async def test_an_answer_that_is_not_streamed_comes_whole(ask: Any) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    pieces = [piece(number, "stop" if number == 5 else None) for number in range(1, 6)]
+    lists = [one.token_ids for one in pieces]
+    exchange.request.first_reply_at = time.monotonic() - 2
+    for one in pieces:
+        assert exchange.request.deliver(one, finished=one is pieces[-1]) is None
+    await exchange.task
+    [whole] = exchange.replies
+    assert (whole.text, whole.token_ids, whole.completion_tokens) == ("1 2 3 4 5 ", [1, 2, 3, 4, 5], 5)
+    assert whole.finish_reason == "stop"
+    assert 2 <= whole.age_s < 60
+    assert lists == [[1], [2], [3], [4], [5]], "they may be the executor's"
+
+
+async def test_the_first_piece_of_an_answer_to_media_comes_at_once(ask: Any, eventually: Any) -> None:
+    """Until then, its frontend keeps their slots."""
+    exchange = await ask(GenerateRequest([], [PICTURE], stream=False), GenerateReply)
+    exchange.request.deliver(piece(1), finished=False)
+    await eventually(lambda: len(exchange.replies) == 1)
+    for number in (2, 3):
+        exchange.request.deliver(piece(number), finished=False)
+    exchange.request.deliver(piece(4, "length"), finished=True)
+    await exchange.task
+    assert [reply.text for reply in exchange.replies] == ["1 ", "2 3 4 "]
+
+
+async def test_an_answer_that_is_not_streamed_is_sent_when_a_piece_is_full(ask: Any, eventually: Any) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    for number in range(5_000):
+        exchange.request.deliver(piece(number), finished=False)
+    await eventually(lambda: exchange.replies)
+    exchange.request.deliver(piece(5_000, "stop"), finished=True)
+    await exchange.task
+    assert 5 < len(exchange.replies) < 50
+    assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(5_001))
+
+
+async def test_answers_that_are_not_streamed_are_joined_each_for_itself(ask: Any) -> None:
+    exchange = await ask(GenerateRequest([], sampling=SamplingParams(n=3), stream=False), GenerateReply)
+    for number in (1, 2):
+        for index in range(3):
+            one = piece(number, "stop" if number == 2 else None)
+            one.index = index
+            one.text = f"{index}:{one.text}"
+            exchange.request.deliver(one, finished=(number, index) == (2, 2))
+    await exchange.task
+    assert [(reply.index, reply.text) for reply in exchange.replies] == [(i, f"{i}:1 {i}:2 ") for i in range(3)]
 
 
 async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring.Ring, ask: Any) -> None:
