@@ -565,8 +565,8 @@ GUARDS = (
     Guard(
         "draining: device memory that a GPU may still use",
         "shmring/gpu/device_views.py",
-        "            return self._watcher.watch.follow(self._regions, key, streams)",
-        "            return True",
+        "            is_over = self._watcher.watch.follow(self._regions, key, streams)",
+        "            is_over = True",
         "tests/memory/test_device_slots.py::test_a_slot_comes_back_when_the_gpu_is_done_and_not_before",
     ),
     Guard(
@@ -1132,7 +1132,7 @@ GUARDS = (
     ),
     Guard(
         "a slot is kept until its copy to a GPU is over",
-        "shmring/core/copies.pyx",
+        "shmring/core/gpu.pyx",
         "            if code:  # also",
         "            if False:  # also",
         "tests/memory/test_claim_to.py::test_no_slot_is_reused_before_its_copy",

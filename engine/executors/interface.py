@@ -105,8 +105,8 @@ class StepOutput:
     """The output of a step for one request.
 
     Attributes:
-        reply: what its caller is sent; None: nothing yet. The object is the engine's from then on, which may add later pieces to
-            it. Embeddings may come in parts, in the order of the inputs: all parts together have one for each.
+        reply: what its caller is sent; None: nothing yet. The object is the engine's from then on, which may add later pieces
+            to it. Embeddings may come in parts, in the order of the inputs: all parts together have one for each.
         finished: whether the request is complete.
         keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
         others: further replies, where a request has several answers.

@@ -6,8 +6,7 @@ Until the GPU has reached that point, the slots must not be reused: the point ke
 
 A small copy is over before two streams have agreed on it: on an H100, 64 KB take 5 microseconds, and the consumer's wait takes 25.
 So the caller may have small copies queued on the consumer's stream itself, if that has nothing to do. Waking the thread that waits
-for a point costs as much again. So the point of a small copy is queried in the loop first (:meth:`CopyLane.look`), and only
-if it has not come by then, the thread waits for it.
+for a point costs as much again. So the point of a small copy is looked at in the loop first (:meth:`Watch.look`).
 
 Copies from memory that is not pinned block the calling thread until the bytes have been read. To run on another thread, a copy
 has three parts: :meth:`CopyLane.begin` and :meth:`CopyLane.finish` in the loop, :meth:`CopyLane.queue` on any thread.
@@ -69,8 +68,6 @@ cdef class CopyLane:
     cdef Gpu _gpu
     cdef Watch _watch
     cdef readonly uint64_t stream
-    cdef Point* _first       # the points that are to be looked at, in order
-    cdef Point* _last
     cdef _Span* _pinned
     cdef uint32_t _pinned_count
 
@@ -97,7 +94,7 @@ cdef class CopyLane:
             regions: of the content.
             stream: to queue them on: the lane's, or the consumer's.
             consumer: the stream that will use the tensors.
-            soon: they will be over soon: :meth:`look` is called in the loop's next turn.
+            soon: they will be over soon: :meth:`Watch.look` is called in the loop's next turn.
 
         Raises:
             the error that the :class:`Gpu` makes: a call failed. Copies that were queued are still waited for.
@@ -196,7 +193,7 @@ cdef class CopyLane:
                 self._watch.keep(point)
                 raise self._gpu.failure("cuEventRecord", record_code)
             if soon and not placement.code and not wait_code:
-                self._remember(point)
+                self._watch.remember(point)
             else:
                 self._watch.guard(point)
         if placement.code:
@@ -204,28 +201,3 @@ cdef class CopyLane:
         if wait_code:
             raise self._gpu.failure("cuStreamWaitEvent", wait_code)
         return 0
-
-    cdef void _remember(self, Point* point) noexcept:
-        point.next = NULL
-        if self._first == NULL:
-            self._first = point
-        else:
-            self._last.next = point
-        self._last = point
-
-    def look(self) -> None:
-        """Ends the small copies that are over. The thread waits for all others."""
-        cdef Point* point
-        cdef int code = self._gpu.push_context()
-        cdef bint has_context = not code
-        while self._first != NULL:
-            point = self._first
-            self._first = point.next
-            if not code:
-                code = self._gpu.calls.cuEventQuery(point.event)
-            if code:  # also after an error, which the thread will see, too
-                self._watch.guard(point)
-            else:
-                self._gpu.give_point(point)
-        if has_context:
-            self._gpu.pop_context()

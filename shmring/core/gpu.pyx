@@ -6,6 +6,9 @@ point is handed to a :class:`Watch`, whose thread waits for one after the other,
 regions of each. This works like the death of a view (``views.pyx``). Then the point is used again. That is safe: a stream that
 waits for an event waits for the work that was recorded when the wait was queued, even if the event is recorded again later.
 
+To wake the thread, and to be woken by it, costs tens of microseconds, which is more than many a piece of work takes. So a point
+may be looked at in the loop's next turn first (:meth:`Watch.look`), and the thread only gets it if it has not come by then.
+
 Memory on a GPU is lent in regions like memory of the host. Its views are counted, so its users know whether it is in use.
 
 Invariants: the regions of a point are dropped only when the driver has said that its event has come; if the driver can't say
@@ -345,6 +348,8 @@ cdef class Watch:
     """
 
     cdef Gpu gpu
+    cdef Point* _first     # the points that are to be looked at, in order
+    cdef Point* _last
     cdef PyThread_type_lock _news  # is released when a point is pushed on the empty stack; only the thread acquires it
     cdef void* _given      # a stack of points
     cdef Point* _next      # the points that the thread has taken from it, in order
@@ -380,6 +385,39 @@ cdef class Watch:
         if seen == NULL:
             PyThread_release_lock(self._news)
 
+    cdef void remember(self, Point* point) noexcept:
+        """The same, but :meth:`look` is called before the thread waits for it."""
+        point.next = NULL
+        if self._first == NULL:
+            self._first = point
+        else:
+            self._last.next = point
+        self._last = point
+
+    def look(self) -> bool:
+        """In the loop: drops the regions of remembered points that have come. The thread waits for all others.
+
+        Returns:
+            Whether any has come.
+        """
+        cdef Point* point
+        cdef int code = self.gpu.push_context()
+        cdef bint has_context = not code
+        cdef bint have_come = False
+        while self._first != NULL:
+            point = self._first
+            self._first = point.next
+            if not code:
+                code = self.gpu.calls.cuEventQuery(point.event)
+            if code:  # also after an error, which the thread will see, too
+                self.guard(point)
+            else:
+                have_come = True
+                self.gpu.give_point(point)
+        if has_context:
+            self.gpu.pop_context()
+        return have_come
+
     cdef void keep(self, Point* point) noexcept:
         """The regions of a point are kept for good."""
         self._kept += 1
@@ -392,7 +430,8 @@ cdef class Watch:
         """Has ``regions`` collect a key when the GPU has finished all work that is queued on some streams now.
 
         Returns:
-            Whether it has finished already; then there is nothing to collect.
+            Whether it has finished already; then there is nothing to collect. Otherwise :meth:`look` must be called in the
+            loop's next turn.
 
         Raises:
             the error that the :class:`Gpu` makes: CUDA can't say when that is. It is counted as kept for good.
@@ -421,7 +460,7 @@ cdef class Watch:
                 raise self.gpu.failure("cuEventRecord", code)
             hold_region(region)
             point.kept[0], point.count = region, 1
-            self.guard(point)
+            self.remember(point)
         return region == NULL or not leave_region(region)
 
     def see_out(self) -> Exception | None:
@@ -466,6 +505,11 @@ cdef class Watch:
 
     def close(self) -> None:
         """No more points are added: :meth:`see_out` returns when all have come. A second call does nothing."""
+        cdef Point* point
         if not self._is_closed:
             self._is_closed = True
+            while self._first != NULL:
+                point = self._first
+                self._first = point.next
+                self.guard(point)
             self.guard(&self._end)

@@ -58,9 +58,8 @@ class DeviceClaims:
         self._slab = slab
         self._start = start
         self._gpu = cuda.gpu(slab.device_index)
-        self._views = DeviceViews(cuda, slab.device_index)  # by client and generation
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._views.bell, collect)
+        self._views = DeviceViews(cuda, slab.device_index, self._loop, collect)  # by client and generation
         self._opened: dict[int, OpenedFences] = {}
         self._announced_to: set[int] = set()
         self._in_use: set[Key] = set()
@@ -207,7 +206,6 @@ class DeviceClaims:
             async with asyncio.timeout(_VIEWS_TIMEOUT_S):
                 await self._idle.wait()
         await self._loop.run_in_executor(None, self._close)
-        self._loop.remove_reader(self._views.bell)
         self._views.end()
 
     def _close(self) -> None:

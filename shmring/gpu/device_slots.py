@@ -183,8 +183,7 @@ class DeviceSlots(Slots):
             raise
         self._gpu = self._cuda.gpu(self._slab.device_index)
         self._fences = Fences(self._gpu)
-        self._views = DeviceViews(self._cuda, self._slab.device_index)
-        self._loop.add_reader(self._views.bell, self._collect_deaths)
+        self._views = DeviceViews(self._cuda, self._slab.device_index, self._loop, self._collect_deaths)
         self._is_open = True
         if self._is_lost:  # meanwhile
             self._abandon()

@@ -3,9 +3,9 @@ it.
 
 Theory of operation: after the death of the last view, no more work is queued on a slot in this process, but the GPU may still
 be busy with earlier work. So when a slot was left and its last view has died, each stream that it was used on is asked whether
-it is idle. Where one is not, a point behind its work is waited for by a thread (``watcher.py``), and when it has come, this is
-reported like the death of a view (``core/views.pyx``). Both sides do the same: the engine with slots that were handed to it, a
-frontend with slots that it leaves.
+it is idle. Where one is not, a point behind its work is looked at in the loop's next turn, or else waited for by a thread
+(``watcher.py``), and when it has come, this is reported like the death of a view (``core/views.pyx``). Both sides do the same:
+the engine with slots that were handed to it, a frontend with slots that it leaves.
 
 A view may die anywhere, and CUDA is not called there, but only in the loop, when the death is reported.
 
@@ -18,7 +18,10 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 
 from shmring.core.compiled import GpuMemory, Region, Regions
 from shmring.gpu.cuda import Cuda, CudaError
@@ -38,16 +41,18 @@ class DeviceViews:
     Args:
         cuda: how to call CUDA.
         device_index: where the memory is.
-
-    Attributes:
-        bell: a descriptor that is readable when :meth:`collect` has something to return; until :meth:`end`.
+        loop: theirs.
+        report: called in the loop when :meth:`collect` has something to return; until :meth:`end`.
     """
 
-    def __init__(self, cuda: Cuda, device_index: int) -> None:
+    def __init__(self, cuda: Cuda, device_index: int, loop: asyncio.AbstractEventLoop, report: Callable[[], object]) -> None:
         self._cuda = cuda
         self._device_index = device_index
+        self._report = report
         self._regions = Regions()
-        self.bell = self._regions.bell
+        self._loop = loop
+        self._loop.add_reader(self._regions.bell, report)
+        self._will_look = False
         self._lent: dict[Key, Region] = {}
         self._streams: dict[Key, set[int]] = {}
         self._watcher = Watcher(cuda.gpu(device_index), f"shmring-slots-{device_index}")
@@ -112,6 +117,7 @@ class DeviceViews:
 
     def end(self) -> None:
         """The owner no longer collects."""
+        self._loop.remove_reader(self._regions.bell)
         self._regions.close()
 
     def _is_over(self, key: Key) -> bool:
@@ -123,9 +129,25 @@ class DeviceViews:
             self._watcher.watch.keep_for_good()
             return self._lose(error)
         try:
-            return self._watcher.watch.follow(self._regions, key, streams)
+            is_over = self._watcher.watch.follow(self._regions, key, streams)
         except CudaError as error:
+            self._look_soon()  # it may have followed some of them
             return self._lose(error)
+        if not is_over:
+            self._look_soon()
+        return is_over
+
+    def _look_soon(self) -> None:
+        if self._will_look:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: closing these waits for the GPU
+            self._loop.call_soon(self._look)
+            self._will_look = True
+
+    def _look(self) -> None:
+        self._will_look = False
+        if self._watcher.watch.look():
+            self._report()
 
     @staticmethod
     def _lose(error: CudaError) -> bool:

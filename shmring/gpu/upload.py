@@ -180,7 +180,7 @@ class Uploads:
         except TimeoutError:
             return False
         for lane in self._lanes.values():
-            lane.copies.look()
+            lane.watcher.watch.look()
             lane.staging.close()
         watchers = [lane.watcher for lane in self._lanes.values()]
         self._lanes.clear()  # the memory goes with the last tensor in it
@@ -280,7 +280,7 @@ class Uploads:
     @staticmethod
     def _look(lane: _Lane) -> None:
         lane.will_look = False
-        lane.copies.look()
+        lane.watcher.watch.look()
 
     async def _copy_on_thread(
         self,

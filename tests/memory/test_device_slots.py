@@ -947,6 +947,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     with await ring.claim():
         ends.cuda.fail(failing)
         ends.consuming.held = True
+    await asyncio.sleep(0.001)  # the loop finds it not over
     ends.cuda.release()
     await eventually(lambda: ring.statistics().device_slots_lost == 1)
     await eventually(lambda: "until this process ends" in caplog.text)  # another thread says so
@@ -969,6 +970,7 @@ async def test_a_frontend_keeps_such_a_slot_too(
     ends.cuda.fail(failing)
     ends.cuda.computing().held = True
     slot.close()
+    await asyncio.sleep(0.001)  # the loop finds it not over
     ends.cuda.release()
     await eventually(lambda: client.statistics().device_slots_lost == 1)
     assert used(client) == 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +19,19 @@ SLOT = (3, 1 << 60)
 
 
 class Noticed:
-    """Device views whose reports are collected, as a loop would."""
+    """Device views whose reports are collected, in a loop that has turns when a test says so."""
 
-    def __init__(self, cuda: Any) -> None:
-        self.views = DeviceViews(cuda, 0)
+    def __init__(self, cuda: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.views = DeviceViews(cuda, 0, loop, self.report)
         self.memory = torch.zeros(64, dtype=torch.uint8)
         self.lendable = GpuMemory(cuda.gpu(0), self.memory.data_ptr(), 64)
+        self.reports = 0
         self.over: list[Key] = []
+
+    def report(self) -> None:
+        self.reports += 1
+        self.over += self.views.collect()
 
     def lend(self, stream: Any) -> torch.Tensor:
         """Returns a view of the slot, which is used on a stream."""
@@ -35,12 +41,8 @@ class Noticed:
         view: torch.Tensor = TENSOR_MAKER.tensor(region, 0, (64,), 1, 8)
         return view
 
-    @property
-    def is_rung(self) -> bool:
-        return bool(select.select([self.views.bell], [], [], 0)[0])
-
     def collect(self) -> list[Key]:
-        self.over += self.views.collect()
+        self.loop.run_until_complete(asyncio.sleep(0.001))
         return self.over
 
     def eventually(self, condition: Callable[[], bool]) -> None:
@@ -48,12 +50,13 @@ class Noticed:
         while not condition():
             assert time.monotonic() < deadline
             self.collect()
-            time.sleep(0.001)
 
 
 @pytest.fixture
-def noticed(cuda: Any) -> Noticed:
-    return Noticed(cuda)
+def noticed(cuda: Any) -> Iterator[Noticed]:
+    loop = asyncio.new_event_loop()
+    yield Noticed(cuda, loop)
+    loop.close()
 
 
 def test_a_slot_is_over_after_its_view_and_then_its_streams(noticed: Noticed, cuda: Any) -> None:
@@ -117,6 +120,30 @@ def test_a_slot_that_was_never_viewed_waits_for_its_streams(noticed: Noticed, cu
     noticed.eventually(lambda: noticed.over == [SLOT])
 
 
+def test_work_that_is_over_by_the_next_turn_of_the_loop_wakes_no_thread(noticed: Noticed, cuda: Any) -> None:
+    stream = cuda.create_stream(0)
+    for _ in range(3):
+        stream.held = True
+        noticed.lend(stream)
+        assert not noticed.views.leave(SLOT)
+        cuda.release()
+    assert noticed.over == [], "the loop has not had a turn"
+    noticed.eventually(lambda: noticed.over == [SLOT] * 3)
+    assert cuda.calls["cuEventSynchronize"] == 0
+    assert noticed.views.close(10)
+
+
+def test_what_the_loop_had_no_turn_to_look_at_is_waited_for_at_the_end(noticed: Noticed, cuda: Any) -> None:
+    stream = cuda.create_stream(0)
+    stream.held = True
+    noticed.lend(stream)
+    assert not noticed.views.leave(SLOT)
+    assert not noticed.views.close(0.05), "the GPU is at it"
+    cuda.release()
+    assert noticed.views.close(10)
+    assert noticed.collect() == [SLOT]
+
+
 @pytest.mark.parametrize("failing", ["cuEventRecord", "cuStreamQuery", "cuEventCreate", "current_stream", "cuEventSynchronize"])
 def test_where_cuda_fails_the_slot_is_never_over(noticed: Noticed, cuda: Any, failing: str) -> None:
     stream = cuda.create_stream(0)
@@ -124,16 +151,19 @@ def test_where_cuda_fails_the_slot_is_never_over(noticed: Noticed, cuda: Any, fa
     cuda.fail(failing)
     noticed.views.use(SLOT, stream.cuda_stream)
     assert not noticed.views.leave(SLOT)
+    noticed.collect()  # the loop finds it not over
     cuda.release()
     noticed.eventually(lambda: noticed.views.lost == 1)
     assert noticed.collect() == []
     assert not noticed.views.close(10)
 
 
-def test_after_the_end_each_death_of_a_view_still_rings(noticed: Noticed, cuda: Any) -> None:
+def test_after_the_end_each_death_of_a_view_is_still_reported(noticed: Noticed, cuda: Any) -> None:
     view = noticed.lend(cuda.create_stream(0))
     noticed.views.abandon()
-    assert not noticed.is_rung
+    noticed.collect()
+    assert noticed.reports == 0
     del view
     gc.collect()
-    assert noticed.is_rung
+    noticed.collect()
+    assert noticed.reports == 1

@@ -31,6 +31,7 @@ class Guarding:
 
     def guard(self, number: int) -> None:
         assert not self.watcher.watch.follow(self.regions, (0, number), [self.stream.cuda_stream])
+        assert not self.watcher.watch.look()
 
     @property
     def gone(self) -> list[int]:
@@ -65,6 +66,14 @@ def test_an_idle_stream_is_not_waited_for(cuda: Any, guarding: Guarding) -> None
     assert guarding.watcher.watch.follow(guarding.regions, (0, 1), [guarding.stream.cuda_stream])
     assert cuda.calls["cuEventRecord"] == 0
     assert guarding.gone == []
+
+
+def test_what_cannot_be_looked_at_is_waited_for(cuda: Any, guarding: Guarding) -> None:
+    cuda.fail("cuEventQuery")
+    guarding.guard(1)
+    cuda.release()
+    wait_for(lambda: guarding.gone == [1])
+    assert guarding.watcher.close(10)
 
 
 def test_closing_waits_for_what_is_guarded(cuda: Any, guarding: Guarding) -> None:
