@@ -37,10 +37,11 @@ def test_its_server_knows_nothing_of_another_ones_options(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_streams() -> None:
     command = [sys.executable, "-m", "shmring.frontend.cli", "demo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("✓") == 8 * 4 + 4 * 3 + 4 * 2
     assert "✗" not in result.stdout
