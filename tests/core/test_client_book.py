@@ -17,6 +17,7 @@ from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, 
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.state import plain
+from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("books")
@@ -588,8 +589,12 @@ def mistake_its_state(book: ClientBook, slot: ClientSlotRecord) -> None:
     slot.state = ClientSlot.SUBMITTED
 
 
+@for_each("kind", [COMPILED, MODELS], ids=["compiled", "model"])
 @for_each("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
-def test_check_finds_a_damaged_book(damage: Callable[[ClientBook, ClientSlotRecord], None]) -> None:
+def test_check_finds_a_damaged_book(
+    kind: Books, damage: Callable[[ClientBook, ClientSlotRecord], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ClientBook", kind.client)
     book = base_book(4)
     slot = take(book)
     submitted(book)

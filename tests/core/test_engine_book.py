@@ -29,6 +29,7 @@ from shmring.core.messages import HOST_MEMORY, KEPT_LEASE_ID, SLOT_HEADER_NBYTES
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.state import plain
+from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
 ONE_SLOT = BLOCK_NBYTES - SLOT_HEADER_NBYTES
@@ -1193,6 +1194,7 @@ def move_a_slot_out(book: EngineBook) -> None:
     book.clients[1].slots[SECOND].start = 5
 
 
+@for_each("kind", [COMPILED, MODELS], ids=["compiled", "model"])
 @for_each(
     "damage",
     [
@@ -1207,7 +1209,8 @@ def move_a_slot_out(book: EngineBook) -> None:
         move_a_slot_out,
     ],
 )
-def test_check_finds_a_damaged_book(damage: Callable[[EngineBook], None]) -> None:
+def test_check_finds_a_damaged_book(kind: Books, damage: Callable[[EngineBook], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "EngineBook", kind.engine)
     book, _ = submitted_book()
     book.check()
     damage(book)

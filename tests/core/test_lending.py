@@ -12,6 +12,7 @@ from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimit
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from shmring.errors import CapacityError, RemoteProtocolError
+from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("books")
@@ -167,8 +168,10 @@ def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
     book.check()
 
 
+@for_each("kind", [COMPILED, MODELS], ids=["compiled", "model"])
 @for_each("damage", ["lose", "overlap"])
-def test_check_finds_damage_there_too(damage: str) -> None:
+def test_check_finds_damage_there_too(kind: Books, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "EngineBook", kind.engine)
     book = make_engine_book()
     book.connect(1, BLOCK_NBYTES)
     grants = [ask(book, 1, token, 2)[0] for token in (1, 2)]
