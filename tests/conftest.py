@@ -39,6 +39,8 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 
+_LOOP = "_asyncio_loop_factory"  # what pytest-asyncio calls the loop of a test
+
 
 class AdjustableLoop(asyncio.SelectorEventLoop):
     """Its clock can be put forward by minutes, beside which it does not matter how long a test takes."""
@@ -72,6 +74,10 @@ _WORKER_NBYTES = 1 << 30  # and the processes that it starts
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: run each asynchronous test on plain asyncio and on uvloop")
+    config.addinivalue_line(
+        "markers", "first_row_on_both_loops: run the other rows of the table on uvloop: they end as it does"
+    )
+    config.addinivalue_line("markers", "one_loop: run it on uvloop alone: nothing in it depends on the loop")
     config.addinivalue_line("markers", "adjustable_clock: the fixture pass_time puts the loop's clock forward")
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,6 +171,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.timeout(900))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Leaves out what needs no second loop."""
+    made = yield
+    return [item for item in made if not _is_repeated(item)] if isinstance(made, list) else made
+
+
+def _is_repeated(item: pytest.Item) -> bool:
+    """Whether this row of a table runs on uvloop as well, and only the first one has to run on both loops."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("first_row_on_both_loops") is None:
+        return False
+    rows = {name: row for name, row in item.callspec.indices.items() if name != _LOOP}
+    return item.callspec.params[_LOOP] is not BOTH_LOOPS["uvloop"] and any(rows.values())
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: a worker more than this process has cores, since tests wait now and then; fewer where memory is short."""
@@ -177,7 +198,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     if item.get_closest_marker("adjustable_clock") is not None:
         return {"adjustable": AdjustableLoop}
-    if item.get_closest_marker("both_loops") is not None:
+    if item.get_closest_marker("one_loop") is not None:
+        return {"uvloop": uvloop.new_event_loop}
+    if item.get_closest_marker("both_loops") is not None or item.get_closest_marker("first_row_on_both_loops") is not None:
         return BOTH_LOOPS
     return {"asyncio": asyncio.new_event_loop}
 

@@ -170,6 +170,7 @@ async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, co
         client.slot_nowait(200_000)
 
 
+@pytest.mark.one_loop
 async def test_a_large_lease_is_sized_exactly(serve: Any, connect: Any) -> None:
     await serve()
     client = await connect()

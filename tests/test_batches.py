@@ -78,6 +78,7 @@ async def test_a_handler_that_raises_fails_its_batch_and_nothing_else(batches: A
     assert "13 is not for me" in caplog.text
 
 
+@pytest.mark.one_loop
 async def test_as_many_replies_as_claims_are_returned(batches: Any, connect: Any) -> None:
     async def forget_one(claims: list[shmring.Claim]) -> list[object]:
         return [claim.payload for claim in claims][1:]

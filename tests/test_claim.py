@@ -78,6 +78,7 @@ async def test_an_exception_fails_the_request_and_goes_on(ends: Ends) -> None:
         assert (caught.value.type_name, caught.value.message) == ("ValueError", "broken")
 
 
+@pytest.mark.one_loop
 async def test_only_the_first_end_counts(ends: Ends) -> None:
     submission, claim = await ends.claim({"x": tensor(5000)})
     await claim.reply("answer")
@@ -144,6 +145,7 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
 # -- its payload --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 async def test_its_tensors_are_views_into_the_slab(ends: Ends) -> None:
     _, claim = await ends.claim({"t": torch.arange(5000), "a": np.arange(3000), "small": 1})
     with claim:
@@ -237,6 +239,7 @@ def _collect_what_others_have_frozen() -> None:
         gc.collect()
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("keep", [Cycle, failure])
 @pytest.mark.parametrize("frozen", [False, True], ids=["collected", "frozen"])
 async def test_a_view_that_something_hides_keeps_its_slot_until_that_is_gone(
@@ -300,6 +303,7 @@ async def test_replies_carry_tensors_inline_and_in_slots(ends: Ends, eventually:
     assert ends.client.statistics().reply_slots_held == 0
 
 
+@pytest.mark.one_loop
 async def test_a_reply_may_send_the_payloads_own_views(ends: Ends) -> None:
     submission, claim = await ends.claim({"x": tensor(5000, 9)})
     with claim:
@@ -348,6 +352,7 @@ async def test_replies_wait_for_space_in_order(ends: Ends, eventually: Any) -> N
     claim.done()
 
 
+@pytest.mark.one_loop
 async def test_a_view_of_a_reply_is_never_overwritten(ends: Ends) -> None:
     submission, claim = await ends.claim("x")
     await claim.reply({"x": tensor(20_000, 1)})
@@ -704,6 +709,7 @@ async def test_five_slots_in_one_request(ends: Ends) -> None:
         slot.close()
 
 
+@pytest.mark.one_loop
 async def test_a_reply_that_is_copied_out_stays_what_it_was(ends: Ends) -> None:
     """Where reply space is short its slot goes back at once, and the next reply is written there."""
     submission, claim = await ends.claim("x")

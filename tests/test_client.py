@@ -80,6 +80,7 @@ async def test_a_payload_goes_there_and_back(client: shmring.Client) -> None:
     assert answer["a"].tolist() == list(range(6))
 
 
+@pytest.mark.one_loop
 async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(client: shmring.Client) -> None:
     await client.request({"do": "echo", "x": tensor(1000)}, timeout=5)
     now = client.statistics()
@@ -91,12 +92,14 @@ async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(c
     assert connection.copies == 3
 
 
+@pytest.mark.one_loop
 async def test_a_view_of_a_large_tensor_costs_what_it_shows(client: shmring.Client) -> None:
     base = torch.zeros(100 << 20, dtype=torch.uint8)
     await client.request({"do": "echo", "x": base[1 << 20 : (1 << 20) + 2048]}, timeout=5)
     assert client.statistics().slot_nbytes_submitted == 2048
 
 
+@pytest.mark.one_loop
 async def test_what_cannot_be_sent_names_its_path_and_holds_nothing(client: shmring.Client) -> None:
     bad = {"do": "echo", "items": [1, 2, tensor(50_000), {"mask": object()}]}
     for attempt in (client.request(bad), client.submit(bad), _first(client.stream(bad))):
@@ -112,6 +115,7 @@ async def _first(stream: Any) -> Any:
     return await anext(stream)
 
 
+@pytest.mark.one_loop
 async def test_what_can_never_fit_is_an_error_at_once(client: shmring.Client, ring: shmring.Ring) -> None:
     for payload, capacity in [
         ({"do": "echo", "x": tensor(1 << 20)}, ring.statistics().leasable_nbytes),
@@ -132,6 +136,7 @@ async def test_what_can_never_fit_is_an_error_at_once(client: shmring.Client, ri
     assert client.statistics().slots_in_use == 0
 
 
+@pytest.mark.one_loop
 async def test_capacity_is_what_a_slot_can_have_and_checking_it_takes_nothing(
     client: shmring.Client, ring: shmring.Ring
 ) -> None:
@@ -151,6 +156,7 @@ async def test_capacity_is_what_a_slot_can_have_and_checking_it_takes_nothing(
         client.check_capacity(1)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("name", ["\U0001f600" * 256, "x" * 256])
 async def test_a_message_just_within_the_limit_is_sent_whatever_its_name(serve: Any, connect: Any, name: str) -> None:
     await serve(handle, name="narrow", message_ring_nbytes="32KiB")
@@ -164,6 +170,7 @@ async def test_a_message_just_within_the_limit_is_sent_whatever_its_name(serve: 
     assert client.statistics().slots_in_use == client.statistics().in_flight == 0
 
 
+@pytest.mark.one_loop
 async def test_names_are_checked_before_anything_is_sent(client: shmring.Client) -> None:
     for name, text in [("x" * 257, "256 characters"), ("\ud800", "surrogates")]:
         for attempt in (client.request(1, request_id=name), client.submit(1, request_id=name)):
@@ -182,6 +189,7 @@ async def test_an_error_of_the_engine_arrives_with_its_type_and_text(client: shm
         await client.request({"do": "fail after one"}, timeout=5)
 
 
+@pytest.mark.one_loop
 async def test_a_request_with_several_replies_needs_stream(client: shmring.Client) -> None:
     with pytest.raises(shmring.LocalProtocolError, match="use stream"):
         await client.request({"do": "count", "to": 2}, timeout=5)
@@ -542,6 +550,7 @@ async def test_two_tasks_cannot_wait_for_one_submission(client: shmring.Client) 
         await first
 
 
+@pytest.mark.one_loop
 async def test_an_error_is_a_new_one_each_time(client: shmring.Client) -> None:
     submission = await client.submit({"do": "fail"})
     errors = []
@@ -806,6 +815,7 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     await settled(ring)
 
 
+@pytest.mark.one_loop
 async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot(client: shmring.Client) -> None:
     async with client.slot(64 << 10) as slot:
         made = slot.tensor((128,), torch.float32)
@@ -820,6 +830,7 @@ async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_
         assert client.statistics().in_place == 1
 
 
+@pytest.mark.one_loop
 async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(client: shmring.Client) -> None:
     def fail() -> None:
         raise RuntimeError("it can't be read")

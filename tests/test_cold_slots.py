@@ -64,6 +64,7 @@ async def send(ring: shmring.Ring, client: shmring.Client, nbytes: int) -> None:
     await submission.wait()
 
 
+@pytest.mark.one_loop
 async def test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it_holds(
     serve: Any, connect: Any, copies: Copies
 ) -> None:
@@ -82,6 +83,7 @@ async def test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it
     assert copies.past_cache == [MIB, 3 * MIB + 1]
 
 
+@pytest.mark.one_loop
 async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB")
     client, other = await connect(), await connect()
@@ -91,6 +93,7 @@ async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, 
     assert 0 < len(copies.past_cache) < 32
 
 
+@pytest.mark.one_loop
 async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB", max_inflight=4)
     client, other = await connect(), await connect()
@@ -119,6 +122,7 @@ async def test_what_waits_for_space_goes_past_the_cache_too(serve: Any, connect:
     assert copies.past_cache == [8 * MIB, 12 * MIB]
 
 
+@pytest.mark.one_loop
 async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB")
     client = await connect()
@@ -129,6 +133,7 @@ async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(serve: 
     assert copies == ([5 * MIB], [3 * MIB, 4 * MIB])
 
 
+@pytest.mark.one_loop
 async def test_the_first_large_slot_goes_past_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB")
     client = await connect()

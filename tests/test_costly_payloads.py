@@ -205,6 +205,7 @@ async def test_looking_for_requests_takes_in_fewer_that_are_long(serve: Any, con
 # -- what is too much --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 async def test_as_much_as_may_be_crosses_both_ways_and_more_is_an_error(ring: shmring.Ring, connect: Any) -> None:
     client = await connect(lease_nbytes="4MiB")
     submission = await client.submit(LARGEST)
@@ -242,6 +243,7 @@ async def test_workers_are_sent_no_more_and_send_no_more(serve: Any, socket_dir:
     await worker.close()
 
 
+@pytest.mark.one_loop
 async def test_calls_take_no_more_and_return_no_more(serve: Any, connect: Any) -> None:
     async def many(count: int) -> list[int]:
         return [0] * count
@@ -258,6 +260,7 @@ async def test_calls_take_no_more_and_return_no_more(serve: Any, connect: Any) -
     assert ring.statistics().protocol_errors == 0
 
 
+@pytest.mark.one_loop
 async def test_kept_content_counts_no_more(serve: Any, connect: Any) -> None:
     ring = await serve(max_values=1024)
     client = await connect()
@@ -286,6 +289,7 @@ async def test_a_record_that_counts_more_ends_its_connection(forger: Any) -> Non
     assert ring.statistics().protocol_errors == 1
 
 
+@pytest.mark.one_loop
 async def test_a_payload_in_a_slot_that_counts_more_fails_its_request_and_nothing_else(forger: Any, eventually: Any) -> None:
     ring, liar = forger
     payload = msgspec.msgpack.encode([[]] * 256)
@@ -298,6 +302,7 @@ async def test_a_payload_in_a_slot_that_counts_more_fails_its_request_and_nothin
     assert (ring.statistics().failed, ring.statistics().protocol_errors) == (1, 0)
 
 
+@pytest.mark.one_loop
 async def test_kept_content_that_counts_more_ends_its_connection(forger: Any) -> None:
     _ring, liar = forger
     slot = liar.slot()
@@ -308,6 +313,7 @@ async def test_kept_content_that_counts_more_ends_its_connection(forger: Any) ->
     assert "max_values" in last.reason
 
 
+@pytest.mark.one_loop
 async def test_the_arguments_of_a_call_that_count_more_fail_that_call(forger: Any) -> None:
     ring, liar = forger
     await liar.send(Call(1, "first", msgspec.msgpack.encode([[[]] * 256])), Call(2, "first", msgspec.msgpack.encode({"a": 1})))

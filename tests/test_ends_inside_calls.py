@@ -396,6 +396,7 @@ async def test_who_closes_in_the_middle_of_a_reply_fails_its_gather_and_convicts
 # -- an engine -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("how", ["reply_nowait", "reply", "done"])
 @pytest.mark.parametrize("end", ["done", "fail", "abort"])
 async def test_a_reply_whose_code_ends_its_request_is_not_sent(

@@ -45,6 +45,7 @@ async def ring(socket_dir: Path) -> AsyncIterator[shmring.Ring]:
         yield ring
 
 
+@pytest.mark.one_loop
 async def test_tensors_are_viewed_where_they_lie_and_replies_are_copies(ring: shmring.Ring) -> None:
     pixels, ids, halves = torch.arange(100_000.0), np.arange(5), torch.ones(3, dtype=torch.bfloat16)
     with ring.injector("another transport") as injector:
@@ -102,6 +103,7 @@ async def test_what_waits_comes_before_what_a_client_sends_later(ring: shmring.R
             assert await submission.result() is None
 
 
+@pytest.mark.one_loop
 async def test_too_many_in_flight_would_block(ring: shmring.Ring) -> None:
     with ring.injector() as injector:
         requests = [injector.inject(bundled(number)) for number in range(3)]
@@ -191,6 +193,7 @@ class Sized(msgspec.Struct):
     width: int
 
 
+@pytest.mark.one_loop
 async def test_payloads_are_decoded_into_the_rings_type(socket_dir: Path) -> None:
     async with shmring.serve("vision", slab_nbytes="1MiB", socket_dir=str(socket_dir), payload_type=Sized) as ring:
         with ring.injector() as injector:
@@ -206,6 +209,7 @@ async def test_payloads_are_decoded_into_the_rings_type(socket_dir: Path) -> Non
             assert caught.value.type_name == "ValidationError"
 
 
+@pytest.mark.one_loop
 async def test_bounds_of_payloads_hold(ring: shmring.Ring) -> None:
     with ring.injector() as injector:
         with pytest.raises(shmring.RemoteProtocolError, match="max_tensors"):
@@ -227,6 +231,7 @@ async def test_bounds_of_payloads_hold(ring: shmring.Ring) -> None:
     assert ring.statistics().protocol_errors == 0
 
 
+@pytest.mark.one_loop
 async def test_costly_payloads_wait_in_their_own_line(ring: shmring.Ring) -> None:
     with ring.injector() as injector:
         costly = injector.inject(bundled(list(range(40_000))))
@@ -277,6 +282,7 @@ async def test_a_handler_that_waits_to_reply_hears_of_the_abort(ring: shmring.Ri
         assert len(await request.read()) == 1
 
 
+@pytest.mark.one_loop
 async def test_the_memory_of_a_request_is_let_go_when_it_is_released(ring: shmring.Ring) -> None:
     array = np.zeros(1000, np.float32)
     alive = weakref.ref(array)
@@ -317,6 +323,7 @@ async def test_run_and_batches_handle_them(ring: shmring.Ring) -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.one_loop
 async def test_snapshots_show_them(ring: shmring.Ring) -> None:
     with ring.injector("node 7") as injector:
         requests = [injector.inject(bundled(number), request_id=f"r{number}") for number in range(2)]
@@ -368,6 +375,7 @@ async def test_workers_get_its_tensors(ring: shmring.Ring, socket_dir: Path) -> 
             assert await request.read() == []
 
 
+@pytest.mark.one_loop
 async def test_copies_to_a_gpu_say_that_there_is_none(ring: shmring.Ring) -> None:
     with ring.injector() as injector:
         request = injector.inject(bundled(torch.ones(2)))

@@ -57,6 +57,7 @@ LARGE: dict[str, Any] = {"slab_nbytes": "64MiB", "max_lease_nbytes": "32MiB"}
 SIZES = [100, 1 << 16, 1 << 20, 20_000_000]
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("call", ["request", "stream", "submit", "submit_nowait", "slot", "keep"])
 async def test_a_call_that_hears_of_the_end_says_so(serve: Any, connect: Any, call: str, nbytes: int) -> None:
@@ -87,6 +88,7 @@ async def test_a_call_that_hears_of_the_end_says_so(serve: Any, connect: Any, ca
         await make_twice()
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
 async def test_a_call_that_waits_for_its_turn_hears_of_the_end(serve: Any, connect: Any, nbytes: int) -> None:
     """Where as many requests are in flight as may be, a call looks for the end of one of them first."""
@@ -98,6 +100,7 @@ async def test_a_call_that_waits_for_its_turn_hears_of_the_end(serve: Any, conne
         await client.submit({"x": bytes_of(nbytes)})
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("call", ["submit", "submit_nowait", "keep"])
 async def test_code_that_runs_while_a_payload_is_encoded_may_end_the_session(
@@ -176,6 +179,7 @@ class Extent:
     __int__ = __index__
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("shape", [shape_that, lambda action: (10, Extent(action))], ids=["generator", "index"])
 @pytest.mark.parametrize("what", ["leaves", "ends"])
 @pytest.mark.parametrize("make", ["tensor", "array"])
@@ -195,6 +199,7 @@ async def test_a_shape_may_leave_its_slot_or_end_the_session(
         getattr(slot, make)(shape(slot.close if what == "leaves" else end), torch.uint8 if make == "tensor" else "u1")
 
 
+@pytest.mark.one_loop
 async def test_a_shape_is_read_once(serve: Any, connect: Any) -> None:
     """Also where the tensor is not of the common kind: without content, or of too many bytes."""
     await serve()
@@ -223,6 +228,7 @@ async def shared(serve: Any, connect: Any, socket_dir: Path) -> Any:
     del submission
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["share", "share_nowait", "broadcast", "gather"])
 async def test_code_that_runs_while_a_message_is_encoded_may_leave_the_claim_that_is_shared(shared: Any, call: str) -> None:
     claim, ring, _ = shared
@@ -241,6 +247,7 @@ async def test_code_that_runs_while_a_message_is_encoded_may_leave_the_claim_tha
     assert ring.statistics().broadcasts_outstanding == 0
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", [10, 100_000])
 @pytest.mark.parametrize("call", ["share", "broadcast", "gather"])
 async def test_code_that_runs_while_a_message_is_encoded_may_close_the_ring(shared: Any, call: str, nbytes: int) -> None:
@@ -257,6 +264,7 @@ async def test_code_that_runs_while_a_message_is_encoded_may_close_the_ring(shar
     await closing[0]
 
 
+@pytest.mark.one_loop
 async def test_a_message_that_can_not_be_copied_gives_its_memory_back(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     claim, ring, _ = shared
     strided = torch.ones(300, 300)[:, ::2]

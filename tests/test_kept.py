@@ -16,6 +16,7 @@ import torch
 import shmring
 from shmring.core.messages import MAX_FINDS, Find, Keep
 from tests.sessions import session_of
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -76,6 +77,7 @@ async def test_what_is_kept_in_a_slot_is_found_by_others_and_never_copied(
     assert counts.free_nbytes + counts.leased_nbytes + counts.kept_nbytes == counts.leasable_nbytes
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("where", ["nowhere", "partly in a slot", "in two slots", "in a slot that the engine keeps"])
 async def test_what_does_not_lie_in_one_slot_is_copied_to_one(ring: shmring.Ring, connect: Any, where: str) -> None:
     client = await connect()
@@ -130,6 +132,7 @@ async def test_one_pin_serves_all_callers_of_a_client(ring: shmring.Ring, connec
     assert client.statistics().kept_pins == 0
 
 
+@pytest.mark.one_loop
 async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: shmring.Ring, connect: Any) -> None:
     class Picture(msgspec.Struct):
         pixels: np.ndarray[Any, Any]
@@ -147,6 +150,7 @@ async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: shmring.Rin
             _ = wrong.payload
 
 
+@pytest.mark.one_loop
 async def test_content_that_was_left_gives_no_views(ring: shmring.Ring, connect: Any) -> None:
     client = await connect()
     with await client.keep(key(1), {"x": pixels(1)}) as kept:
@@ -156,9 +160,8 @@ async def test_content_that_was_left_gives_no_views(ring: shmring.Ring, connect:
         _ = kept.payload
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"), [("text", TypeError), (b"short", ValueError), (bytes(33), ValueError), (None, TypeError)]
-)
+@pytest.mark.one_loop
+@for_each(("wrong", "error"), [("text", TypeError), (b"short", ValueError), (bytes(33), ValueError), (None, TypeError)])
 async def test_what_is_no_key_is_refused(ring: shmring.Ring, connect: Any, wrong: Any, error: type[Exception]) -> None:
     client = await connect()
     with pytest.raises(error, match="key"):
@@ -167,6 +170,7 @@ async def test_what_is_no_key_is_refused(ring: shmring.Ring, connect: Any, wrong
         await client.keep(wrong, {"x": pixels(1)})
 
 
+@pytest.mark.one_loop
 async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(serve: Any, connect: Any) -> None:
     ring = await serve(total, kept_nbytes="128KiB")
     client = await connect()
@@ -188,6 +192,7 @@ async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(serve: Any, co
     assert ring.statistics().kept == 0
 
 
+@pytest.mark.one_loop
 async def test_with_kept_nbytes_0_nothing_is_kept(serve: Any, connect: Any) -> None:
     await serve(total, kept_nbytes=0)
     client = await connect()
@@ -320,6 +325,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
     session_of(client).host_slots.book.check()
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("what", ["find", "keep a copy", "keep a slot"])
 async def test_what_can_not_be_sent_leaves_nothing_behind(
     ring: shmring.Ring, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, what: str
@@ -514,6 +520,7 @@ async def test_the_next_engine_has_nothing(serve: Any, connect: Any, eventually:
     kept.close()
 
 
+@pytest.mark.one_loop
 async def test_map_leased_only_lets_what_is_kept_be_read(ring: shmring.Ring, connect: Any) -> None:
     """And what is lent to this client where something of its own was kept stays writable when the rest goes back."""
     client = await connect(map_leased_only=True, lease_idle_s=0.0)

@@ -215,6 +215,7 @@ class Odd(Exception):
     pass
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(
     ("error", "type_name", "text"),
     [
@@ -249,6 +250,7 @@ async def test_a_handler_that_raises_fails_its_own_request_and_the_ring_goes_on(
     await settled(ring)
 
 
+@pytest.mark.one_loop
 async def test_a_request_that_is_finished_without_a_reply_is_an_error_but_an_empty_stream(serve: Any, connect: Any) -> None:
     async def silent(claim: shmring.Claim) -> None:
         pass
@@ -488,6 +490,7 @@ async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(
     assert await client.call("hang", timeout=5) == "done"
 
 
+@pytest.mark.one_loop
 async def test_a_call_that_can_not_be_sent_takes_no_turn(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer() -> int:
         return 7
@@ -545,6 +548,7 @@ async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect
 # -- admission ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(serve: Any, connect: Any) -> None:
     await serve(echo)
     client = await connect()
@@ -555,6 +559,7 @@ async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(serve: Any
     assert await client.request("still there", timeout=5) == "still there"
 
 
+@pytest.mark.one_loop
 async def test_a_slab_that_does_not_fit_is_an_error_and_gives_the_name_back(serve: Any) -> None:
     status = os.statvfs("/dev/shm")
     before = descriptors()
@@ -576,6 +581,7 @@ def protection_at(address: int) -> str:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(("backing", "shm_nbytes"), [("auto", MIB - (64 << 10)), ("/dev/shm", MIB - (64 << 10)), ("memfd", 0)])
 async def test_whatever_the_slab_lies_in_tensors_cross_it_and_a_frontend_can_only_read_replies(
     serve: Any, connect: Any, backing: str, shm_nbytes: int
@@ -595,6 +601,7 @@ async def test_whatever_the_slab_lies_in_tensors_cross_it_and_a_frontend_can_onl
     assert torch.equal(reply, sent), "it keeps the mapping"
 
 
+@pytest.mark.one_loop
 async def test_what_is_asked_wrongly_is_refused_at_once(serve: Any, connect: Any) -> None:
     with pytest.raises(TypeError, match="no option slab_bytes"):
         await serve(slab_bytes=1)
@@ -769,6 +776,7 @@ async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, sock
         await eventually(lambda: ring.statistics().clients == 0)
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.EIO, errno.EPROTO])
 async def test_accepting_goes_on_whatever_the_kernel_says(
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
@@ -818,6 +826,7 @@ async def test_a_ring_that_cannot_accept_any_more_says_so(
     assert "a bug" in caplog.text
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["sealed_rings", "map_rings", "send_welcome", "ProcessWatch"])
 async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, settled: Any, eventually: Any, failing: str

@@ -185,7 +185,7 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.both_loops
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 async def test_an_engine_that_breaks_the_protocol_counts_as_dead(
     serve: Any, connect: Any, eventually: Any, lie: list[bytes]
@@ -250,7 +250,7 @@ ANSWERS: dict[str, tuple[list[Any], list[EngineMessage]]] = {
 }
 
 
-@pytest.mark.both_loops
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 async def test_an_engine_with_an_impossible_answer_counts_as_dead(
     serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
@@ -288,7 +288,7 @@ async def test_what_an_engine_says_can_be_printed(serve: Any, connect: Any, even
         await other.next()
 
 
-@pytest.mark.both_loops
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("lies_in_slot", [False, True])
 @pytest.mark.parametrize("header", [b"", slot_header(78, 100), slot_header(77, 99), b"S" + slot_header(77, 100)[1:]])
 async def test_a_reply_slot_that_holds_something_else_is_stale(
@@ -320,7 +320,7 @@ async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, conne
     await submission.result()
 
 
-@pytest.mark.both_loops
+@pytest.mark.one_loop
 async def test_stale_releases_are_counted_and_change_nothing(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     tell(ring, client, records(Release((1, 2, 3)), LeaseRecall((55,))))

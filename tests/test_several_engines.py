@@ -15,6 +15,7 @@ import torch
 
 import shmring
 from tests.sessions import attachment_of, session_of
+from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
 
@@ -182,6 +183,7 @@ async def test_requests_take_turns_where_that_is_the_route(engines: Engines, con
     assert len(set(answers[::2])) == len(set(answers[1::2])) == 1
 
 
+@pytest.mark.one_loop
 async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.Client, connect_to: Connect) -> None:
     other = await connect_to(NAMES[::-1], route="round_robin")
     for number in range(10):
@@ -209,6 +211,7 @@ async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.Client
         await client.request({}, retry=-1)
 
 
+@pytest.mark.one_loop
 async def test_calls_and_statistics_are_of_one_engine(serve: Any, connect_to: Connect) -> None:
     async def who(name: str) -> str:
         return name
@@ -318,6 +321,7 @@ async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.Clie
         slot.close()
 
 
+@pytest.mark.one_loop
 async def test_a_check_of_the_capacity_takes_nobodys_turn(engines: Engines, connect_to: Connect) -> None:
     client = await connect_to(route="round_robin")
     owners = []
@@ -328,6 +332,7 @@ async def test_a_check_of_the_capacity_takes_nobodys_turn(engines: Engines, conn
     assert owners[:2] == owners[2:]
 
 
+@pytest.mark.one_loop
 async def test_what_can_never_fit_is_an_error(client: shmring.Client) -> None:
     client.check_capacity(1000)
     with pytest.raises(shmring.CapacityError):
@@ -511,6 +516,7 @@ async def _acquired(client: shmring.Client, nbytes: int, **options: Any) -> shmr
     return await client.slot(nbytes, **options)
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["request", "stream", "slot", "slots", "find", "keep", "call", "wait_connected"])
 async def test_who_waits_for_an_engine_that_is_named_and_gone_is_told_that_it_is_not_attached(
     call: str, client: shmring.Client, engines: Engines, eventually: Any
@@ -712,7 +718,8 @@ async def test_a_forked_child_can_not_use_it(client: shmring.Client) -> None:
     assert (await client.request({}))[0] in NAMES
 
 
-@pytest.mark.parametrize(
+@pytest.mark.one_loop
+@for_each(
     ("names", "options", "error"),
     [
         ([], {}, "1 to 256 engines"),
@@ -728,7 +735,7 @@ async def test_what_makes_no_sense_is_refused(
         await connect_to(names, **options)
 
 
-async def test_a_route_is_for_several_engines(socket_dir: Path) -> None:
+def test_a_route_is_for_several_engines(socket_dir: Path) -> None:
     with pytest.raises(TypeError, match="several engines"):
         shmring.connect("vision-0", route="round_robin", socket_dir=str(socket_dir))  # type: ignore[call-overload]
 

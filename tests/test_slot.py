@@ -36,6 +36,7 @@ async def client(serve: Any, connect: Any, settled: Any) -> AsyncIterator[shmrin
 # -- views --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 async def test_tensors_lie_one_behind_the_other_on_cache_lines(client: shmring.Client) -> None:
     shapes = [
         ((3, 5), torch.bfloat16),
@@ -55,6 +56,7 @@ async def test_tensors_lie_one_behind_the_other_on_cache_lines(client: shmring.C
         del views
 
 
+@pytest.mark.one_loop
 async def test_every_dtype_has_a_place(client: shmring.Client) -> None:
     async with client.slot(64 * 64) as slot:
         for name in TORCH_ITEM_NBYTES:
@@ -65,6 +67,7 @@ async def test_every_dtype_has_a_place(client: shmring.Client) -> None:
             assert (array.dtype, array.flags.writeable) == (np.dtype(dtype), True)
 
 
+@pytest.mark.one_loop
 async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmring.Client) -> None:
     async with client.slot(128) as slot:
         with pytest.raises(TypeError, match="can't be sent"):
@@ -81,6 +84,7 @@ async def test_what_cannot_be_placed_is_refused_and_takes_nothing(client: shmrin
         assert "128 used" in repr(slot)
 
 
+@pytest.mark.one_loop
 async def test_a_slot_may_be_empty(client: shmring.Client) -> None:
     async with client.slot(0) as slot:
         assert slot.tensor((0,), torch.uint8).numel() == 0
@@ -88,6 +92,7 @@ async def test_a_slot_may_be_empty(client: shmring.Client) -> None:
             slot.tensor((1,), torch.uint8)
 
 
+@pytest.mark.one_loop
 async def test_sizes_may_be_text_as_in_configurations(client: shmring.Client) -> None:
     async with client.slot("1KiB") as slot:
         assert slot.nbytes == 1024
@@ -102,6 +107,7 @@ async def test_sizes_may_be_text_as_in_configurations(client: shmring.Client) ->
         client.check_capacity("1GiB")
 
 
+@pytest.mark.one_loop
 async def test_sizes_are_checked_before_anything_is_asked_for(client: shmring.Client) -> None:
     for nbytes, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1 MiBi", ValueError)]:
         with pytest.raises(error):
@@ -146,6 +152,7 @@ async def test_an_exception_in_the_block_frees_it_too(client: shmring.Client) ->
     assert client.statistics().slots_in_use == 0
 
 
+@pytest.mark.one_loop
 async def test_a_slot_ends_with_its_block_whatever_still_holds_a_view(client: shmring.Client) -> None:
     """The frames of an exception that somebody keeps hold views, too: waiting for them could stand still for ever."""
     async with client.slot(900_000) as slot:
@@ -214,6 +221,7 @@ async def test_tensors_of_a_slot_are_sent_without_a_copy(client: shmring.Client)
         del first, second, tail
 
 
+@pytest.mark.one_loop
 async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: shmring.Client) -> None:
     async with client.slot(20_000) as slot:
         view = slot.tensor((100, 200), torch.uint8)
@@ -224,6 +232,7 @@ async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: sh
         del view
 
 
+@pytest.mark.one_loop
 async def test_a_payload_may_lie_in_several_slots_and_beside_them(client: shmring.Client) -> None:
     async with client.slot(5000) as first, client.slot(6000) as second:
         a, b = first.tensor((5000,), torch.uint8), second.tensor((6000,), torch.uint8)
@@ -292,6 +301,7 @@ async def test_a_slot_that_is_left_before_its_request_has_space_is_copied(serve:
     assert client.statistics().in_place == 0
 
 
+@pytest.mark.one_loop
 async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.Client) -> None:
     async with client.slot(5000) as slot:
         view = slot.tensor((5000,), torch.uint8).fill_(3)
@@ -300,6 +310,7 @@ async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.Client) 
     del view
 
 
+@pytest.mark.one_loop
 async def test_bytes_that_reach_beyond_a_slot_are_copied(client: shmring.Client) -> None:
     """A view made by other means over the slab may span two slots: it must not be described as lying in one."""
     async with client.slot(5000) as first, client.slot(5000) as second:

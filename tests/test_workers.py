@@ -27,6 +27,7 @@ from shmring.memory.slab import reserve_for_one_writer
 from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
 from tests.sessions import session_of
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -46,6 +47,12 @@ async def join(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awai
     yield open_worker
     for worker in workers:
         await worker.close()
+
+
+@pytest.fixture
+async def ends(serve: Any, join: Any) -> tuple[shmring.Ring, shmring.Worker]:
+    """A ring with one worker."""
+    return await serve(**OPTIONS), await join()
 
 
 def outstanding(ring: shmring.Ring) -> int:
@@ -70,10 +77,9 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
-async def test_a_tensor_arrives(serve: Any, join: Any, tensor: torch.Tensor) -> None:
-    ring = await serve(**OPTIONS)
-    worker = await join()
+@for_each("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
+async def test_a_tensor_arrives(ends: tuple[shmring.Ring, shmring.Worker], tensor: torch.Tensor) -> None:
+    ring, worker = ends
     assert await ring.broadcast({"t": tensor, "n": [1, None, "x"]}) == (0,)
     with await worker.receive() as message:
         got = message.payload["t"]
@@ -86,6 +92,7 @@ async def test_a_tensor_arrives(serve: Any, join: Any, tensor: torch.Tensor) -> 
         assert message.beside is None
 
 
+@pytest.mark.one_loop
 async def test_arrays_arrive_and_numpy_may_not_write_to_them(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()
@@ -96,6 +103,7 @@ async def test_arrays_arrive_and_numpy_may_not_write_to_them(serve: Any, join: A
             message.payload[0] = 1
 
 
+@pytest.mark.one_loop
 async def test_a_payload_that_is_too_long_for_a_message_lies_in_memory(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()
@@ -125,6 +133,7 @@ async def test_a_payload_is_decoded_into_a_type_or_fails_alone(serve: Any, join:
     await eventually(lambda: is_whole(ring))
 
 
+@pytest.mark.one_loop
 async def test_what_can_not_be_sent_says_why_and_holds_nothing(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     await join()
@@ -341,6 +350,7 @@ async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, con
     await eventually(lambda: is_whole(ring))
 
 
+@pytest.mark.one_loop
 async def test_a_message_looks_through_the_claims_once_however_many_tensors_of_theirs_it_has(
     serve: Any, connect: Any, join: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +392,7 @@ async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(serve: A
     (await worker.receive()).leave()
 
 
+@pytest.mark.one_loop
 async def test_a_released_claim_can_not_be_shared_and_its_views_are_copied(serve: Any, connect: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()
@@ -698,10 +709,9 @@ async def test_replies_are_in_order_of_rank(serve: Any, join: Any) -> None:
         task.cancel()
 
 
-@pytest.mark.parametrize("nbytes", [8_000, 60_000, 70_000, 1_000_000])
-async def test_a_reply_of_any_size_arrives(serve: Any, join: Any, nbytes: int) -> None:
-    ring = await serve(**OPTIONS)
-    worker = await join()
+@for_each("nbytes", [8_000, 60_000, 70_000, 1_000_000])
+async def test_a_reply_of_any_size_arrives(ends: tuple[shmring.Ring, shmring.Worker], nbytes: int) -> None:
+    ring, worker = ends
     task = asyncio.create_task(
         answer(worker, lambda n: {"t": torch.arange(n, dtype=torch.int32).view(torch.uint8), "text": "x" * n})
     )
@@ -759,6 +769,7 @@ async def test_a_message_that_was_left_takes_no_reply(serve: Any, join: Any) -> 
     assert ring.statistics().late_answers == 0
 
 
+@pytest.mark.one_loop
 async def test_what_is_no_list_of_ranks_says_so(serve: Any, connect: Any, join: Any) -> None:
     ring, client = await serve(**OPTIONS), await connect()
     worker = await join()
@@ -796,6 +807,7 @@ async def test_what_is_no_list_of_ranks_says_so(serve: Any, connect: Any, join: 
         assert caught.value.ranks == (7,)
 
 
+@pytest.mark.one_loop
 async def test_what_can_not_be_shared_is_named_as_its_caller_names_it(serve: Any, connect: Any, join: Any) -> None:
     ring, client = await serve(**OPTIONS), await connect()
     await join()
@@ -977,7 +989,7 @@ async def test_receivers_are_served_in_turn_and_a_cancelled_one_passes_its_turn_
             assert message.payload == expected
 
 
-async def test_a_rank_is_a_small_number(serve: Any) -> None:
+def test_a_rank_is_a_small_number() -> None:
     for rank in (-1, 2**31, True, "0"):
         with pytest.raises(ValueError, match="a rank is a number"):
             shmring.join("test", rank)  # type: ignore[arg-type]
@@ -1175,6 +1187,7 @@ async def test_a_gather_that_fails_keeps_no_view_of_a_request(serve: Any, connec
     await running
 
 
+@pytest.mark.one_loop
 async def test_messages_to_workers_are_these_bytes(serve: Any, connect: Any, joined: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await joined(), await connect()
@@ -1245,6 +1258,7 @@ async def test_noise_in_its_page_frees_nothing_of_others_and_only_its_own(serve:
     assert ring.statistics().protocol_errors == 0
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("ring_of", ["incoming", "outgoing"])
 @pytest.mark.parametrize("pattern", [b"\xff" * 256, b"\x07" * 256, (1 << 40).to_bytes(8, "little") * 32])
 async def test_counts_that_can_not_be_true_end_one_worker(
@@ -1289,6 +1303,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
 async def test_a_record_that_is_wrong_ends_one_worker_and_nothing_else(
     serve: Any, join: Any, joined: Any, eventually: Any, record: bytes
@@ -1357,6 +1372,7 @@ WRONG = {
 }
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("record", WRONG.values(), ids=WRONG.keys())
 async def test_an_engine_that_sends_what_no_worker_is_sent_is_left(
     serve: Any, join: Any, eventually: Any, record: bytes

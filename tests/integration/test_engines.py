@@ -202,6 +202,7 @@ async def test_when_all_are_killed_requests_fail_and_later_ones_wait_for_the_nex
     assert (await waiting)["pid"] == engines.processes["vision-1"].pid
 
 
+@pytest.mark.one_loop
 async def test_nobody_but_the_engine_can_write_its_load(client: shmring.Client, engines: Engines) -> None:
     """Whoever may open all that an engine has open can't write this."""
     pid = engines.processes["vision-0"].pid

@@ -273,7 +273,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
 }
 
 
-@pytest.mark.both_loops
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("forgery", FORGERIES)
 async def test_a_forged_message_ends_its_connection_and_nothing_else(
     ring: shmring.Ring, connect: Any, socket_dir: Path, forgery: str, eventually: Any

@@ -82,6 +82,7 @@ async def test_the_slab_is_pinned_while_the_ring_lives(ring: Ring, cuda: Any) ->
     assert ring.statistics().pinned_nbytes == 0
 
 
+@pytest.mark.one_loop
 async def test_off_is_off(serve_on: Any, cuda: Any) -> None:
     ring = await serve_on(pin="off")
     assert (ring.statistics().pinned_nbytes, ring.statistics().pin_seconds) == (0, 0.0)
@@ -89,6 +90,7 @@ async def test_off_is_off(serve_on: Any, cuda: Any) -> None:
     assert cuda.calls == {}
 
 
+@pytest.mark.one_loop
 async def test_auto_goes_on_without(serve_on: Any, cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
     cuda.fail("host_register", 99)
     ring = await serve_on()
@@ -96,6 +98,7 @@ async def test_auto_goes_on_without(serve_on: Any, cuda: Any, caplog: pytest.Log
     assert [record.levelname for record in caplog.records if "not pinned" in record.getMessage()] == ["WARNING"]
 
 
+@pytest.mark.one_loop
 async def test_on_fails_and_leaves_nothing(serve_on: Any, cuda: Any) -> None:
     cuda.fail("host_register")
     with pytest.raises(CudaError, match="can't be pinned"):
@@ -104,6 +107,7 @@ async def test_on_fails_and_leaves_nothing(serve_on: Any, cuda: Any) -> None:
     assert ring.statistics().pinned_nbytes > 0
 
 
+@pytest.mark.one_loop
 async def test_a_ring_that_never_came_to_be_is_unpinned(serve_on: Any, cuda: Any) -> None:
     with pytest.raises(TypeError):
         await serve_on(payload_type=dict[list[int], 5])
@@ -130,6 +134,7 @@ async def test_a_cancelled_start_is_unpinned(serve_on: Any, cuda: Any, eventuall
     await eventually(lambda: cuda.calls["host_unregister"] == 2 and cuda.registered == {})
 
 
+@pytest.mark.one_loop
 async def test_the_slab_is_pinned_on_the_device_of_the_thread_that_serves(serve_on: Any, cuda: Any) -> None:
     cuda.select(2)
     await serve_on()
@@ -167,6 +172,7 @@ async def test_the_payload_comes_back_with_its_tensors_on_the_device(ring: Ring,
     assert statistics.device_copied_nbytes >= 12_000
 
 
+@pytest.mark.one_loop
 async def test_a_message_without_slots_goes_too(ring: Ring, client: shmring.Client) -> None:
     await client.submit({"small": torch.arange(5), "empty": torch.empty(0, 3)})
     with await ring.claim() as claim:
@@ -352,6 +358,7 @@ async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.Client, e
     await eventually(lambda: ring.statistics().slots_in_use == 0)
 
 
+@pytest.mark.one_loop
 async def test_a_copy_is_no_forgotten_view(serve_on: Any, connect: Any, cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
     ring = await serve_on(debug=True)
     client = await connect()
@@ -367,6 +374,7 @@ class Typed(msgspec.Struct):
     pixels: torch.Tensor
 
 
+@pytest.mark.one_loop
 async def test_typed_payloads_are_typed(serve_on: Any, connect: Any) -> None:
     ring = await serve_on(Typed)
     client = await connect()
@@ -427,6 +435,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
     assert ring.statistics().device_copies == requests + 1
 
 
+@pytest.mark.one_loop
 async def test_a_torch_without_cuda_says_so(serve: Any, connect: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA here")

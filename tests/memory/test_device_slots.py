@@ -208,6 +208,7 @@ def check_that_reading_waits(ends: Ends, claim: shmring.Claim) -> None:
     assert seen == [7]
 
 
+@pytest.mark.one_loop
 async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring: Ring, client: Client) -> None:
     ends.producing.held = True
     async with client.slot(NBYTES, device="cuda") as slot:
@@ -238,6 +239,7 @@ async def test_what_was_written_before_it_is_sent_needs_no_event(
     await eventually(lambda: used(ring) == used(client) == 0)
 
 
+@pytest.mark.one_loop
 async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring, client: Client) -> None:
     host = torch.arange(3000)
     async with client.slot(NBYTES, device="cuda") as slot, client.slot(NBYTES) as other:
@@ -255,6 +257,7 @@ async def test_host_and_device_tensors_go_in_one_payload(ends: Ends, ring: Ring,
         assert client.statistics().in_place == 2
 
 
+@pytest.mark.one_loop
 async def test_slots_of_all_sizes_and_dtypes(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(0, device="cuda") as slot:
         assert slot.tensor((0,), torch.float32).shape == (0,)
@@ -278,6 +281,7 @@ class Typed(msgspec.Struct):
     pixels: torch.Tensor
 
 
+@pytest.mark.one_loop
 async def test_typed_payloads_are_typed(ends: Ends) -> None:
     ring = await ends.serve(Typed)
     client = await ends.connect()
@@ -292,6 +296,7 @@ async def test_typed_payloads_are_typed(ends: Ends) -> None:
 # -- asking for one -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 async def test_an_engine_without_a_device_slab_says_so(ends: Ends) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
@@ -303,6 +308,7 @@ async def test_an_engine_without_a_device_slab_says_so(ends: Ends) -> None:
     assert ends.memory.log == []
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 2)])
 async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, client: Client, device: Any) -> None:
     for _ in range(2):
@@ -314,6 +320,7 @@ async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, clien
         client.slot_nowait(10, device=device)
 
 
+@pytest.mark.one_loop
 async def test_what_is_no_place_for_a_slot_is_refused(client: Client) -> None:
     with pytest.raises(ValueError, match="on 'cpu' or on 'cuda', not on 'meta'"):
         client.slot(10, device="meta")
@@ -515,6 +522,7 @@ async def test_a_slot_that_drains_waits_for_its_views_first(
     await eventually(lambda: used(client) == 0)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("is_mapped", [False, True])
 async def test_a_slot_that_does_not_drain_is_free_although_it_is_viewed(is_mapped: bool, ring: Ring, client: Client) -> None:
     if is_mapped:
@@ -858,6 +866,7 @@ async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, c
 # -- what fails ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("failing", ["allocate", "export"])
 async def test_a_device_slab_that_cannot_be_made_is_an_error_at_the_start(ends: Ends, failing: str) -> None:
     ends.memory.failing = failing
@@ -868,12 +877,14 @@ async def test_a_device_slab_that_cannot_be_made_is_an_error_at_the_start(ends: 
     await ends.serve()  # the name and the memory are free again
 
 
+@pytest.mark.one_loop
 async def test_without_cuda_a_device_slab_is_an_error_at_the_start(ends: Ends) -> None:
     ends.cuda.reason = "torch finds no CUDA device"
     with pytest.raises(CudaError, match="no device slab here: torch finds no CUDA device"):
         await ends.serve()
 
 
+@pytest.mark.one_loop
 async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) -> None:
     with pytest.raises(TypeError):
         await ends.serve(dict[list[int], 5])  # type: ignore[misc]
@@ -884,6 +895,7 @@ async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) ->
     assert (ends.memory.memory, ends.cuda.registered) == ({}, {})
 
 
+@pytest.mark.one_loop
 async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
     ring = await ends.serve(device_slab_device="cuda:2")
     assert ring._shell._device_claims[0].handle.uuid == "GPU-c"  # type: ignore[union-attr]
@@ -892,6 +904,7 @@ async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
         RingConfig(device_slab_device="cpu")
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["current_stream", "cuEventCreate", "cuEventRecord", "cuIpcGetEventHandle"])
 async def test_a_call_that_fails_at_the_producer_leaves_the_books_balanced(
     ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
@@ -922,6 +935,7 @@ async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: 
         (await ring.claim()).done()
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["current_stream", "cuStreamWaitEvent"])
 async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else(
     ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
@@ -939,6 +953,7 @@ async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else
         assert claim.payload.unique().tolist() == [7]
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["cuEventRecord", "cuEventSynchronize", "cuStreamQuery"])
 async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counted(
     ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture, failing: str
@@ -962,6 +977,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["cuEventRecord", "cuEventSynchronize", "cuStreamQuery"])
 async def test_a_frontend_keeps_such_a_slot_too(
     ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
@@ -1017,6 +1033,7 @@ class Liar:
         return SlotRef(**{**fields, "generation": generation, **changed})
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(
     ("forge", "reason"),
     [

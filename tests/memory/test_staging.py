@@ -60,6 +60,7 @@ def take_back(ring: StagingRing) -> int:
     return ring.free_nbytes
 
 
+@pytest.mark.one_loop
 async def test_parts_do_not_overlap_and_are_aligned(ring: StagingRing) -> None:
     parts = [take(ring, nbytes) for nbytes in (1, UNIT_NBYTES, UNIT_NBYTES + 1, 5)]
     for number, (_, view) in enumerate(parts):
@@ -110,6 +111,7 @@ async def test_the_event_is_behind_what_was_queued_until_the_last_view_was_gone(
     assert len(kinds) == 2, "the part's event comes after it"
 
 
+@pytest.mark.one_loop
 async def test_what_is_too_large_is_refused_at_once(ring: StagingRing) -> None:
     with pytest.raises(CapacityError, match="raise staging_nbytes") as caught:
         await ring.acquire(units(UNITS) + 1)

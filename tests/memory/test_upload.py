@@ -154,6 +154,7 @@ async def test_every_tensor_arrives(rig: Rig) -> None:
     assert (rig.uploads.copies, rig.uploads.copied_nbytes) == (1, plan_copies(rig.decoder, rig.content, {}).nbytes)
 
 
+@pytest.mark.one_loop
 async def test_what_the_gpu_cannot_hold_is_copied_on_the_host(rig: Rig) -> None:
     rig.fill(content((1, 0, "<U3", (1,)), (1, 64, "float32", (4,))))
     rig.bytes_of(1)[:12] = np.frombuffer(np.array(["abc"]).tobytes(), np.uint8)
@@ -190,6 +191,7 @@ async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig, eventu
     del first, second
 
 
+@pytest.mark.one_loop
 async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
     rig.cuda.hold_copies = True
     rig.fill(content((1, 0, "uint8", (10,))))
@@ -200,6 +202,7 @@ async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
     assert used.reached.is_set()
 
 
+@pytest.mark.one_loop
 async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) -> None:
     computing = rig.cuda.computing()
     computing.held = True
@@ -210,6 +213,7 @@ async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) 
     assert arrived.unique().tolist() != [0xEE]
 
 
+@pytest.mark.one_loop
 async def test_torchs_allocator_learns_of_every_stream_once(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     for _ in range(3):
@@ -217,6 +221,7 @@ async def test_torchs_allocator_learns_of_every_stream_once(rig: Rig) -> None:
     assert rig.cuda.calls["used_on"] == 2
 
 
+@pytest.mark.one_loop
 async def test_another_stream_can_be_named(rig: Rig) -> None:
     rig.cuda.hold_copies = True
     mine = rig.cuda.create_stream(0)
@@ -253,6 +258,7 @@ async def test_the_loop_goes_on_while_a_copy_waits(rig: Rig) -> None:
         await rig.upload()
 
 
+@pytest.mark.one_loop
 async def test_copies_do_not_cross_what_was_registered_in_one_call(cuda: Any) -> None:
     rig = Rig(cuda, chunk_nbytes=64 << 10)
     wanted = rig.fill(content((1, 0, "uint8", (300_000,))))
@@ -262,6 +268,7 @@ async def test_copies_do_not_cross_what_was_registered_in_one_call(cuda: Any) ->
     await rig.close()
 
 
+@pytest.mark.one_loop
 async def test_the_staging_memory_is_used_again(rig: Rig) -> None:
     for seed in range(6):
         wanted = rig.fill(content((1, 0, "uint8", (1 << 19,)), (2, 0, "uint8", (1 << 18,))), seed)
@@ -271,6 +278,7 @@ async def test_the_staging_memory_is_used_again(rig: Rig) -> None:
     assert rig.cuda.calls["allocate"] == 1
 
 
+@pytest.mark.one_loop
 async def test_what_can_never_fit_is_refused(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (1 << 20,))))
     with pytest.raises(CapacityError, match="staging_nbytes"):
@@ -288,6 +296,7 @@ def copying(rig: Rig) -> Any:
     return stream
 
 
+@pytest.mark.one_loop
 async def test_a_small_copy_goes_on_the_consumers_stream_if_that_has_nothing_to_do(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload()
@@ -321,6 +330,7 @@ async def test_a_large_copy_never_goes_on_the_consumers_stream(cuda: Any, turns:
     assert rig.held() == []
 
 
+@pytest.mark.one_loop
 async def test_a_stream_uses_the_memory_first_behind_whoever_had_it_before(rig: Rig) -> None:
     """What the memory's last owner has queued is known to be over only where something has waited for it."""
     rig.fill(content((1, 0, "uint8", (10,))))
@@ -331,6 +341,7 @@ async def test_a_stream_uses_the_memory_first_behind_whoever_had_it_before(rig: 
     assert arrived.unique().tolist() == [0xEE]
 
 
+@pytest.mark.one_loop
 async def test_what_copies_nothing_has_not_waited_for_the_memorys_last_owner(rig: Rig) -> None:
     computing = rig.cuda.computing()
     computing.held = True
@@ -344,6 +355,7 @@ async def test_what_copies_nothing_has_not_waited_for_the_memorys_last_owner(rig
     assert arrived.unique().tolist() != [0xEE]
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("stream", ["number", "of another device"])
 async def test_a_copy_goes_only_on_a_stream_that_is_known_to_be_of_its_device(rig: Rig, stream: str) -> None:
     """CUDA lets streams of two devices wait for each other, but no event of one is recorded on the other."""
@@ -360,6 +372,7 @@ async def test_a_copy_goes_only_on_a_stream_that_is_known_to_be_of_its_device(ri
     assert arrived.unique().tolist() == [0xEE]
 
 
+@pytest.mark.one_loop
 async def test_a_small_copy_goes_on_though_cuda_can_not_say_whether_a_stream_is_idle(rig: Rig) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
     await rig.upload()
@@ -480,6 +493,7 @@ async def test_memory_is_allocated_once_and_beside_the_loop(rig: Rig) -> None:
     assert threads[0] != threading.get_ident()
 
 
+@pytest.mark.one_loop
 async def test_every_call_names_the_device_that_was_asked_for(cuda: Any) -> None:
     """A thread's own device is GPU 0, where nothing of this belongs."""
     cuda.select(1)
@@ -519,6 +533,7 @@ async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
 # -- failures -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["allocate", "create_stream"])
 async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call: str) -> None:
     rig.fill(content((1, 0, "uint8", (10,))))
@@ -528,6 +543,7 @@ async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call:
     await rig.upload()
 
 
+@pytest.mark.one_loop
 async def test_without_cuda_it_says_so(rig: Rig) -> None:
     rig.cuda.reason = "torch finds no CUDA device"
     rig.fill(content((1, 0, "uint8", (10,))))
@@ -537,6 +553,7 @@ async def test_without_cuda_it_says_so(rig: Rig) -> None:
         await rig.upload("cpu")
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuStreamWaitEvent", "used_on", "current_stream"])
 async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventually, call: str) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))

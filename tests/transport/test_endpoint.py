@@ -69,7 +69,7 @@ def listener(path: Path) -> Iterator[Listener]:
 # -- the path -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_socket_is_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_is_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert socket_path("vision", None) == Path("/run/user/7/shmring/vision.sock")
     assert socket_path("vision", "/srv/rings") == Path("/srv/rings/vision.sock")
@@ -78,12 +78,12 @@ async def test_the_socket_is_where_the_configuration_says(monkeypatch: pytest.Mo
 
 
 @for_each("name", ["", "../up", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
-async def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="can't name an engine"):
         socket_path(name, "/srv")
 
 
-async def test_a_path_that_no_socket_can_have_is_refused() -> None:
+def test_a_path_that_no_socket_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match="shorter socket_dir"):
         socket_path("unit", "/tmp/" + "x" * 100)
 
@@ -91,7 +91,7 @@ async def test_a_path_that_no_socket_can_have_is_refused() -> None:
 # -- the directory and the socket ---------------------------------------------------------------------------------------
 
 
-async def test_a_listener_makes_its_directory_and_socket_private(path: Path) -> None:
+def test_a_listener_makes_its_directory_and_socket_private(path: Path) -> None:
     nested = path.parent / "made" / path.name
     listener = Listener.create(nested, others_may_connect=False)
     assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o700
@@ -100,7 +100,7 @@ async def test_a_listener_makes_its_directory_and_socket_private(path: Path) -> 
     assert os.listdir(nested.parent) == []
 
 
-async def test_others_can_reach_it_only_if_they_may(path: Path) -> None:
+def test_others_can_reach_it_only_if_they_may(path: Path) -> None:
     nested = path.parent / "made" / path.name
     listener = Listener.create(nested, others_may_connect=True)
     assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o711
@@ -108,6 +108,7 @@ async def test_others_can_reach_it_only_if_they_may(path: Path) -> None:
     listener.close()
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 async def test_a_directory_that_others_can_write_to_is_refused_by_both_ends(path: Path, mode: int) -> None:
     path.parent.chmod(mode)
@@ -120,6 +121,7 @@ async def test_a_directory_that_others_can_write_to_is_refused_by_both_ends(path
     assert descriptors() == before
 
 
+@pytest.mark.one_loop
 async def test_a_directory_that_is_a_link_is_refused_by_both_ends(path: Path) -> None:
     (path.parent / "real").mkdir(mode=0o700)
     link = path.parent / "link"
@@ -130,6 +132,7 @@ async def test_a_directory_that_is_a_link_is_refused_by_both_ends(path: Path) ->
         await attach_engine(link / path.name, HELLO, ME)
 
 
+@pytest.mark.one_loop
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 async def test_a_directory_of_another_user_is_refused_by_both_ends(path: Path) -> None:
     os.chown(path.parent, 12345, -1)
@@ -139,6 +142,7 @@ async def test_a_directory_of_another_user_is_refused_by_both_ends(path: Path) -
         await attach_engine(path, HELLO, ME)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["symlink", "file", "directory"])
 async def test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched(path: Path, kind: str) -> None:
     if kind == "symlink":
@@ -158,7 +162,7 @@ async def test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched(pat
     Listener.create(path, others_may_connect=False).close()
 
 
-async def test_a_link_in_the_place_of_the_lock_is_refused(path: Path) -> None:
+def test_a_link_in_the_place_of_the_lock_is_refused(path: Path) -> None:
     victim = path.parent / "victim"
     victim.write_text("precious")
     path.with_suffix(".lock").symlink_to(victim)
@@ -170,7 +174,7 @@ async def test_a_link_in_the_place_of_the_lock_is_refused(path: Path) -> None:
 # -- one engine a name --------------------------------------------------------------------------------------------------
 
 
-async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(listener: Listener) -> None:
+def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(listener: Listener) -> None:
     before = descriptors()
     with pytest.raises(LocalProtocolError, match=rf"'unit' is running already \(pid {os.getpid()}, "):
         Listener.create(listener.path, others_may_connect=False)
@@ -179,7 +183,7 @@ async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(listener: 
         client.connect(os.fspath(listener.path))
 
 
-async def test_a_name_is_free_again_when_its_listener_is_closed(listener: Listener) -> None:
+def test_a_name_is_free_again_when_its_listener_is_closed(listener: Listener) -> None:
     listener.close()
     listener.close()
     assert os.listdir(listener.path.parent) == []
@@ -187,7 +191,7 @@ async def test_a_name_is_free_again_when_its_listener_is_closed(listener: Listen
     again.close()
 
 
-async def test_closing_late_does_not_take_the_next_engines_files(path: Path) -> None:
+def test_closing_late_does_not_take_the_next_engines_files(path: Path) -> None:
     first = Listener.create(path, others_may_connect=False)
     first.close()
     second = Listener.create(path, others_may_connect=False)
@@ -196,14 +200,14 @@ async def test_closing_late_does_not_take_the_next_engines_files(path: Path) -> 
     second.close()
 
 
-async def test_engines_of_different_names_share_a_directory(listener: Listener) -> None:
+def test_engines_of_different_names_share_a_directory(listener: Listener) -> None:
     other = Listener.create(listener.path.with_name("other.sock"), others_may_connect=False)
     other.close()
     assert listener.path.exists()
     assert listener.path.with_suffix(".lock").exists()
 
 
-async def test_a_lock_that_vanishes_while_it_is_taken_is_taken_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_vanishes_while_it_is_taken_is_taken_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner removes the file between our open and our lock: a lock on a removed file is worth nothing."""
     lock = path.with_suffix(".lock")
     real = fcntl.flock
@@ -283,7 +287,7 @@ async def test_a_forked_child_does_not_keep_the_name(path: Path, run_program: An
         os.kill(child, signal.SIGKILL)
 
 
-async def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: Listener) -> None:
+def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: Listener) -> None:
     closed = [Listener.create(socket_dir / f"closed{number}.sock", others_may_connect=False) for number in range(5)]
     for other in closed:  # still referenced, but closed: the child must not stumble over them
         other.close()
@@ -374,6 +378,7 @@ async def test_a_uid_that_is_not_allowed_is_refused_and_told(engine: Engine, pat
     assert f"uid {os.getuid()} is not allowed" in str(attempt)
 
 
+@pytest.mark.one_loop
 async def test_an_engine_of_a_uid_that_is_not_trusted_hears_nothing(engine: Engine, path: Path) -> None:
     with pytest.raises(PermissionError):
         await attach_engine(path, HELLO, frozenset({os.getuid() + 1}))
@@ -388,6 +393,7 @@ async def test_another_protocol_version_is_refused_and_told(engine: Engine, path
     assert f"protocol version {PROTOCOL_VERSION + 1} is not spoken here" in str(attempt)
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(
     ("data", "error"),
     [
@@ -438,6 +444,7 @@ def reply_with(data: bytes, fds: list[int]) -> Callable[[socket.socket], None]:
 WELCOME_FRAME = handshake_frame(WELCOME)
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(
     ("data", "fds", "error", "text"),
     [
@@ -471,6 +478,7 @@ async def test_an_engine_that_answers_wrongly_is_an_error_and_leaks_no_descripto
     assert descriptors() == before
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("count", [6, 20])  # as many as there happens to be room for, and more
 async def test_surplus_descriptors_are_refused_and_closed(engine: Engine, path: Path, count: int) -> None:
     before = descriptors()
@@ -558,7 +566,7 @@ async def test_a_frontend_that_is_cancelled_at_any_moment_leaks_nothing(engine: 
     pytest.fail("the handshake never came to its end")
 
 
-async def test_refusing_one_that_is_gone_is_no_error() -> None:
+def test_refusing_one_that_is_gone_is_no_error() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
@@ -577,8 +585,7 @@ async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) ->
 # -- what killed engines leave ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_the_files_of_engines_that_were_killed_go_when_another_starts(path: Path, run_program: Any) -> None:
+def test_the_files_of_engines_that_were_killed_go_when_another_starts(path: Path, run_program: Any) -> None:
     process, _ = run_program("print('ready', flush=True); time.sleep(600)")
     with_it = Listener.create(path.with_name("other.sock"), others_may_connect=False)
     assert path.exists(), "a living engine's files are not touched"
@@ -592,7 +599,7 @@ async def test_the_files_of_engines_that_were_killed_go_when_another_starts(path
     again.close()
 
 
-async def test_a_sweep_leaves_what_is_not_ours(path: Path) -> None:
+def test_a_sweep_leaves_what_is_not_ours(path: Path) -> None:
     directory = path.parent
     (directory / "foreign.lock").write_text("4711\n")  # as other programs write them, and lock them in other ways
     (directory / "marked.lock").write_text("4711\nanother program\n")

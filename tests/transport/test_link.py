@@ -29,6 +29,7 @@ from shmring.transport import polling
 from shmring.transport.link import Link
 from shmring.transport.polling import RECORDS_IN_TURN, Poller
 from shmring.transport.rings import map_rings, sealed_rings
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -184,6 +185,7 @@ async def test_what_is_sent_before_it_starts_is_there(eventually: Any) -> None:
     end.peer.close()
 
 
+@pytest.mark.one_loop
 async def test_a_message_that_is_too_large_is_refused_here_and_nothing_is_sent(open_end: Any) -> None:
     end = open_end()
     for _ in range(2):  # with an empty ring, and with a full one
@@ -195,7 +197,8 @@ async def test_a_message_that_is_too_large_is_refused_here_and_nothing_is_sent(o
     assert end.heard()[0] == Abort(1)
 
 
-@pytest.mark.parametrize("count", [0, 1, MAX_LISTED, MAX_LISTED + 1, 5000])
+@pytest.mark.one_loop
+@for_each("count", [0, 1, MAX_LISTED, MAX_LISTED + 1, 5000])
 async def test_a_long_list_of_ids_travels_in_parts(open_end: Any, count: int) -> None:
     end = open_end()
     numbers = list(range(2**62, 2**62 + count))
@@ -205,6 +208,7 @@ async def test_a_long_list_of_ids_travels_in_parts(open_end: Any, count: int) ->
     assert len(heard) == -(-count // MAX_LISTED)
 
 
+@pytest.mark.one_loop
 async def test_a_list_fits_the_messages_of_the_smallest_ring(open_end: Any) -> None:
     end = open_end(capacity=16 * KIB)
     numbers = list(range(2**64 - 1600, 2**64))  # as many replies were once dropped at a time, and were too many for a message
@@ -464,6 +468,7 @@ async def test_drain_fails_when_the_connection_ends(open_end: Any) -> None:
 # -- a peer that breaks the rules ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize(
     "rubbish", [b"", b"\xc1\xc1\xc1", bytes(4096), b"\x91" * 16000], ids=["empty", "none", "zeros", "deep"]
 )
@@ -495,6 +500,7 @@ async def test_what_the_owner_refuses_ends_the_delivery(open_end: Any, eventuall
     assert str(end.owner.violations[0]) == "not that one"
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("tail", [2**40, 4, 2**64 - 8])
 async def test_a_tail_that_cannot_be_true_is_reported(asleep: Any, eventually: Any, tail: int) -> None:
     end = await asleep()
@@ -524,6 +530,7 @@ async def test_a_head_that_becomes_impossible_while_this_end_waits_is_reported(o
     assert len(end.owner.violations) == end.owner.losses == 1
 
 
+@pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("data", [b"x", b"\0\0\x02", b"\0" * 5000 + b"\xff", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_what_is_no_bell_is_reported(open_end: Any, eventually: Any, data: bytes) -> None:
     end = open_end()

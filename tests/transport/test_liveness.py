@@ -25,6 +25,7 @@ def child(run_python: Callable[..., Process]) -> Process:
     return run_python("-c", "import time; time.sleep(600)")
 
 
+@pytest.mark.one_loop
 async def test_a_watch_that_cannot_be_set_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(24, "Too many open files")
@@ -132,7 +133,7 @@ async def test_the_peers_own_process_is_watched(without_peer_pidfd: bool) -> Non
         os.close(pidfd)
 
 
-async def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
     before = len(os.listdir("/proc/self/fd"))
     ours, theirs = socket.socketpair()
@@ -142,7 +143,7 @@ async def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monke
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
     child.send(signal.SIGKILL)
     child.wait()
@@ -151,7 +152,7 @@ async def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, m
         open_peer_pidfd(ours, child.pid)
 
 
-async def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(PeerLostError, match="namespace"):
