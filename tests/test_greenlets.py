@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import shmring
+from tests.tables import for_each
 
 OPENED: dict[str, Callable[[str], object]] = {
     "connect": lambda path: shmring.threads.connect("test", socket_dir=path),
@@ -30,8 +31,8 @@ class Greenlets:
         self.__module__ = module
 
 
-@pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize(
+@for_each("opened", OPENED)
+@for_each(
     ("module", "name", "stand_in"),
     [
         (_thread, "start_new_thread", "gevent.thread"),

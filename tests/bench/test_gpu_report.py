@@ -24,6 +24,7 @@ from bench.gpu.device import Gpu
 from bench.gpu.processes import Numbers
 from bench.results import Coverage, Findings, Gap, Planned, Status, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
+from tests.tables import for_each
 
 KB, MB = 1 << 10, 1 << 20
 GPU = "NVIDIA H100, 80 GiB, PCIe 5 x16 to the host; driver 570.1, torch 2.9 for CUDA 12.8."
@@ -226,7 +227,7 @@ def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, 
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("size", ["8", "1000", "many"])
+@for_each("size", ["8", "1000", "many"])
 def test_a_size_that_can_not_be_marked_is_refused(measuring: Any, size: str) -> None:
     assert not measuring(measured())
     done = CliRunner().invoke(main, ["gpu", "--size", size])

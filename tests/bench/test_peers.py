@@ -192,7 +192,7 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {peer.requires for peer in PEERS.values()} == {None, "faster-fifo", "iceoryx2", "pyzmq"}
 
 
-@pytest.mark.parametrize("module_name", PACKAGES)
+@for_each("module_name", PACKAGES)
 def test_an_adapter_can_be_imported_without_its_package(monkeypatch: pytest.MonkeyPatch, module_name: str) -> None:
     monkeypatch.setitem(sys.modules, PACKAGES[module_name], None)  # importing it fails
     spec = importlib.util.spec_from_file_location("imported_anew", Path(bench.peers.__path__[0], f"{module_name}.py"))

@@ -178,7 +178,7 @@ def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
     assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
 
 
-@pytest.mark.parametrize("content", ["{}", "[", '{"mode": "transport", "results": [1]}', '{"mode": "x", "tables": [1]}'])
+@for_each("content", ["{}", "[", '{"mode": "transport", "results": [1]}', '{"mode": "x", "tables": [1]}'])
 def test_a_file_that_holds_something_else_is_an_error(stored: Path, tmp_path: Path, content: str) -> None:
     (stored / "wrong.json").write_text(content)
     arguments = ["report", "--results", str(stored), "--docs", str(tmp_path / "docs")]

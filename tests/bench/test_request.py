@@ -346,7 +346,7 @@ def test_the_report_has_a_row_for_each_peer_in_each_case() -> None:
     assert f"pyzmq {REQUEST_PEERS['pyzmq'].version()}" in found(measured).notes
 
 
-@pytest.mark.parametrize(("per_s", "ratio", "verdict"), [(20_000, 5.0, "met"), (19_999, 4.9, "missed")])
+@for_each(("per_s", "ratio", "verdict"), [(20_000, 5.0, "met"), (19_999, 4.9, "missed")])
 def test_the_report_says_whether_the_targets_are_met(per_s: float, ratio: float, verdict: str) -> None:
     measured = {one(): {"shmring": requests(per_s), "pyzmq": requests(per_s / ratio)}}
     assert [(target.word, target.asked) for target in found(measured).targets] == [

@@ -154,7 +154,7 @@ def test_a_comparison_is_made_within_each_repetition() -> None:
     assert any("slab: 81 bytes of a request went through the slab; 3 media were decoded" in note for note in found.notes)
 
 
-@pytest.mark.parametrize(("ended", "met"), [(102.0, True), (102.2, False)])
+@for_each(("ended", "met"), [(102.0, True), (102.2, False)])
 def test_two_engines_are_held_against_the_target_of_their_load(ended: float, met: bool) -> None:
     for preset, asked in (("engines-wait", ">= 1.9 x"), ("engines-compute", ">= 1 x")):
         [verdict] = judged(preset, **{"2_engines": loads(ended) * 2, "1_engine": loads(104.0) * 2}).targets
@@ -264,7 +264,7 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
     assert (await ask(url)).output_tokens == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "reason"),
     [
         ({"status": 503, "pieces": [b'{"error": {"message": "m", "code": "overloaded"}}']}, "HTTP 503 overloaded"),
@@ -279,9 +279,12 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
         ({"pieces": [chunk("a")], "hangs": True}, "no whole answer within 0.3 s"),
     ],
 )
-async def test_every_failure_has_its_reason(stub: Stub, changes: dict[str, Any], reason: str) -> None:
+async def test_every_failure_has_its_reason(
+    stub: Stub, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, url = stub
-    vars(script).update(changes)
+    for name, value in changes.items():
+        monkeypatch.setattr(script, name, value)
     assert (await ask(url, timeout_s=0.3)).failure == reason
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from bench import targets
 from bench.messages import Case, Measurement
 from bench.peers import MEMCPY
 from bench.repetitions import Measured
 from bench.results import Verdict
 from tests.bench.conftest import MB, made_run
+from tests.tables import for_each
 
 KB = 1 << 10
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ def verdict(measured: Measured, what: str, at: str = "") -> Verdict:
     return found
 
 
-@pytest.mark.parametrize(("ours", "met"), [([150.0, 160.0, 150.0], True), ([149.0, 160.0, 100.0], False)])
+@for_each(("ours", "met"), [([150.0, 160.0, 150.0], True), ([149.0, 160.0, 100.0], False)])
 def test_the_worst_size_decides(ours: Sequence[float], met: bool) -> None:
     theirs = runs(100, 100, 100)
     measured = {
@@ -76,14 +75,14 @@ def test_latency_is_compared_with_the_nearest_peer_that_sleeps() -> None:
     assert found.detail.startswith("4 KB (inline-msgpack): 1.12")
 
 
-@pytest.mark.parametrize(("p50_us", "near", "met"), [(20.0, True, True), (24.0, True, False), (26.0, False, False)])
+@for_each(("p50_us", "near", "met"), [(20.0, True, True), (24.0, True, False), (26.0, False, False)])
 def test_busy_polling_is_compared_with_peers_that_spin(p50_us: float, near: bool, met: bool) -> None:
     measured = latencies(shmring_busy_poll=p50_us, spinning_ring=22, inline_msgpack=15)  # which sleeps
     assert verdict(measured, "busy polling: p50 of the nearest").met is met
     assert [one.met for one in evaluate(measured) if one.what == "busy polling: p50"] == [near]
 
 
-@pytest.mark.parametrize(("percent", "met"), [(0.9, True), (1.1, False)])
+@for_each(("percent", "met"), [(0.9, True), (1.1, False)])
 def test_an_end_with_nothing_to_do_hardly_takes_a_core(percent: float, met: bool) -> None:
     others = {Case(4 * KB): {"shmring-busy-poll": runs(1)}}
     looked = {Case(4 * KB, window=1): {"shmring-busy-poll": [made_run(idle_percent=percent)]}}
@@ -93,7 +92,7 @@ def test_an_end_with_nothing_to_do_hardly_takes_a_core(percent: float, met: bool
     assert verdict(others, "nothing to do").met is None
 
 
-@pytest.mark.parametrize(("p50_us", "met"), [(70.0, True), (90.0, False)])
+@for_each(("p50_us", "met"), [(70.0, True), (90.0, False)])
 def test_latency_in_place_hardly_depends_on_the_size(p50_us: float, met: bool) -> None:
     of_size = {4 * KB: 60.0, 8 * MB: p50_us}
     measured = {Case(nbytes, window=1): {"shmring-in-place": [made_run(p50_us=us)]} for nbytes, us in of_size.items()}
@@ -115,9 +114,7 @@ def test_costs_are_of_the_worse_side() -> None:
     assert verdict(cheap | dear, "CPU time per message, in place").met is False
 
 
-@pytest.mark.parametrize(
-    ("per_s", "word"), [(95.0, "met"), (80.0, "missed: decision 21"), (30.0, "missed: decision 21"), (20.0, "missed")]
-)
+@for_each(("per_s", "word"), [(95.0, "met"), (80.0, "missed: decision 21"), (30.0, "missed: decision 21"), (20.0, "missed")])
 def test_a_target_that_is_missed_as_far_as_a_decision_says_does_not_fail(per_s: float, word: str) -> None:
     measured = {Case(64 * KB): {"shmring": runs(100)}, Case(64 * KB, producers=8): {"shmring": runs(per_s)}}
     found = verdict(measured, "8 producers together, of one")
@@ -136,13 +133,13 @@ def test_a_known_miss_names_a_decision_and_is_one() -> None:
         assert f"asked: {target.limit:g}" in decisions[target.known.decision], target.what
 
 
-@pytest.mark.parametrize(("per_s", "met"), [(96.0, True), (90.0, False)])
+@for_each(("per_s", "met"), [(96.0, True), (90.0, False)])
 def test_producers_together_keep_up_with_a_peers(per_s: float, met: bool) -> None:
     measured = {Case(64 * KB, producers=8): {"shmring": runs(per_s), "iceoryx2": runs(100)}}
     assert verdict(measured, "8 producers together, of 8 producers of iceoryx2").met is met
 
 
-@pytest.mark.parametrize(("cpu_us", "met"), [(5.9, True), (6.1, False)])
+@for_each(("cpu_us", "met"), [(5.9, True), (6.1, False)])
 def test_what_both_sides_cost_is_compared(cpu_us: float, met: bool) -> None:
     ours = {"shmring-in-place": [made_run(cpu_us=cpu_us)]}
     measured = {Case(1 * MB): ours | {"iceoryx2-loaned": [made_run(cpu_us=10)]}}

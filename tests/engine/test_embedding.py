@@ -238,7 +238,7 @@ def test_control_tokens_in_a_text_to_be_embedded_are_text(architecture: str, loa
     assert tokenizer.decode(tokens) == "an <image> of mine<|end|>"
 
 
-@pytest.mark.parametrize("architecture", SEEING)
+@for_each("architecture", SEEING)
 def test_without_a_chat_template_a_medium_is_its_place(architecture: str, tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(architecture, chat_template=False)
     executor = TransformersExecutor(ExecutorOptions(model=str(path)))

@@ -11,6 +11,7 @@ import pytest
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, TextPart
 from tests.stepping import answer
+from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,8 +60,8 @@ def test_control_tokens_of_a_prompt_are_its_callers(executor: TransformersExecut
     assert tokenizer.convert_tokens_to_ids("<|end|>") in reply.token_ids
 
 
-@pytest.mark.parametrize("token", [-1, 100_000])
-@pytest.mark.parametrize("tokenize", [False, True])
+@for_each("token", [-1, 100_000])
+@for_each("tokenize", [False, True])
 def test_a_token_that_the_model_does_not_have_is_refused(
     executor: TransformersExecutor, tokenizer: Any, token: int, tokenize: bool
 ) -> None:
@@ -69,13 +70,13 @@ def test_a_token_that_the_model_does_not_have_is_refused(
         answer(executor, ask([1, token], tokenize=tokenize))
 
 
-@pytest.mark.parametrize("prompt", ["", []])
+@for_each("prompt", ["", []])
 def test_an_empty_prompt_is_refused(executor: TransformersExecutor, prompt: Any) -> None:
     with pytest.raises(ValueError, match="empty"):
         answer(executor, ask(prompt))
 
 
-@pytest.mark.parametrize("prompt", ["x" * 1_000_000, [1] * 600])
+@for_each("prompt", ["x" * 1_000_000, [1] * 600])
 def test_a_prompt_that_is_too_long_is_refused(executor: TransformersExecutor, prompt: Any) -> None:
     with pytest.raises(ContextLengthError):
         answer(executor, ask(prompt))

@@ -15,6 +15,7 @@ import torch
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart, ToolCall
 from tests.stepping import answer
+from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def add(whole: Parts, parts: Parts) -> None:
     whole.tool_calls = whole.tool_calls + parts.tool_calls
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 1000])
+@for_each("length", [1, 2, 7, 1000])
 def test_text_reasoning_and_calls_are_told_apart_however_they_are_cut(length: int) -> None:
     text = f"<think>I look.</think>Let me see.{ONE}{OTHER}"
     whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
@@ -93,7 +94,7 @@ def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
     assert reader.complete
 
 
-@pytest.mark.parametrize(
+@for_each(
     "broken",
     [
         '<tool_call>{"name": weather}</tool_call>',
@@ -105,7 +106,7 @@ def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
         '<tool_call>{"name": "weather", "arguments": ' + "[" * 5000 + "</tool_call>",
     ],
 )
-@pytest.mark.parametrize("length", [1, 1000])
+@for_each("length", [1, 1000])
 def test_a_call_that_can_not_be_read_is_text(broken: str, length: int) -> None:
     text = f"See: {broken} and more"
     whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
@@ -206,7 +207,7 @@ def test_the_template_gets_tools_calls_and_what_they_returned(executor: Transfor
     assert (call, result) == ("assistant: CALL weather Ulm", "tool: RainOF c1")
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@for_each("calls", [1, 2])
 def test_an_answer_calls_tools(executor: TransformersExecutor, write: Callable[[str], None], calls: int) -> None:
     write("Let me see." + ONE + OTHER)
     replies = answer(executor, conversation(tools=[WEATHER], parallel_tool_calls=calls > 1))
@@ -255,7 +256,7 @@ def test_control_tokens_of_callers_are_text_or_refused(executor: TransformersExe
         answer(executor, conversation(tools=[named]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         *("unknown", "chat_template", "add_generation_prompt", "tools", "conversation", "tokenize"),
@@ -267,7 +268,7 @@ def test_what_is_no_variable_of_the_template_is_refused(executor: TransformersEx
         answer(executor, conversation(template_options={name: "x"}))
 
 
-@pytest.mark.parametrize("properties", [[1], 5])
+@for_each("properties", [[1], 5])
 def test_tools_that_the_template_can_not_write_are_the_callers_fault(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, properties: Any
 ) -> None:
@@ -343,7 +344,7 @@ def required(seed: int, *tools: Any, **fields: Any) -> GenerateRequest:
     return request
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_random_model_that_must_call_does(executor: TransformersExecutor, seed: int) -> None:
     replies = answer(executor, required(seed, STRICT, NESTED, parallel_tool_calls=False))
     [call] = [call for reply in replies for call in reply.tool_calls]
@@ -364,7 +365,7 @@ def test_several_calls_may_be_made(executor: TransformersExecutor) -> None:
     assert len(counts) > 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [
         {"content": "xml-inline", "content_args": {"tag_pattern": "<(?P<key>a)>(?P<value>b)"}},

@@ -201,7 +201,7 @@ def test_pictures_go_where_their_places_are(executor: TransformersExecutor, refe
     assert tokens_of(answer(executor, ask(*parts))) == reference("llava").generate(*parts)[0]
 
 
-@pytest.mark.parametrize("shape", [(1, 50), (3, 70), (50, 1), (1, 1), (4, 4)], ids=str)
+@for_each("shape", [(1, 50), (3, 70), (50, 1), (1, 1), (4, 4)], ids=str)
 def test_pictures_are_never_taken_for_planar_ones(
     shape: tuple[int, int], executor: TransformersExecutor, tiny_model: Callable[..., Path]
 ) -> None:

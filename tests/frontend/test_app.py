@@ -22,10 +22,16 @@ import shmring
 from shmring.frontend import inference
 from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderPool
 from shmring.frontend.settings import CorsSettings
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (3, 24, 32, 3), np.uint8)
+
+
+@pytest.fixture
+async def http(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    return await open_app(await open_engine())
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -99,13 +105,12 @@ async def test_one_model_is_described_by_its_name(open_engine: Any, open_app: Op
         assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/docs"])
-async def test_head_is_answered_where_get_is(open_engine: Any, open_app: OpenApp, path: str) -> None:
-    http = await open_app(await open_engine())
+@for_each("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/docs"])
+async def test_head_is_answered_where_get_is(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.head(path)).status_code == 200
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "not_found"),
@@ -113,10 +118,7 @@ async def test_head_is_answered_where_get_is(open_engine: Any, open_app: OpenApp
         ("DELETE", "/health", 405, "method_not_allowed"),
     ],
 )
-async def test_wrong_routes_have_the_envelope(
-    open_engine: Any, open_app: OpenApp, method: str, path: str, status: int, code: str
-) -> None:
-    http = await open_app(await open_engine())
+async def test_wrong_routes_have_the_envelope(http: httpx.AsyncClient, method: str, path: str, status: int, code: str) -> None:
     error = error_of(await http.request(method, path), status)
     assert error["code"] == code
     assert path in error["message"]
@@ -345,9 +347,8 @@ async def test_a_bug_is_500_and_tells_nothing(
     assert "a secret" in caplog.text
 
 
-@pytest.mark.parametrize(("request_id", "kept"), [("my-id:42", True), ("x" * 129, False), ("with space", False), (None, False)])
-async def test_requests_have_an_id(open_engine: Any, open_app: OpenApp, request_id: str | None, kept: bool) -> None:
-    http = await open_app(await open_engine())
+@for_each(("request_id", "kept"), [("my-id:42", True), ("x" * 129, False), ("with space", False), (None, False)])
+async def test_requests_have_an_id(http: httpx.AsyncClient, request_id: str | None, kept: bool) -> None:
     response = await http.get("/nothing", headers={"x-request-id": request_id} if request_id else {})
     assert (response.headers["x-request-id"] == request_id) is kept
     assert response.headers["x-request-id"]
@@ -454,7 +455,7 @@ async def test_a_body_of_tens_of_megabytes_is_taken(open_engine: Any, open_app: 
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("headers", "code"),
     [
         ({}, "unsupported_media_type"),
@@ -467,12 +468,11 @@ async def test_a_body_of_tens_of_megabytes_is_taken(open_engine: Any, open_app: 
         ({"content-type": "Application/JSON"}, None),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+@for_each("path", ["/v1/embeddings", "/v1/chat/completions"])
 async def test_a_body_is_json_that_says_so(
-    open_engine: Any, open_app: OpenApp, path: str, headers: dict[str, str], code: str | None
+    http: httpx.AsyncClient, path: str, headers: dict[str, str], code: str | None
 ) -> None:
-    http = await open_app(await open_engine())
-    del http.headers["content-type"]
+    http.headers.pop("content-type", None)
     body = gzip.compress(b"{}") if "gzip" in headers.get("content-encoding", "") else b"{}"
     response = await http.post(path, content=body, headers=headers)
     if code is None:

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.tables import for_each
+
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 
@@ -16,7 +18,7 @@ async def http(open_core: Any, open_app: OpenApp) -> httpx.AsyncClient:
     return await open_app(await open_core(), api_keys=("first", "second"))
 
 
-@pytest.mark.parametrize("value", ["Bearer first", "Bearer second", "bearer first", "BEARER  first "])
+@for_each("value", ["Bearer first", "Bearer second", "bearer first", "BEARER  first "])
 async def test_each_key_opens(http: httpx.AsyncClient, value: str) -> None:
     assert (await http.get("/v1/models", headers={"authorization": value})).status_code == 200
 
@@ -54,6 +56,6 @@ async def test_a_body_is_not_read_without_a_key(http: httpx.AsyncClient) -> None
     assert response.status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json", "/docs/openapi.json"])
+@for_each("path", ["/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json", "/docs/openapi.json"])
 async def test_monitoring_needs_no_key(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.get(path)).status_code == 200

@@ -17,6 +17,7 @@ from shmring.engine.protocol import CAPABILITIES, EncodeReply, EncodeRequest, Ge
 from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
 from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -96,7 +97,7 @@ def test_options_of_vllm_are_there_or_refused_with_a_sentence() -> None:
             assert text in " ".join(result.output.split()), written
 
 
-@pytest.mark.parametrize("route", FIELDS)
+@for_each("route", FIELDS)
 async def test_what_works_reaches_the_engine_or_changes_the_answer(server: Server, route: str) -> None:
     fields = FIELDS[route]
     for name, value in fields.works.items():
@@ -112,7 +113,7 @@ async def test_what_works_reaches_the_engine_or_changes_the_answer(server: Serve
         assert response.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize("route", FIELDS)
+@for_each("route", FIELDS)
 async def test_what_is_taken_or_named_changes_nothing(server: Server, route: str) -> None:
     fields = FIELDS[route]
     _, without = await server.post(route, fields.base)
@@ -123,7 +124,7 @@ async def test_what_is_taken_or_named_changes_nothing(server: Server, route: str
         assert response.headers.get("x-shmring-ignored-fields") == (name if name in fields.named else None)
 
 
-@pytest.mark.parametrize("route", FIELDS)
+@for_each("route", FIELDS)
 async def test_what_is_refused_is_named_and_documented(server: Server, route: str) -> None:
     fields = FIELDS[route]
     document = (await server.http.get("/openapi.json")).json()
@@ -137,7 +138,7 @@ async def test_what_is_refused_is_named_and_documented(server: Server, route: st
         assert (await server.post(route, fields.base | {name: None}))[0].status_code == 200, name
 
 
-@pytest.mark.parametrize("route", FIELDS)
+@for_each("route", FIELDS)
 def test_no_field_is_in_two_tables(route: str) -> None:
     fields = FIELDS[route]
     names = [*fields.required, *fields.works, *fields.taken, *fields.refused, *fields.named]

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse
 
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.settings import CorsSettings
+from tests.tables import for_each
 
 ORIGIN = "https://chat.example.org"
 
@@ -22,7 +23,7 @@ async def cors_headers_of(app: Any, method: str, headers: dict[str, str]) -> dic
     return {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("allowed_origins", "allow_credentials"),
     list(itertools.product([(ORIGIN,), ("*",), ("https://b.org", ORIGIN)], [False, True])),
 )

@@ -18,6 +18,7 @@ from shmring.frontend.callers import on_hang_up
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.settings import CorsSettings
+from tests.tables import for_each
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
@@ -263,7 +264,7 @@ async def test_who_hangs_up_after_a_large_last_part_of_a_body_is_noticed(
     LATE.set()
 
 
-@pytest.mark.parametrize("path", [b"/longer", b"/shorter", b"/broken"])
+@for_each("path", [b"/longer", b"/shorter", b"/broken"])
 async def test_an_answer_that_is_not_as_its_head_says_is_not_sent(port: int, path: bytes) -> None:
     answer = await exchange(port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
     assert answer == b"" or answer.startswith(b"HTTP/1.1 500 ")
@@ -325,7 +326,7 @@ async def test_what_is_no_http_gets_the_envelope(port: int) -> None:
 ORIGIN = b"Origin: https://chat.example.org\r\n"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "is_readable"),
     [
         (b"GET / HTTP/1.1\r\n" + ORIGIN + b"\r\n", True),
@@ -505,7 +506,7 @@ async def test_what_can_be_read_in_two_ways_is_refused(port: int, request_: byte
     assert await refusal_of(port, request_) == (status, code)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "head",
     [
         b"GET / HTTP/1.0\r\n\r\n",

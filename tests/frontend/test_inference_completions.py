@@ -14,12 +14,23 @@ import pytest
 import shmring
 from shmring.engine.protocol import CAPABILITIES, GenerateReply, GenerateRequest, InputSpec, ModelDescription
 from shmring.frontend.served_model import ServedModel
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 MODEL = "shmring-synthetic"
 BODY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3}
 TALKING = ModelDescription("test", MODEL, ["generate", "complete", "tokenize"], InputSpec(), 8, max_model_len=99)
+
+
+@pytest.fixture
+async def http(open_core: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    return await open_app(await open_core())
+
+
+@pytest.fixture
+async def talking(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    return await open_app(await open_engine(description=TALKING))
 
 
 async def test_a_prompt_is_gone_on_from(open_core: Any, open_app: OpenApp) -> None:
@@ -78,7 +89,7 @@ async def test_the_engine_gets_the_prompt(open_engine: Any, open_app: OpenApp, g
     assert (request.add_special_tokens, request.sampling.seed, request.priority) == (False, 4, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("prompt", "code"),
     [
         (["a"] * 129, "too_many_prompts"),
@@ -95,8 +106,7 @@ async def test_the_engine_gets_the_prompt(open_engine: Any, open_app: OpenApp, g
         ({}, "invalid_value"),
     ],
 )
-async def test_a_prompt_that_is_none_is_refused(open_core: Any, open_app: OpenApp, prompt: Any, code: str) -> None:
-    http = await open_app(await open_core())
+async def test_a_prompt_that_is_none_is_refused(http: httpx.AsyncClient, prompt: Any, code: str) -> None:
     response = await http.post("/v1/completions", json=BODY | {"prompt": prompt})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, code)
@@ -216,7 +226,7 @@ async def test_tokens_are_asked_of_the_engine(open_engine: Any, open_app: OpenAp
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "param"),
     [
         ({}, "prompt"),
@@ -225,9 +235,8 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens"),
     ],
 )
-async def test_what_can_not_be_tokenised_is_refused(open_engine: Any, open_app: OpenApp, fields: Any, param: str) -> None:
-    http = await open_app(await open_engine(description=TALKING))
-    response = await http.post("/tokenize", json={"model": MODEL, **fields})
+async def test_what_can_not_be_tokenised_is_refused(talking: httpx.AsyncClient, fields: Any, param: str) -> None:
+    response = await talking.post("/tokenize", json={"model": MODEL, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 

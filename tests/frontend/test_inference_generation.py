@@ -12,6 +12,7 @@ import pytest
 import shmring
 from shmring.engine.protocol import CAPABILITIES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
 from shmring.frontend import inference
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -174,7 +175,12 @@ async def test_without_being_asked_for_they_are_null(open_engine: Any, open_app:
     assert choice["logprobs"] is None
 
 
-@pytest.mark.parametrize(
+@pytest.fixture
+async def synthetic(open_core: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    return await open_app(await open_core())
+
+
+@for_each(
     ("fields", "param"),
     [
         ({"n": 2}, "n"),
@@ -188,11 +194,10 @@ async def test_without_being_asked_for_they_are_null(open_engine: Any, open_app:
     ],
 )
 async def test_what_an_executor_does_not_know_is_refused_by_name(
-    open_core: Any, open_app: OpenApp, fields: dict[str, Any], param: str
+    synthetic: httpx.AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
     """The synthetic one knows none of it."""
-    http = await open_app(await open_core())
-    response = await http.post("/v1/chat/completions", json=CHAT | {"model": "shmring-synthetic"} | fields)
+    response = await synthetic.post("/v1/chat/completions", json=CHAT | {"model": "shmring-synthetic"} | fields)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_value", param)
     assert f"{param} is not supported by the model 'shmring-synthetic' (executor synthetic)" in error["message"]

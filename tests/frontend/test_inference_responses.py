@@ -32,6 +32,7 @@ from shmring.engine.protocol import (
     TextPart,
     ToolCall,
 )
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -79,6 +80,11 @@ async def note_requests(open_engine: Any, open_app: OpenApp) -> tuple[httpx.Asyn
         await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
 
     return await open_app(await open_engine(note, TALKING)), requests
+
+
+@pytest.fixture
+async def noted(open_engine: Any, open_app: OpenApp) -> tuple[httpx.AsyncClient, list[GenerateRequest]]:
+    return await note_requests(open_engine, open_app)
 
 
 async def test_an_answer_comes_whole(open_engine: Any, open_app: OpenApp) -> None:
@@ -287,7 +293,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "param"),
     [
         ({"store": True}, "store"),
@@ -323,9 +329,9 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
     ],
 )
 async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
-    open_engine: Any, open_app: OpenApp, fields: dict[str, Any], param: str
+    noted: tuple[httpx.AsyncClient, list[GenerateRequest]], fields: dict[str, Any], param: str
 ) -> None:
-    http, requests = await note_requests(open_engine, open_app)
+    http, requests = noted
     for stream in (False, True):
         response = await http.post("/v1/responses", json={**BODY, **fields, "stream": stream})
         error = response.json()["error"]

@@ -16,6 +16,7 @@ import torch
 import shmring
 from shmring.engine.protocol import EncodeReply, InputSpec, ModelDescription, Picture, PictureSpec, Text
 from shmring.frontend.openai.scoring import Pairs
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -34,6 +35,12 @@ async def point(claim: shmring.Claim) -> None:
 @pytest.fixture
 async def http(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
     return await open_app(await open_engine(point, BOTH))
+
+
+@pytest.fixture
+async def narrow(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    """It takes eight inputs at a time."""
+    return await open_app(await open_engine(point, BOTH), max_inputs=8)
 
 
 async def test_scores_are_cosines(http: httpx.AsyncClient) -> None:
@@ -109,7 +116,7 @@ async def test_an_answer_in_pieces_is_one_document(open_engine: Any, open_app: O
         assert scores == sorted(scores, reverse=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "fields", "param", "code"),
     [
         ("/score", {"documents": None}, "documents", "invalid_value"),
@@ -132,11 +139,10 @@ async def test_an_answer_in_pieces_is_one_document(open_engine: Any, open_app: O
     ],
 )
 async def test_what_makes_no_pairs_is_refused(
-    open_engine: Any, open_app: OpenApp, path: str, fields: dict[str, Any], param: str, code: str
+    narrow: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str, code: str
 ) -> None:
-    http = await open_app(await open_engine(point, BOTH), max_inputs=8)
     body = SCORE if path == "/score" else RERANK
-    response = await http.post(path, json=body | fields)
+    response = await narrow.post(path, json=body | fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (404 if param == "model" else 400, param, code), error
 

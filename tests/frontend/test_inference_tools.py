@@ -12,6 +12,7 @@ import pytest
 
 import shmring
 from shmring.engine.protocol import GenerateReply, InputSpec, ModelDescription, ToolCall
+from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -61,7 +62,13 @@ async def test_calls_are_in_a_stream(open_engine: Any, open_app: OpenApp) -> Non
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
-@pytest.mark.parametrize(
+@pytest.fixture
+async def without_tools(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
+    description = msgspec.structs.replace(TALKING, tools=False, template_options=False)
+    return await open_app(await open_engine(call, description))
+
+
+@for_each(
     ("fields", "param"),
     [
         ({"tools": [TOOL]}, "tools"),
@@ -70,10 +77,8 @@ async def test_calls_are_in_a_stream(open_engine: Any, open_app: OpenApp) -> Non
         ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
-async def test_a_model_that_has_none_refuses(open_engine: Any, open_app: OpenApp, fields: dict[str, Any], param: str) -> None:
-    description = msgspec.structs.replace(TALKING, tools=False, template_options=False)
-    http = await open_app(await open_engine(call, description))
-    response = await http.post("/v1/chat/completions", json={**BODY, "tools": [], **fields})
+async def test_a_model_that_has_none_refuses(without_tools: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    response = await without_tools.post("/v1/chat/completions", json={**BODY, "tools": [], **fields})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_value", param)
     assert "'m'" in error["message"]

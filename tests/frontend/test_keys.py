@@ -23,7 +23,7 @@ def test_each_key_counts_once(file: Path) -> None:
     assert read_keys([], None, None) == ()
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o444])
+@for_each("mode", [0o640, 0o604, 0o644, 0o444])
 def test_a_file_that_others_can_read_is_refused_with_the_remedy(file: Path, mode: int) -> None:
     file.write_text("a-secret\n")
     file.chmod(mode)
@@ -34,14 +34,14 @@ def test_a_file_that_others_can_read_is_refused_with_the_remedy(file: Path, mode
     assert "a-secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o400])
+@for_each("mode", [0o600, 0o400])
 def test_a_file_of_one_s_own_is_taken(file: Path, mode: int) -> None:
     file.write_text("a-secret\n")
     file.chmod(mode)
     assert read_keys([], None, file) == ("a-secret",)
 
 
-@pytest.mark.parametrize("line", [b"two words", "schl\u00fcssel".encode(), b"\xff\xfe", b"a\x07bell"])
+@for_each("line", [b"two words", "schl\u00fcssel".encode(), b"\xff\xfe", b"a\x07bell"])
 def test_an_error_about_a_key_names_file_and_line_and_not_the_key(file: Path, line: bytes) -> None:
     file.write_bytes(b"fine\n\n" + line + b"\n")
     with pytest.raises(ValueError) as raised:
@@ -64,7 +64,7 @@ def test_an_error_about_a_key_names_its_place(options: list[str], variable: str 
     assert str(raised.value) == f"{place}: a key has visible ASCII characters only, and no spaces"
 
 
-@pytest.mark.parametrize("text", ["", "\n \n"])
+@for_each("text", ["", "\n \n"])
 def test_a_file_without_keys_is_an_error(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=rf"{file} has no keys; write one in a line"):

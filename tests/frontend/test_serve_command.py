@@ -107,7 +107,7 @@ def test_what_people_type_for_vllm_is_understood(options_of: Any) -> None:
     assert [engine.executor_options for engine in options.engines] == [{"max_model_len": 8000}] * 2
 
 
-@pytest.mark.parametrize("text", ["8x", "0", "-1", "auto", "0.5", "1.0001k", "9" * 400, "nan", "inf", ""])
+@for_each("text", ["8x", "0", "-1", "auto", "0.5", "1.0001k", "9" * 400, "nan", "inf", ""])
 def test_a_number_of_tokens_that_is_none_is_refused(text: str) -> None:
     result = CliRunner().invoke(main, ["serve", f"--max-model-len={text}"])
     assert result.exit_code == 2

@@ -30,6 +30,7 @@ from shmring.frontend.child import Child, end_children
 from shmring.frontend.memory_checks import Check
 from shmring.frontend.settings import FrontendSettings, ProcessSettings
 from shmring.frontend.supervisor import ServeError, ServeOptions, Serving, serve
+from tests.tables import for_each
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -117,9 +118,7 @@ def test_a_slab_that_the_container_may_not_have_is_refused_before_a_process_is_s
 # -- the disk -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("configured", "expected"), [("/dev/shm", "/var/tmp"), ("/dev/shm/deeper", "/var/tmp"), ("/tmp", "/tmp")]
-)
+@for_each(("configured", "expected"), [("/dev/shm", "/var/tmp"), ("/dev/shm/deeper", "/var/tmp"), ("/tmp", "/tmp")])
 def test_temporary_files_keep_off_the_shared_memory(monkeypatch: pytest.MonkeyPatch, configured: str, expected: str) -> None:
     monkeypatch.setattr(tempfile, "tempdir", configured)
     assert supervisor._disk() == expected

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shmring.core.compiled import EngineEnd
 from tests.fuzz import hostile_engine, mutate, targets
 from tests.model.engine_book import EngineBook as ModelEngineBook
+from tests.tables import for_each
 
 
 @st.composite
@@ -90,7 +91,7 @@ def ended_well(task: Any) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-@pytest.mark.parametrize("event", ["submit", "claim", "release_slots", "end", "abort", "request_lease", "keep"])
+@for_each("event", ["submit", "claim", "release_slots", "end", "abort", "request_lease", "keep"])
 def test_a_book_that_does_not_what_its_model_does_is_noticed(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelEngineBook, event, lambda *_: [])
     with pytest.raises(AssertionError, match="the model"):

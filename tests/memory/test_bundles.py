@@ -16,6 +16,7 @@ from shmring.core.compiled import MAX_VALUES
 from shmring.core.messages import TENSOR_EXTENSION
 from shmring.memory.bundles import Bundle, bundle
 from shmring.memory.views import TORCH_DTYPES
+from tests.tables import for_each
 
 
 def bundled(payload: object, max_tensors: int = 256, max_values: int = MAX_VALUES) -> Bundle:
@@ -34,8 +35,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+@for_each("name", sorted(TORCH_DTYPES))
+@for_each("shape", [(), (3,), (2, 0), (2, 3, 4)])
 def test_every_dtype_of_torch(name: str, shape: tuple[int, ...]) -> None:
     dtype = TORCH_DTYPES[name]
     tensor = torch.arange(1, 1 + 16 * int(np.prod(shape, dtype=int)), dtype=torch.uint8)
@@ -49,8 +50,8 @@ def test_every_dtype_of_torch(name: str, shape: tuple[int, ...]) -> None:
             assert (again.dtype, again.shape, bits(again)) == (dtype, shape, bits(tensor))
 
 
-@pytest.mark.parametrize("dtype", ["<f4", ">i2", "<c16", "?", "<U5", "<M8[s]", "u1", "<f2"])
-@pytest.mark.parametrize("shape", [(), (2, 3)])
+@for_each("dtype", ["<f4", ">i2", "<c16", "?", "<U5", "<M8[s]", "u1", "<f2"])
+@for_each("shape", [(), (2, 3)])
 def test_every_dtype_of_numpy(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, dtype)
     array[...] = np.array(7).astype(dtype)

@@ -71,7 +71,7 @@ def test_stores_are_as_wide_as_the_processor_allows() -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("arguments", [(0, 0, -1), (0, 0), ("a", 0, 0), (0, 0, 1 << 70)])
+@for_each("arguments", [(0, 0, -1), (0, 0), ("a", 0, 0), (0, 0, 1 << 70)])
 def test_what_is_no_copy_is_refused(copy: Callable[..., None], arguments: tuple[object, ...]) -> None:
     with pytest.raises((ValueError, TypeError, OverflowError)):
         copy(*arguments)

@@ -13,6 +13,7 @@ import torch
 from shmring.errors import SlabError
 from shmring.gpu import cuda as cuda_module
 from shmring.gpu.cuda import CudaError, TorchCuda, cuda_index, stream_number
+from tests.tables import for_each
 
 
 class Code:
@@ -103,7 +104,7 @@ def test_memory_is_registered_portably_on_the_device_that_was_named(torch_cuda: 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
+@for_each("call", ["cudaHostRegister", "cudaHostUnregister"])
 def test_a_code_that_is_returned_becomes_an_error(torch_cuda: TorchDotCuda, call: str) -> None:
     torch_cuda.runtime.code = 2
     calls: dict[str, Callable[[], None]] = {
@@ -116,7 +117,7 @@ def test_a_code_that_is_returned_becomes_an_error(torch_cuda: TorchDotCuda, call
     assert isinstance(caught.value, SlabError)
 
 
-@pytest.mark.parametrize("error", [AssertionError("Torch not compiled"), RuntimeError("forked\nhow to debug kernels")])
+@for_each("error", [AssertionError("Torch not compiled"), RuntimeError("forked\nhow to debug kernels")])
 def test_what_torch_raises_becomes_the_same_error(torch_cuda: TorchDotCuda, error: Exception) -> None:
     torch_cuda.error = error
     with pytest.raises(CudaError, match=rf"^cudaHostRegister failed: {str(error).splitlines()[0]}$") as caught:
@@ -186,7 +187,7 @@ class Recorded:
         self.log.append(stream)
 
 
-@pytest.mark.parametrize(("device", "index"), [("cuda", 4), ("cuda:1", 1), (2, 2), (torch.device("cuda", 3), 3)])
+@for_each(("device", "index"), [("cuda", 4), ("cuda:1", 1), (2, 2), (torch.device("cuda", 3), 3)])
 def test_devices_are_named_in_all_of_torchs_ways(cuda: Any, device: Any, index: int) -> None:
     cuda.select(4)
     assert cuda_index(cuda, device) == index

@@ -15,6 +15,7 @@ from shmring.gpu import device as device_module
 from shmring.gpu.cuda import CudaError
 from shmring.gpu.device import DeviceHandle, DeviceSlab, Fences, OpenedFences
 from shmring.memory.views import TENSOR_MAKER
+from tests.tables import for_each
 
 MIB = 1 << 20
 
@@ -123,7 +124,7 @@ def test_what_is_viewed_stays_mapped(cuda: Any, memory: Any) -> None:
     assert memory.opened == []
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 10), (2 * MIB - 4, 5), (2 * MIB, 1)])
+@for_each(("offset", "nbytes"), [(-1, 10), (2 * MIB - 4, 5), (2 * MIB, 1)])
 def test_views_are_inside_the_slab(cuda: Any, memory: Any, offset: int, nbytes: int) -> None:
     slab = DeviceSlab.create(cuda, memory, 0, 2 * MIB)
     with pytest.raises((ValueError, OverflowError)):

@@ -18,6 +18,7 @@ from shmring.core.compiled import Mapping
 from shmring.memory import huge_pages
 from shmring.memory.huge_pages import HUGE_PAGE_NBYTES, can_be_had, reserve_huge_pages
 from shmring.memory.slab import Slab
+from tests.tables import for_each
 
 MIB = 1 << 20
 
@@ -138,7 +139,7 @@ def test_mapping_reserves_no_address_space_that_it_does_not_return() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 63, (1 << 64) - 1, (1 << 64) - 4096])
+@for_each("nbytes", [1 << 50, 1 << 63, (1 << 64) - 1, (1 << 64) - 4096])
 def test_more_than_there_are_addresses_is_refused(fd: int, nbytes: int) -> None:
     with pytest.raises(OSError, match="memory"):
         Mapping(fd, nbytes)

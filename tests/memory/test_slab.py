@@ -119,8 +119,8 @@ def test_a_name_that_exists_is_an_error() -> None:
         posix_ipc.unlink_shared_memory(path)
 
 
-@pytest.mark.parametrize("backing", BACKINGS)
-@pytest.mark.parametrize("step", ["_reserve", "_create_memfd", "Mapping", "_seal"])
+@for_each("backing", BACKINGS)
+@for_each("step", ["_reserve", "_create_memfd", "Mapping", "_seal"])
 def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise SlabError("broken")

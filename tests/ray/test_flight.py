@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
-
 from shmring.integrations.ray.flight import Flight
+from tests.tables import for_each
 
 
 async def started(flight: Flight, nbytes: int) -> asyncio.Task[None]:
@@ -73,7 +72,7 @@ async def test_who_is_cancelled_just_when_its_turn_comes_passes_it_on() -> None:
     assert (flight.requests, flight.waiting) == (1, 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 async def test_whatever_happens_the_books_agree(seed: int) -> None:
     chance = random.Random(seed)
     flight = Flight(4, 100)

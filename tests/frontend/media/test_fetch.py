@@ -42,7 +42,7 @@ def test_percent_encoding_comes_out_as_it_went_in(data: bytes) -> None:
     assert decode_data_url(f"data:image/png,{urllib.parse.quote_from_bytes(data)}", LIMIT) == data
 
 
-@pytest.mark.parametrize("size", [11, 12, 13, 23, 24, 25, 36])
+@for_each("size", [11, 12, 13, 23, 24, 25, 36])
 def test_pieces_are_joined(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(fetch, "_PIECE_CHARACTERS", 16)
     data = bytes(range(size))
@@ -377,7 +377,7 @@ def read_file(open_fetcher: Any, directory: Path) -> Callable[..., Awaitable[byt
 NO_SUCH_FILE = "names no readable file in the directory"
 
 
-@pytest.mark.parametrize("form", ["file://{}", "file://localhost{}", "FILE://LOCALHOST{}", "file:{}"])
+@for_each("form", ["file://{}", "file://localhost{}", "FILE://LOCALHOST{}", "file:{}"])
 async def test_files_of_the_directory_are_read(read_file: Any, directory: Path, form: str) -> None:
     assert await read_file(form.format(directory / "a.png")) == b"a picture"
     assert await read_file(form.format(f"{directory}/sub/caf%C3%A9%20100%25.png")) == b"another"

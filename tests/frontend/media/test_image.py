@@ -182,7 +182,7 @@ def test_probing_decodes_nothing() -> None:
         decoded(data)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@for_each("name", FORMATS)
 def test_a_truncated_picture_is_refused(name: str) -> None:
     data = encoded(Image.fromarray(noise(200, 160)), name)
     with pytest.raises(MediaError):

@@ -347,8 +347,9 @@ async def test_closing_ends_what_is_under_way(server: Server, open_client: Any, 
 # -- redirects ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["301 x", "302 x", "303 x", "307 x", "308 x"])
+@for_each("status", ["301 x", "302 x", "303 x", "307 x", "308 x"])
 async def test_redirects_are_followed(server: Server, open_client: Any, status: str) -> None:
+    server.requests.clear()
     server.answers["/a"] = redirect_to("/b", status)
     server.answers["/b"] = redirect_to(f"http://other.test:{server.port}/c", status)
     server.answers["/c"] = redirect_to(f"//media.test:{server.port}/d", status)

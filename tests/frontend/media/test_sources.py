@@ -14,6 +14,7 @@ from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
 from shmring.frontend.settings import FrontendSettings
+from tests.tables import for_each
 
 SPEC = InputSpec(picture=PictureSpec(), sound=SoundSpec(), video=VideoSpec())
 
@@ -41,7 +42,7 @@ async def test_texts_are_let_go_of(open_arrivals: Callable[..., Arrivals]) -> No
     assert "some file" not in repr(MediaFile("image", "x", b"some file"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "spec", "reason"),
     [
         ("image", InputSpec(text=True), "takes text; it does not take image"),

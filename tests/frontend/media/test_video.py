@@ -102,7 +102,7 @@ def test_only_what_is_needed_is_decoded(clip_of: Clip, monkeypatch: pytest.Monke
 # -- time -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@for_each("container", ["mp4", "matroska"])
 def test_frames_may_come_at_any_rate(clip_of: Clip, container: str) -> None:
     times = [0, 1, 2, 3, 50, 51, 100, 250]
     frames, clip = decoded(clip_of(LEVELS[:8], container, times=times), num_frames=4)
@@ -110,7 +110,7 @@ def test_frames_may_come_at_any_rate(clip_of: Clip, container: str) -> None:
     np.testing.assert_allclose(clip.timestamps_s, [0, 2 / 25, 2, 10], atol=0.002)
 
 
-@pytest.mark.parametrize("start", [-40, 1000])
+@for_each("start", [-40, 1000])
 def test_time_begins_with_the_first_frame(clip_of: Clip, start: int) -> None:
     data = clip_of(LEVELS, "matroska", "mpeg4", times=range(start, start + NUM_FRAMES))
     frames, clip = decoded(data, num_frames=3)
@@ -195,7 +195,7 @@ def test_frames_are_turned_as_the_container_asks(clip_of: Clip, rotation: int, c
     assert np.unravel_index(quarters.argmax(), (2, 2)) == corner
 
 
-@pytest.mark.parametrize("max_pixels", [1000, 6143])
+@for_each("max_pixels", [1000, 6143])
 def test_larger_frames_are_scaled_down(clip_of: Clip, max_pixels: int) -> None:
     frames, _ = decoded(clip_of(LEVELS, size=(192, 128)), max_pixels=max_pixels)
     _, height, width, _ = frames.shape
@@ -388,7 +388,7 @@ def test_an_ogg_or_gif_without_its_end_says_so(clip_of: Clip) -> None:
 # -- formats and tracks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [0, 100])
+@for_each("before", [0, 100])
 def test_a_transport_stream_is_a_clip(clip_of: Clip, before: int) -> None:
     frames, clip = decoded(clip_of(LEVELS, "mpegts", g="10")[before:], num_frames=100)
     assert numbers(frames)[-30:] == list(range(20, 50))
