@@ -1,4 +1,4 @@
-"""docs/metrics.md names every number that the code gives, and no other; with the unit that its name says."""
+"""docs/metrics.md lists every number that the code reports, and no others. The unit of each is the one that its name says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The other columns of a section's table, by the first one's name."""
+    """The rows of a section's table: the name in the first column, and the cells of the other columns."""
     [section] = [section for section in SECTIONS if section.splitlines()[0].endswith(heading)]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if line.startswith("| `")]
     names = [row[0].strip("`") for row in cells]
@@ -62,7 +62,7 @@ def test_every_number_is_in_the_dictionary(record: Any) -> None:
 
 
 def test_every_record_of_numbers_has_a_table() -> None:
-    """Records of numbers are classes called Statistics or Metrics. Two of them show their numbers through ``GET /metrics``."""
+    """Classes called Statistics or Metrics hold numbers. ``GET /metrics`` shows those that have no table of their own."""
     pattern = re.compile(r"^class (\w+(?:Statistics|Metrics))\b", re.MULTILINE)
     sources = [path for package in ("shmring", "engine", "frontend") for path in (ROOT / package).rglob("*.py")]
     records = {name for path in sources for name in pattern.findall(path.read_text())}

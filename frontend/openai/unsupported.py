@@ -1,8 +1,8 @@
-"""Fields of requests that this server does not implement. They stand in the types as ``only`` the values that change nothing,
-because clients often send those; any other value is refused.
+"""Fields of requests that this server does not implement. The type of a request declares such a field with :func:`only` and the
+values that change nothing, because clients often send these values. Any other value is refused.
 
-Fields that stand in no type are ignored, and the answer names them (:mod:`shmring.frontend.openai.parsing`). So a field that
-would change an answer has to stand here. ``docs/compatibility.md`` lists those of vLLM.
+Fields that no type declares are ignored, and the answer names them (:mod:`shmring.frontend.openai.parsing`). So a type must
+declare each field that would change an answer. ``docs/compatibility.md`` lists the fields of vLLM.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shmring.frontend.errors import ApiError
 
 __all__ = ["Unsupported", "check_supported", "only"]
 
-_NEUTRAL = "neutral"  # in the ``extra`` of a field's ``Meta``
+_NEUTRAL = "neutral"  # where the ``extra`` of a field's ``Meta`` has the values that change nothing
 
 
 def only(*neutral: Any) -> Meta:
-    """Of a field that is not implemented: the values that change nothing. All others are refused, and null never is."""
+    """Marks a field that is not implemented. Null and the given values change nothing, and are accepted; others are refused."""
     values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
     return Meta(
         description=f"Not supported: it can be {values}." if neutral else "Not supported: leave it out.",
@@ -40,17 +40,17 @@ class Unsupported(dict[str, tuple[Any, ...]]):
         self._values_of = operator.attrgetter(*self, "__class__")  # all in one call: a request has sixty of these fields
 
     def are_unset_in(self, given: msgspec.Struct) -> bool:
-        """Whether an object has none of them, as nearly all have."""
+        """Whether all of these fields are unset in an object, as in nearly all requests."""
         return self._values_of(given).count(None) == len(self)
 
 
 def check_supported(given: msgspec.Struct, unsupported: Unsupported, place: str = "") -> None:
-    """Refuses what is not implemented.
+    """Refuses a request that uses a field which is not implemented.
 
     Args:
         given: a request, or a part of one.
-        unsupported: of its type.
-        place: where in the request it stands.
+        unsupported: the fields of its type that are not implemented.
+        place: where the part is in the request. In the error, this stands before the name of the field.
 
     Raises:
         ApiError: a field has a value that would change the answer.
@@ -67,5 +67,5 @@ def check_supported(given: msgspec.Struct, unsupported: Unsupported, place: str 
 
 
 def _is_same(value: Any, allowed: Any) -> bool:
-    """Whether two JSON values are equal; Python alone takes 1 for true."""
+    """Whether two JSON values are equal. In Python, 1 is equal to true; in JSON it is not."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)

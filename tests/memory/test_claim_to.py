@@ -1,5 +1,5 @@
-"""Claims to a GPU, both ends real and the GPU made of host memory: the slab is pinned while the ring lives, and a slot is
-its frontend's again when its copy is over, whatever else happens meanwhile."""
+"""``claim.to`` with a real engine and a real client; the GPU is made of host memory. The slab is pinned while the ring lives. A
+slot goes back to its frontend when the copy of it is over, and not before, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ async def test_typed_payloads_are_typed(serve_on: Any, connect: Any) -> None:
 
 
 async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cuda: Any) -> None:
-    """Frontends write to what comes back at once; copies end late, by a GPU that is let run at random moments."""
+    """Frontends write to a slot as soon as it comes back. Copies end late: the GPU runs only at random moments."""
     requests, random_delays = 200, random.Random(5)
     ring = await serve_on()
     clients = [await connect() for _ in range(2)]
@@ -402,7 +402,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
 
     def run_late() -> None:
         while not stop.wait(random_delays.uniform(0, 0.001)):
-            computing.held = random_delays.random() < 0.5  # while it is not, small copies go there
+            computing.held = random_delays.random() < 0.5  # while it is not held, small copies go on this stream
             cuda.advance(copies)
             cuda.run()
         cuda.release()
@@ -414,7 +414,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
     async def answer(claim: shmring.Claim) -> None:
         arrived = await claim.to("cuda")
         await claim.reply(None)
-        event = cuda.record(cuda.computing())  # what the consumer queues is behind the copy
+        event = cuda.record(cuda.computing())  # behind the copy, as the consumer's own work would be
         await asyncio.to_thread(event.reached.wait, 10)
         if arrived["data"].unique().tolist() != [arrived["value"]]:
             wrong.append(arrived["value"])
