@@ -1,4 +1,4 @@
-"""The model of ``core/engine_book.pyx``: what the engine's book does, in plain Python, flat and without speed.
+"""The model of ``core/engine_book.pyx``: what the engine's book does, in plain Python. It is short, not fast.
 
 It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
@@ -57,9 +57,9 @@ from tests.model.records import ClientRecord, EngineSlotRecord, KeptRecord, Leas
 
 __all__ = ["EngineBook"]
 
-#: Ids of leases in device memory: nobody grants as many in the slab before.
+#: Ids of leases in device memory begin here: no engine grants as many leases in the slab.
 _FIRST_DEVICE_LEASE_ID = 1 << 40
-#: Numbers of slots that are kept content: no generation of a client is as large.
+#: Numbers of slots that are kept content begin here: no generation of a client is as large.
 _FIRST_USE = 1 << 63
 
 
@@ -74,7 +74,7 @@ class EngineBook:
         start, blocks = geometry.LEASABLE_START, geometry.leasable_blocks
         self.host = Lending(self.clients, limits, HOST_MEMORY, start, blocks, 1, self.kept)
         self._next_use = _FIRST_USE
-        self._owes_service = False  # to those who wait for a lease: a pin has gone
+        self._owes_service = False  # whether a pin has gone, so that waiting clients must be served
         self.lendings = [self.host]  # by the number of their memory
         if geometry.device_blocks:
             start, blocks = geometry.device_start, geometry.device_blocks
@@ -83,8 +83,8 @@ class EngineBook:
         self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
         self._next_reply_generation = 1
         self._lent_replies: set[int] = set()  # generations, of all clients
-        self.late_aborts = 0  # of requests that had ended: messages cross
-        self.stale_releases = 0  # of reply slots that had been given back
+        self.late_aborts = 0  # aborts of requests that had ended: messages cross
+        self.stale_releases = 0  # releases of reply slots that had been given back before
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -97,9 +97,9 @@ class EngineBook:
     def goodbye(
         self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int], still_pinned: Collection[int] = ()
     ) -> list[EngineEffect]:
-        """A frontend ends, and says that it uses nothing of the slab any more but what it names.
+        """A frontend says goodbye: it uses no memory of the slab any more, except for the memory that it names.
 
-        That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
+        A goodbye is a release of all other memory, which needs no proof of death. Disconnects the client.
         """
         client = self._connected(client_id)
         self._drop_reply_wants(client_id)
@@ -122,16 +122,16 @@ class EngineBook:
         self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
-        # Slots that the aborts have just released went to nobody: their client has gone.
+        # The aborts have released slots. No frontend is left to be told.
         effects = [effect for effect in effects if not isinstance(effect, Released)]
         effects += self._reclaim(client) + self._serve_wants()
         self._owes_service = False
         return effects + self._serve_reply_wants()
 
     def died(self, client_id: int) -> list[EngineEffect]:
-        """The kernel says that the client's process is dead: what no reader of ours holds is free again.
+        """The kernel says that the client's process is dead: its memory is free again, unless a reader of ours holds it.
 
-        Or it has said goodbye, and later that it uses nothing any more of what that named.
+        Or the socket has ended after a goodbye: the client uses no memory any more that the goodbye named.
         """
         client = self.clients.get(client_id)
         if client is None:
@@ -140,7 +140,7 @@ class EngineBook:
         return self.disconnect(client_id) if client.connected else self._reclaim(client)
 
     def _reclaim(self, client: ClientRecord) -> list[EngineEffect]:
-        """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
+        """Frees the memory of a disconnected client that is proven unused. Forgets the client when the last of it is free."""
         if client.connected or client.client_id not in self.clients:
             return []
         effects: list[EngineEffect] = []
@@ -158,7 +158,7 @@ class EngineBook:
         if not client.leases and not client.replies and not client.pins and not client.slots:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
-            effects += self._serve_reply_wants()  # whoever is alone now has no quota
+            effects += self._serve_reply_wants()  # a client that is alone now has no quota
         return effects + (self._serve_wants() if nbytes else []) + self._served()
 
     def _connected(self, client_id: int) -> ClientRecord:
@@ -177,9 +177,10 @@ class EngineBook:
         memory: Memory = HOST_MEMORY,
         waits: bool = True,
     ) -> list[EngineEffect]:
-        """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
+        """A client asks for a lease. This replaces its waiting request for the same memory. 0 bytes only withdraw that request.
 
-        Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
+        If the client has ``max_leases`` leases, the request waits until it returns one: the request may have crossed the last
+        grant.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
@@ -225,8 +226,8 @@ class EngineBook:
         """A client hands a request with its slots over.
 
         Raises:
-            RemoteProtocolError: a number of it is not what was lent to this client, or overlaps a live slot. Nothing
-                was changed.
+            RemoteProtocolError: a slot does not lie in a lease of this client, or overlaps a live slot; or the request's number
+                is not new, or there are too many requests; or kept content is not pinned. Nothing was changed.
         """
         client = self._connected(client_id)
         if request_id <= client.last_request_id:
@@ -253,7 +254,7 @@ class EngineBook:
                 if record.kept is None:
                     self._give_back(record)
                 else:
-                    self.kept.unpin(record.kept)  # whose client has it pinned
+                    self.kept.unpin(record.kept)  # the request's pin; its client has one of its own
                     self._next_use -= 1
             raise
         client.last_generation = last_generation
@@ -278,7 +279,7 @@ class EngineBook:
         return EngineSlotRecord(slot.generation, lease, start, blocks, EngineSlot.PUBLISHED)
 
     def claim(self, client_id: int, request_id: int) -> None:
-        """The engine takes a waiting request up."""
+        """The engine claims a waiting request."""
         client = self.clients[client_id]
         request = client.requests[request_id]
         request.state = advance(REQUEST, request.state, RequestEvent.SCHEDULE)
@@ -291,10 +292,10 @@ class EngineBook:
     def end(self, client_id: int, request_id: int, event: RequestEvent) -> bool:
         """The engine has ended a request: FINISH, ERROR or DEADLINE.
 
-        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was taken up.
+        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was claimed.
 
         Returns:
-            Whether its terminal reply is owed; False if the request had ended before (it was aborted meanwhile).
+            Whether the frontend must be told of the end; False if the request had ended before (it was aborted meanwhile).
         """
         client = self.clients.get(client_id)
         request = client.requests.get(request_id) if client is not None else None
@@ -308,7 +309,7 @@ class EngineBook:
         return True
 
     def abort(self, client_id: int, request_id: int) -> list[EngineEffect]:
-        """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
+        """A client aborts a request. An unknown one has ended already, which is no error: the messages crossed."""
         client = self._connected(client_id)
         effects = self._abort(client, request_id)
         return effects + self._served() if effects else []
@@ -323,7 +324,7 @@ class EngineBook:
         released = []
         for slot in request.slots:
             if slot.state is EngineSlot.RELEASED:
-                continue  # by its claim already
+                continue  # its claim has released it already
             slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.ABORT)
             if slot.state is EngineSlot.RELEASED:
                 released += self._forget_slot(client, slot)
@@ -360,7 +361,7 @@ class EngineBook:
         return self._reclaim(client) + self._served()
 
     def _forget_slot(self, client: ClientRecord, slot: EngineSlotRecord) -> list[int]:
-        """Returns what its client is to be told of: the generation, unless the engine keeps it."""
+        """Returns the generations of which the client must be told: its own slot, but not a use of kept content."""
         del client.slots[slot.generation]
         self._give_back(slot)
         return [slot.generation] if slot.kept is None else []
@@ -375,7 +376,7 @@ class EngineBook:
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     def find(self, client_id: int, token: int, key: bytes) -> list[EngineEffect]:
-        """A client looks for kept content: it is pinned once more for it, if it is there."""
+        """A client looks for kept content: if it is there, it is pinned once more for the client."""
         client = self._connected(client_id)
         kept = self.kept.by_key.get(key)
         if kept is None:
@@ -389,7 +390,7 @@ class EngineBook:
     def keep(
         self, client_id: int, token: int, key: bytes, slot: SlotRef, is_copied: bool, payload: bytes
     ) -> list[EngineEffect]:
-        """A client gives a slot to keep, and has it pinned then. Of two with one key, the first is kept, and both get that.
+        """A client hands a slot over, to be kept and pinned for it. If the key has content already, that is pinned instead.
 
         Raises:
             RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
@@ -432,17 +433,17 @@ class EngineBook:
         return "full" if is_full or self.host.is_wanted(slot.start, slot.blocks) else None
 
     def _pinned(self, client: ClientRecord, token: int, kept: KeptRecord) -> Found:
-        """Pins content once more for a client; returns what that is told."""
+        """Pins content once more for a client. Returns the message that says so to the client."""
         client.pins[kept.generation] = client.pins.get(kept.generation, 0) + 1
         if client.pins[kept.generation] == 1:
             self.kept.pin(kept)
         return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)
 
     def unpin(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
-        """A client takes pins back, one for each time that a generation is named.
+        """A client gives pins back, one for each time that a generation is named.
 
         Raises:
-            RemoteProtocolError: it has not as many. Nothing was changed.
+            RemoteProtocolError: it does not have so many. Nothing was changed.
         """
         client = self._connected(client_id)
         left = dict(client.pins)
@@ -458,7 +459,7 @@ class EngineBook:
         return self._served()
 
     def _served(self) -> list[EngineEffect]:
-        """Serves those who wait for a lease, if a pin has gone."""
+        """Serves the clients that wait for a lease, if a pin has gone."""
         owes, self._owes_service = self._owes_service, False
         return self.host.serve() if owes else []
 
@@ -474,7 +475,7 @@ class EngineBook:
         self._owes_service = self.host.waiting_lease_requests > 0
 
     def _use(self, client: ClientRecord, slot: SlotRef) -> EngineSlotRecord:
-        """A slot of a request that is kept content, which is pinned once more with it."""
+        """Returns the record of a request's use of kept content. The use is one more pin."""
         kept = self.kept.by_generation.get(slot.generation)
         if kept is None or slot.generation not in client.pins:
             raise RemoteProtocolError(
@@ -489,7 +490,7 @@ class EngineBook:
     # -- replies -----------------------------------------------------------------------------------------------------
 
     def acquire_reply(self, client_id: int, nbytes: int) -> ReplySlot | None:
-        """Takes a reply slot for a client now; None if that would overtake somebody or does not fit now.
+        """Acquires a reply slot for a client now; None if that would overtake a waiter, or does not fit now.
 
         Raises:
             CapacityError: it is larger than the whole reserve.
@@ -504,15 +505,16 @@ class EngineBook:
         self._reply_wants[ticket] = ReplyWant(self._connected(client_id).client_id, self._reply_blocks(nbytes))
 
     def cancel_reply(self, ticket: int) -> list[EngineEffect]:
-        """Leaves that queue, and passes the turn on."""
+        """Leaves the queue of :meth:`queue_reply`, and passes the turn on."""
         self._reply_wants.pop(ticket, None)
         return self._serve_reply_wants()
 
     def release_replies(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
-        """A client gives reply slots back. One that was given back before is counted, and nothing else.
+        """A client gives reply slots back. A slot that was given back before is only counted.
 
         Raises:
-            RemoteProtocolError: it never held one of them, or has not been sent it yet. Nothing was changed.
+            RemoteProtocolError: it never had one of them, or one was not sent to it yet, or these are more slots than there are
+                blocks. Nothing was changed.
         """
         client = self.clients[client_id]
         if len(generations) > self.geometry.reply_blocks:
@@ -534,7 +536,7 @@ class EngineBook:
         return 0 < generation < self._next_reply_generation and generation not in self._lent_replies
 
     def reply_sent(self, client_id: int, generation: int) -> None:
-        """A reply slot has been written, and is its client's from now on."""
+        """A reply slot has been written, and belongs to its client from now on."""
         self.clients[client_id].unsent_replies.remove(generation)
 
     def discard_reply(self, client_id: int, generation: int) -> list[EngineEffect]:
@@ -568,7 +570,7 @@ class EngineBook:
         return blocks
 
     def _is_over_reply_quota(self, want: ReplyWant) -> bool:
-        """Whether a client holds half of the reserve; so one that never drops its views can't silence the rest."""
+        """Whether a client would hold more than half of the reserve. One that never drops its views must not block the rest."""
         held = self.clients[want.client_id].reply_blocks
         return len(self.clients) > 1 and held > 0 and held + want.blocks > self.geometry.reply_blocks // 2
 
@@ -591,7 +593,7 @@ class EngineBook:
                 continue
             slot = self._acquire_reply(want)
             if slot is None:
-                break  # nobody overtakes the first that needs space
+                break  # the first that needs space is not overtaken
             del self._reply_wants[ticket]
             effects.append(ReplyGranted(ticket, slot))
         return effects
@@ -605,7 +607,7 @@ class EngineBook:
 
     @property
     def reply_free_nbytes(self) -> int:
-        """Bytes of the reply reserve that nobody holds."""
+        """Free bytes of the reply reserve."""
         return self._replies.free_units * BLOCK_NBYTES
 
     def count_slots(self, state: EngineSlot) -> int:
