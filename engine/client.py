@@ -73,7 +73,6 @@ class GenerateOutput(msgspec.Struct):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
-    age_s: float = 0.0
 
 
 class MediaMemory:
@@ -368,7 +367,6 @@ class EngineClient:
                     reasoning=reply.reasoning,
                     index=reply.index,
                     logprobs=reply.logprobs,
-                    age_s=reply.age_s,
                 )
         finally:
             await replies.aclose()

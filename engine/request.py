@@ -4,8 +4,9 @@ A step must not wait for a frontend that reads slowly. So replies are sent at on
 kept in order, pieces of an answer joined into one, until a task has sent them. Kept replies are bounded: an answer's text by
 its ``max_tokens``, logprobs by a limit for a request, embeddings by the inputs of the request.
 
-Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So pieces are
-kept until the answer ends. Only the first is sent at once if the request has media: until it comes, their slots are kept.
+Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So only the
+first piece of such an answer is sent at once: it says that the request's media are no longer needed, and when the first token
+came. Later pieces are kept until the answer ends, or for a second: their tokens are counted also if the caller hangs up.
 
 Source: vLLM's ``RequestOutputKind.FINAL_ONLY``.
 """
@@ -27,6 +28,7 @@ __all__ = ["EngineRequest", "check_payload"]
 
 _MAX_INT64 = (1 << 63) - 1
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
+_INTERVAL_S = 1.0  # between messages of an answer that nobody reads before its end
 _PIECE_LOGPROBS = 64  # the same of tokens that are described, each with up to 20 others
 
 
@@ -66,7 +68,8 @@ class EngineRequest:
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
         self._is_streamed = not isinstance(payload, GenerateRequest) or payload.stream
-        self._has_begun = not self.nbytes
+        self._begun: set[int] = set()  # the answers whose first piece was sent, where they are not streamed
+        self._send_at = 0.0  # the next piece of such an answer
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._open: dict[int, GenerateReply] = {}  # of the unsent, the last piece of each answer, which others are joined to
         self._complete = False
@@ -90,7 +93,7 @@ class EngineRequest:
         """Counts the embeddings of an output; returns it, or what is wrong: all parts together have one for each input."""
         if isinstance(output, Exception):
             return output
-        if self._is_generated:
+        if self._is_generated and not isinstance(output.reply, EncodeReply):
             return output
         if isinstance(output.reply, EncodeReply):
             self._encoded += len(output.reply.embeddings)
@@ -110,10 +113,7 @@ class EngineRequest:
             if self._trace is not None:
                 self._trace.count(reply.prompt_tokens, len(reply.token_ids) if isinstance(reply, GenerateReply) else None)
         self._complete = finished
-        if self._flushing is not None or (not self._is_streamed and self._may_wait()):
-            return None
-        self._has_begun = True
-        if self._flush_nowait():
+        if self._flushing is not None or (not self._is_streamed and self._may_wait(reply)) or self._flush_nowait():
             return None
         self._flushing = asyncio.get_running_loop().create_task(self._flush())
         return self._flushing
@@ -152,7 +152,7 @@ class EngineRequest:
             self._unsent.append(reply)
             return
         piece = self._open.get(reply.index)
-        if piece is None or not _has_room(piece):
+        if piece is None or not _may_join(piece, reply):
             self._unsent.append(reply)
             self._open[reply.index] = reply
             return
@@ -172,15 +172,20 @@ class EngineRequest:
             del self._open[reply.index]
         return reply
 
-    def _may_wait(self) -> bool:
-        """Whether what is kept is sent with what follows: where all pieces have room for more."""
-        return self._has_begun and not self._complete and len(self._unsent) == len(self._open)
+    def _may_wait(self, reply: EncodeReply | GenerateReply | None) -> bool:
+        """Whether what is kept, this reply the last of it, is sent with what follows."""
+        if self._complete:
+            return False
+        if not isinstance(reply, GenerateReply):
+            return True
+        now = time.monotonic()
+        if reply.index in self._begun and now < self._send_at:
+            return True
+        self._begun.add(reply.index)
+        self._send_at = now + _INTERVAL_S
+        return False
 
     def _flush_nowait(self) -> bool:
-        if not self._is_streamed and self.first_reply_at:
-            age_s = time.monotonic() - self.first_reply_at
-            for piece in self._open.values():
-                piece.age_s = age_s
         try:
             while self._unsent:
                 self.claim.reply_nowait(self._unsent[0])
@@ -236,8 +241,14 @@ def _trace_of(payload: EncodeRequest | GenerateRequest, name: str) -> RequestTra
     return RequestTrace(payload.trace_headers, attributes)
 
 
-def _has_room(piece: GenerateReply) -> bool:
-    return max(len(piece.text), len(piece.token_ids)) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
+def _may_join(piece: GenerateReply, reply: GenerateReply) -> bool:
+    """Whether two pieces of an answer can be one: it has room, and says reasoning, text and calls in this order."""
+    if piece.reasoning and (reply.text or reply.tool_calls):
+        return False  # how many tokens reasoning took is said where it ends
+    if (piece.text and reply.reasoning) or (piece.tool_calls and (reply.text or reply.reasoning)):
+        return False
+    length = len(piece.text) + len(piece.reasoning) + sum(len(call.arguments) for call in piece.tool_calls)
+    return max(length, len(piece.token_ids)) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
 
 
 def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:

@@ -99,7 +99,12 @@ COUNTED = (
         labels=("key",),
     ),
     Counted(
-        "shmring_key_generation_tokens", "counter", "tokens", "of answers, by `key`", "keys.generated_tokens", labels=("key",)
+        "shmring_key_generation_tokens",
+        "counter",
+        "tokens",
+        "of answers, by `key`; of an answer that is not streamed and whose caller hangs up, all but those of the last second",
+        "keys.generated_tokens",
+        labels=("key",),
     ),
     Counted(
         "shmring_time_to_first_token_seconds",

@@ -119,13 +119,10 @@ class Answer:
         }  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
-        now = time.monotonic()
-        self._first_at = now - first.age_s
-        self._last_at = {first.index: now}
+        self._first_at = time.monotonic()
+        self._last_at = {first.index: self._first_at}
         self._statistics = statistics
         self.facts = facts
-        if first.age_s and (others_of_it := len(first.token_ids) - 1):
-            statistics.inter_token.add(first.age_s / others_of_it, others_of_it)
         statistics.first_token.add(self._first_at - arrived_at)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
@@ -165,7 +162,7 @@ class Answer:
             self._count_tokens()
 
     def _count_tokens(self) -> None:
-        """Counts them for the key, also if the caller hung up; once."""
+        """Counts them for the key, once; also if the caller hung up, as far as the engine has sent them."""
         tokens, self._tokens = self._tokens, {}
         of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
         count_tokens(sum(of_prompts.values()), sum(completion_tokens for _, completion_tokens in tokens.values()))

@@ -407,7 +407,7 @@ cdef class Watch:
         while self._first != NULL:
             point = self._first
             self._first = point.next
-            if not code:
+            if code == 0 or code == CUDA_ERROR_NOT_READY:
                 code = self.gpu.calls.cuEventQuery(point.event)
             if code:  # also after an error, which the thread will see, too
                 self.guard(point)

@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -51,11 +50,11 @@ class DeviceViews:
         self._report = report
         self._regions = Regions()
         self._loop = loop
-        self._loop.add_reader(self._regions.bell, report)
         self._will_look = False
         self._lent: dict[Key, Region] = {}
         self._streams: dict[Key, set[int]] = {}
         self._watcher = Watcher(cuda.gpu(device_index), f"shmring-slots-{device_index}")
+        self._loop.add_reader(self._regions.bell, report)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._streams
@@ -138,9 +137,7 @@ class DeviceViews:
         return is_over
 
     def _look_soon(self) -> None:
-        if self._will_look:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: closing these waits for the GPU
+        if not self._will_look and not self._loop.is_closed():  # otherwise closing these waits for the GPU
             self._loop.call_soon(self._look)
             self._will_look = True
 

@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import shmring
+from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -22,6 +24,7 @@ from shmring.engine.protocol import (
     Picture,
     SamplingParams,
     Text,
+    ToolCall,
 )
 from shmring.engine.request import EngineRequest, check_payload
 from tests.tables import for_each
@@ -217,54 +220,100 @@ async def test_pieces_are_joined_up_to_what_a_message_can_hold(ask: Any, monkeyp
     assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(10_001))
 
 
-async def test_an_answer_that_is_not_streamed_comes_whole(ask: Any) -> None:
-    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+async def test_of_an_answer_that_is_not_streamed_the_first_piece_comes_at_once_and_the_rest_at_its_end(
+    ask: Any, eventually: Any
+) -> None:
+    exchange = await ask(GenerateRequest([], [PICTURE], stream=False), GenerateReply)
     pieces = [piece(number, "stop" if number == 5 else None) for number in range(1, 6)]
     lists = [one.token_ids for one in pieces]
-    exchange.request.first_reply_at = time.monotonic() - 2
-    for one in pieces:
+    exchange.request.deliver(None, finished=False)  # a step that prepared
+    exchange.request.deliver(pieces[0], finished=False)
+    await eventually(lambda: len(exchange.replies) == 1)
+    for one in pieces[1:]:
         assert exchange.request.deliver(one, finished=one is pieces[-1]) is None
     await exchange.task
-    [whole] = exchange.replies
-    assert (whole.text, whole.token_ids, whole.completion_tokens) == ("1 2 3 4 5 ", [1, 2, 3, 4, 5], 5)
-    assert whole.finish_reason == "stop"
-    assert 2 <= whole.age_s < 60
+    _, rest = exchange.replies
+    assert (rest.text, rest.token_ids, rest.completion_tokens, rest.finish_reason) == ("2 3 4 5 ", [2, 3, 4, 5], 5, "stop")
     assert lists == [[1], [2], [3], [4], [5]], "they may be the executor's"
 
 
-async def test_the_first_piece_of_an_answer_to_media_comes_at_once(ask: Any, eventually: Any) -> None:
-    """Until then, its frontend keeps their slots."""
-    exchange = await ask(GenerateRequest([], [PICTURE], stream=False), GenerateReply)
-    exchange.request.deliver(piece(1), finished=False)
-    await eventually(lambda: len(exchange.replies) == 1)
-    for number in (2, 3):
-        exchange.request.deliver(piece(number), finished=False)
-    exchange.request.deliver(piece(4, "length"), finished=True)
-    await exchange.task
-    assert [reply.text for reply in exchange.replies] == ["1 ", "2 3 4 "]
-
-
-async def test_an_answer_that_is_not_streamed_is_sent_when_a_piece_is_full(ask: Any, eventually: Any) -> None:
+async def test_an_answer_that_is_not_streamed_is_sent_once_a_second(ask: Any, eventually: Any) -> None:
+    """Its tokens are counted also if its caller hangs up."""
     exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
-    for number in range(5_000):
-        exchange.request.deliver(piece(number), finished=False)
-    await eventually(lambda: exchange.replies)
-    exchange.request.deliver(piece(5_000, "stop"), finished=True)
+    sent = 0
+    started = time.monotonic()
+    while len(exchange.replies) < 3:
+        sent += 1
+        exchange.request.deliver(piece(sent), finished=False)
+        await asyncio.sleep(0.01)
+    assert 1.9 < time.monotonic() - started < 10
+    exchange.request.deliver(piece(sent + 1, "stop"), finished=True)
     await exchange.task
-    assert 5 < len(exchange.replies) < 50
-    assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(5_001))
+    assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(1, sent + 2))
 
 
 async def test_answers_that_are_not_streamed_are_joined_each_for_itself(ask: Any) -> None:
     exchange = await ask(GenerateRequest([], sampling=SamplingParams(n=3), stream=False), GenerateReply)
-    for number in (1, 2):
+    for number in (1, 2, 3):
         for index in range(3):
-            one = piece(number, "stop" if number == 2 else None)
+            one = piece(number, "stop" if number == 3 else None)
             one.index = index
             one.text = f"{index}:{one.text}"
-            exchange.request.deliver(one, finished=(number, index) == (2, 2))
+            exchange.request.deliver(one, finished=(number, index) == (3, 2))
     await exchange.task
-    assert [(reply.index, reply.text) for reply in exchange.replies] == [(i, f"{i}:1 {i}:2 ") for i in range(3)]
+    first, rest = exchange.replies[:3], exchange.replies[3:]
+    assert [(reply.index, reply.text) for reply in first] == [(index, f"{index}:1 ") for index in range(3)]
+    assert [(reply.index, reply.text) for reply in rest] == [(index, f"{index}:2 {index}:3 ") for index in range(3)]
+
+
+async def test_what_is_joined_keeps_the_order_of_reasoning_text_and_calls(ask: Any) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    order = ["reasoning", "reasoning", "text", "text", "call", "call", "text", "reasoning", "call", "text"]
+    exchange.request.deliver(piece(0), finished=False)
+    for number, kind in enumerate(order, 1):
+        one = GenerateReply("", [number], 7, number, "stop" if number == len(order) else None)
+        if kind == "call":
+            one.tool_calls = [ToolCall(f"f{number}", "{}")]
+        else:
+            setattr(one, kind, f"{number} ")
+        exchange.request.deliver(one, finished=number == len(order))
+    await exchange.task
+    parts = [(reply.reasoning, reply.text, [call.name for call in reply.tool_calls]) for reply in exchange.replies[1:]]
+    assert parts == [
+        ("1 2 ", "", []),
+        ("", "3 4 ", ["f5", "f6"]),
+        ("", "7 ", []),
+        ("8 ", "", []),
+        ("", "", ["f9"]),
+        ("", "10 ", []),
+    ]
+
+
+@for_each(
+    "what",
+    [
+        {"text": "x" * 1_000},
+        {"reasoning": "x" * 1_000},
+        {"tool_calls": [ToolCall("f", "x" * 1_000)]},
+    ],
+)
+async def test_pieces_of_any_kind_become_no_larger_than_a_message(ask: Any, what: dict[str, Any]) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    for number in range(100):
+        finished = number == 99
+        reply = GenerateReply("", [number], 7, number, "stop" if finished else None)
+        exchange.request.deliver(msgspec.structs.replace(reply, **what), finished=finished)
+    await exchange.task
+    assert max(len(reply.token_ids) for reply in exchange.replies) <= 5
+    assert [token for reply in exchange.replies for token in reply.token_ids] == list(range(100))
+
+
+async def test_embeddings_are_no_answer_to_a_conversation(ask: Any) -> None:
+    exchange = await ask(GenerateRequest([]), GenerateReply)
+    assert isinstance(exchange.request.counted(StepOutput(REPLY, finished=False)), RuntimeError)
+    assert isinstance(exchange.request.counted(StepOutput(piece(1), finished=False)), StepOutput)
+    exchange.request.deliver(piece(1, "stop"), finished=True)
+    await exchange.task
 
 
 async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring.Ring, ask: Any) -> None:

@@ -68,6 +68,20 @@ def test_an_idle_stream_is_not_waited_for(cuda: Any, guarding: Guarding) -> None
     assert guarding.gone == []
 
 
+def test_a_stream_that_is_at_work_does_not_hide_another_one(cuda: Any, guarding: Guarding) -> None:
+    other = cuda.create_stream(0)
+    other.held = True
+    watch = guarding.watcher.watch
+    assert not watch.follow(guarding.regions, (0, 1), [guarding.stream.cuda_stream])
+    assert not watch.follow(guarding.regions, (0, 2), [other.cuda_stream])
+    cuda.release(other)
+    assert watch.look()
+    assert guarding.gone == [2]
+    cuda.release()
+    assert guarding.watcher.close(10)
+    assert guarding.gone == [2, 1]
+
+
 def test_what_cannot_be_looked_at_is_waited_for(cuda: Any, guarding: Guarding) -> None:
     cuda.fail("cuEventQuery")
     guarding.guard(1)
