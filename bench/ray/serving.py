@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from bench.programs import answer, orders
 from bench.ray import cluster
 from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
-from bench.serving.load import play, request_body, warm_up
+from bench.serving.load import Requests
 from bench.serving.media import media_parts
 from bench.serving.plan import Load, Media, ServerOptions
 from bench.serving.run import serving
@@ -100,13 +99,13 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
         media=_MEDIA if order.has_picture else None,
     )
     async with Client(url, load.endpoint, _TIMEOUT_S) as client:
-        body = functools.partial(request_body, load, await client.model(), media_parts(load))
-        await warm_up(load, client, body)
+        requests = Requests(load, _ALONE.model, media_parts(load))
+        await requests.warm_up(client)
         began_s, before_s = time.perf_counter(), cpu_s_of(pids)
         await asyncio.sleep(_IDLE_S)
         idle = (cpu_s_of(pids) - before_s) / (time.perf_counter() - began_s)
         before_s = cpu_s_of(pids)
-        shown = await play(load, client, body)
+        shown = await requests.play(client)
         used_s = cpu_s_of(pids) - before_s
     if shown.failures:
         raise RuntimeError(f"requests failed: {shown.failures}")

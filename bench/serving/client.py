@@ -91,7 +91,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 class Client:
-    """A server at a URL (with or without ``/v1``), as a caller sees it. Made in a running loop; used with ``async with``.
+    """A server at a URL, without ``/v1``, as a caller sees it. Made in a running loop; used with ``async with``.
 
     Args:
         connections: at most. 0: as many as requests, since a load says how many there are, and a limit would hide it.
@@ -107,8 +107,8 @@ class Client:
         connections: int = 0,
         keep_alive_s: float = _KEEP_ALIVE_S,
     ) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1")
-        self._url = self._base + _PATHS[endpoint]
+        self._base = url
+        self._url = url + _PATHS[endpoint]
         self._answer = {"chat": self._chat, "embeddings": self._embed}[endpoint]
         self._timeout_s = timeout_s
         kept: dict[str, Any] = {"keepalive_timeout": keep_alive_s} if keep_alive_s else {"force_close": True}
@@ -120,13 +120,6 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
-
-    async def model(self) -> str:
-        """Returns the first model that the server lists; raises BenchError if there is none."""
-        try:
-            return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
-        except (msgspec.DecodeError, LookupError, TypeError):
-            raise BenchError(f"{self._base}/v1/models lists no model; is that a server of OpenAI's API?") from None
 
     async def counters(self) -> dict[str, int]:
         """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others."""
@@ -151,7 +144,7 @@ class Client:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise BenchError(f"{url} does not answer ({type(error).__name__}); does the server run?") from None
         if response.status != 200:
-            raise BenchError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
+            raise BenchError(f"{url} answers HTTP {response.status}")
         return body
 
     async def exchange(self, body: bytes, began: float) -> Exchange:

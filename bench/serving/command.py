@@ -2,36 +2,121 @@
 
 from __future__ import annotations
 
-import click
-import msgspec
+from collections.abc import Iterator, Mapping, Sequence
 
+import click
+
+from bench import columns
+from bench.columns import Column, compare
 from bench.command_line import benchmark, measuring
+from bench.machine import Machine
 from bench.modes import Timing
-from bench.results import Findings
+from bench.repetitions import Number
+from bench.results import Findings, Verdict
 from bench.serving import run
-from bench.serving.plan import COMPARISONS, PRESETS
-from bench.serving.report import report
+from bench.serving.load import WARM_UP_REQUESTS, Measurement, failures
+from bench.serving.plan import PRESETS, Load
+from bench.serving.run import LOAD, Results
+from bench.targets import Target, ratios
 from shmring.engine.option_types import FiniteRange
+
+_BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
+
+_SPEED = "requests_per_s"
+
+
+def _cpu(part: str) -> Number:
+    return lambda run: 1e3 * run.cpu_s[part] / run.completed
+
+
+def _columns(first: str) -> Sequence[Column]:
+    return (
+        Column(
+            "answered", lambda row: f"{sum(run.completed for run in row.runs):,} of {sum(run.requests for run in row.runs):,}"
+        ),
+        columns.median("requests/s", _SPEED, 2),
+        columns.spread("spread", _SPEED),
+        columns.ratio(f"{first} is", first, _SPEED),
+        columns.median("TTFT p50 ms", "ttft.median_ms", 1),
+        columns.median("p99 ms", "ttft.p99_ms", 1),
+        columns.median("TPOT ms", "tpot.median_ms", 1),
+        columns.median("E2E p50 ms", "e2e.median_ms", 1),
+        columns.median("p99 ms", "e2e.p99_ms", 1),
+        columns.median("engine ms", _cpu("engine"), 1),
+        columns.median("frontends ms", _cpu("frontends"), 1),
+    )
+
+
+def report(preset: str, load: Load, results: Results) -> Findings:
+    """Returns a run as it is shown and stored."""
+    server, (first, _) = PRESETS[preset].server, results.runs.subjects[LOAD]
+    notes = [
+        f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
+        f"{results.client}, on the same machine.",
+        "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
+        f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
+        "requests/s, divided by those of the row in the same repetition.",
+        f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
+        f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further),
+        *_counted(results),
+        *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
+        *_shares(results),
+    ]
+    return Findings(
+        mode="serve",
+        tables=[compare(f"serve: {load.title}", ("", "server"), results.runs.measured, _columns(first))],
+        notes=notes,
+        targets=list(_verdicts(preset, load, results)),
+        coverage=results.runs.coverage(),
+    )
+
+
+def _loads(results: Results) -> Mapping[str, Sequence[Measurement]]:
+    """The loads on each server."""
+    return results.runs.measured.get(LOAD, {})
+
+
+def _counted(results: Results) -> Iterator[str]:
+    for name, counters in results.counters.items():
+        requests = WARM_UP_REQUESTS + sum(run.requests for run in _loads(results).get(name, ()))
+        yield (
+            f"{name}: {counters['slab_bytes'] // requests:,} bytes of a request went through the slab; "
+            f"{counters['media_decoded']:,} media were decoded, {counters['copied_bytes']:,} bytes copied for sending."
+        )
+
+
+def _shares(results: Results) -> Iterator[str]:
+    """How busy the machine was, and who of it."""
+    for name, runs in _loads(results).items():
+        duration_s = sum(run.duration_s for run in runs)
+        shares = {part: sum(run.cpu_s[part] for run in runs) / duration_s for part in runs[0].cpu_s}
+        shares["load generator"] = sum(run.generator_cpu_s for run in runs) / duration_s
+        text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+        cores = Machine.here().cores
+        yield f"CPU while the {name} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
+        if shares["load generator"] > _BUSY_SHARE:
+            yield f"The load generator was busy {shares['load generator']:.0%} of the {name} load: it may be what was measured."
+
+
+def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
+    chosen, (ours, theirs) = PRESETS[preset], results.runs.subjects[LOAD]
+    at = f"preset {preset}, {load.requests:,} requests"
+    target = Target(chosen.what, at, chosen.limit, "x", ratios(ours, theirs, _SPEED, {theirs: LOAD}))
+    yield target.judge(results.runs.measured)
+    if preset == "repeated":
+        copied = [(ours, results.counters[ours]["copied_bytes"])]
+        yield Target("kept content: bytes copied", at, 0, "bytes", lambda _: copied, at_least=False).judge(results)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
 
 
 @benchmark("serve", repetitions="Of the load on each server, in turn.", seconds=False)
-@click.option("--preset", required=True, type=click.Choice(list(PRESETS)), help="The load, the servers and the target.")
+@click.option("--preset", required=True, type=click.Choice(list(PRESETS)), help="The load, both servers and the target.")
 @click.option("--scale", default=1.0, type=FiniteRange(min=0, min_open=True), help="Multiplies requests and their concurrency.")
-@click.option("--compare", is_flag=True, help="Decoding into slots with --disable-mm-shm.  [default: what the preset is about]")
-@click.option("--compare-engines", is_flag=True, help="Two engines with one.")
-@click.option("--compare-kept", is_flag=True, help="A server that keeps prepared media with one that does not.")
-def serve_command(timing: Timing, preset: str, scale: float, **comparisons: bool) -> Findings:
+def serve_command(timing: Timing, preset: str, scale: float) -> Findings:
     """Loads two HTTP servers in turn: throughput, TTFT, TPOT, end-to-end times, CPU, failures."""
-    chosen = PRESETS[preset]
-    if sum(comparisons.values()) > 1:
-        raise click.UsageError("make one comparison after the other")
-    comparison = next((name for name, is_asked in comparisons.items() if is_asked), chosen.comparison)
-    load = msgspec.structs.replace(
-        chosen.load,
-        requests=max(1, round(chosen.load.requests * scale)),
-        max_concurrency=max(1, round(chosen.load.max_concurrency * scale)),
-    )
-    servers = {name: msgspec.structs.replace(chosen.server, **changes) for name, changes in COMPARISONS[comparison].items()}
+    load, servers = PRESETS[preset].load.scaled(scale), PRESETS[preset].servers
     with measuring(run.steps(servers, timing.repetitions)) as progress:
         results = run.run(load, servers, timing.repetitions, progress)
-    return report(preset if comparison == chosen.comparison else "", load, chosen.server, results)
+    return report(preset, load, results)

@@ -1,7 +1,7 @@
-"""Sends a load, so many requests at a time, whatever became of those before; and what that has shown.
+"""Asks servers, so many requests at a time, whatever became of those before; and what that has shown.
 
-Latencies are those of requests with a whole answer, in milliseconds, from when a request's turn had come: what a caller waits
-for includes what the generator was late by. The words are those of ``vllm bench serve``:
+Latencies are those of requests with a whole answer, in milliseconds, from when a request's turn had come, which is when the one
+before it ended: what a caller waits for includes what the generator was late by. The words are those of ``vllm bench serve``:
 
 - TTFT, time to the first token: until the first event with text came;
 - TPOT, time per output token: from there to the end, over the tokens after the first; one number for each request;
@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,64 +29,72 @@ from bench.serving.plan import Load
 WARM_UP_REQUESTS = 8
 _WARM_UP_CONCURRENCY = 4
 
-#: Makes the body of a load's request, by its number, when it is sent: together they would take as much memory as their media.
-Body = Callable[[int], bytes]
 
+class Requests(NamedTuple):
+    """What a load asks of a model.
 
-def request_body(load: Load, model: str, parts: Sequence[msgspec.Raw], number: int) -> bytes:
-    """Returns a request's body. No two of a load have the same text, so that no cache of prompts answers them.
-
-    Requests take the message parts in turn, which are the JSON of media; none: text alone.
+    Attributes:
+        parts: of messages, which requests take in turn: the JSON of media. None: text alone.
     """
-    content: list[object] = [parts[number % len(parts)]] if parts else []
-    text = {"type": "text", "text": f"Request {number}: what is this?"}
-    body: dict[str, object] = {"model": model}
-    if load.endpoint == "embeddings":
-        content = content or [text]  # each part has an embedding of its own
-        body |= {"input": [], "encoding_format": "base64"}  # as the openai client asks for them
-    else:
-        content = [text, *content]
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        body |= {"max_tokens": load.output_tokens, "ignore_eos": True}
-    return msgspec.json.encode(body | {"messages": [{"role": "user", "content": content}]})
+
+    load: Load
+    model: str
+    parts: Sequence[msgspec.Raw]
+
+    async def warm_up(self, client: Client) -> None:
+        """Sends a few requests that do not count. What fails there fails in the load, too, and is reported there."""
+        first = self.load.requests
+        await ask_all(map(self.body, range(first, first + WARM_UP_REQUESTS)), [[client]] * _WARM_UP_CONCURRENCY)
+
+    async def play(self, client: Client) -> Measurement:
+        """Sends the load; see :func:`play`."""
+        return await play(map(self.body, range(self.load.requests)), [[client]] * self.load.max_concurrency)
+
+    def body(self, number: int) -> bytes:
+        """Returns a request's body. No two of a load have the same text, so that no cache of prompts answers them."""
+        content: list[object] = [self.parts[number % len(self.parts)]] if self.parts else []
+        text = {"type": "text", "text": f"Request {number}: what is this?"}
+        body: dict[str, object] = {"model": self.model}
+        if self.load.endpoint == "embeddings":
+            content = content or [text]  # each part has an embedding of its own
+            body |= {"input": [], "encoding_format": "base64"}  # as the openai client asks for them
+        else:
+            content = [text, *content]
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            body |= {"max_tokens": self.load.output_tokens, "ignore_eos": True}
+        return msgspec.json.encode(body | {"messages": [{"role": "user", "content": content}]})
 
 
-async def warm_up(load: Load, client: Client, body: Body) -> None:
-    """Sends a few requests that do not count. What fails there fails in the load, too, and is reported there."""
-    few = asyncio.Semaphore(_WARM_UP_CONCURRENCY)
+async def play(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> Measurement:
+    """Asks; see :func:`ask_all` and :func:`measure`, which knows nothing yet of the server.
 
-    async def send(number: int) -> None:
-        async with few:
-            await client.exchange(body(load.requests + number), time.perf_counter())
-
-    await asyncio.gather(*map(send, range(WARM_UP_REQUESTS)))
-
-
-async def play(load: Load, client: Client, body: Body) -> Measurement:
-    """Sends a load, and returns when the last of it has ended; see :func:`measure`, which knows nothing yet of the server."""
+    Bodies are made when they are sent: together they would take as much memory as their media.
+    """
     gc.collect()
     gc.freeze()  # a collection would walk all that was imported, and be taken for a pause of the server
     try:
         cpu_s, start = time.process_time(), time.perf_counter()
-        exchanges = await _send_all(load, client, body, start)
+        exchanges = await ask_all(bodies, askers)
         return measure(exchanges, start, time.process_time() - cpu_s)
     finally:
         gc.unfreeze()
 
 
-async def _send_all(load: Load, client: Client, body: Body, start: float) -> list[Exchange]:
-    turns: asyncio.Queue[float] = asyncio.Queue()  # when each came free
-    for _ in range(load.max_concurrency):
-        turns.put_nowait(start)
+async def ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> list[Exchange]:
+    """Asks, as many at a time as there are askers, each by its clients in turn; returns what became of it, as it ended."""
+    exchanges: list[Exchange] = []
+    waiting, start = iter(bodies), time.perf_counter()
 
-    async def send(number: int, began: float) -> Exchange:
-        exchange = await client.exchange(body(number), began)
-        turns.put_nowait(exchange.ended)
-        return exchange
+    async def ask(clients: Sequence[Client]) -> None:
+        began = start
+        for body, client in zip(waiting, itertools.cycle(clients), strict=False):
+            exchanges.append(await client.exchange(body, began))
+            began = exchanges[-1].ended
 
     async with asyncio.TaskGroup() as group:
-        sending = [group.create_task(send(number, await turns.get())) for number in range(load.requests)]
-    return [task.result() for task in sending]
+        for clients in askers:
+            group.create_task(ask(clients))
+    return exchanges
 
 
 # -- what it has shown ---------------------------------------------------------------------------------------------------

@@ -51,6 +51,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         tokens = f", {self.output_tokens} tokens each" if self.endpoint == "chat" else ""
         return f"{self.requests:,} {self.endpoint} requests with {carried}{tokens}, {self.max_concurrency} at a time"
 
+    def scaled(self, scale: float) -> Load:
+        """Returns it with so many times the requests, and as many times those at a time."""
+        counts = {name: max(1, round(getattr(self, name) * scale)) for name in ("requests", "max_concurrency")}
+        return msgspec.structs.replace(self, **counts)
+
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is started for the run: arguments of ``shmring serve``, of which ``further`` are as they are written there.
@@ -70,25 +75,35 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool = False
     further: tuple[str, ...] = ()
 
-
-#: What can be compared, the one that a target is about first: names of servers, and how they differ.
-COMPARISONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "compare": {"slab": {}, "copied": {"copied": True}},
-    "compare_engines": {"2 engines": {"engines": 2}, "1 engine": {"engines": 1}},
-    "compare_kept": {"kept": {"kept": True}, "not kept": {}},
-}
+    @property
+    def model(self) -> str:
+        """What it calls its model."""
+        return f"shmring-{self.executor}"
 
 
 class Preset(NamedTuple):
-    """A load, a server, what is compared (of :data:`COMPARISONS`), and the target: requests a second of the first server to
-    those of the second, at any scale of the load.
+    """A load, a server, and two of it that are compared; and the target: requests a second of the first one to those of the
+    second, at any scale of the load.
+
+    Attributes:
+        compared: names of the two, and how they differ from the server.
     """
 
     load: Load
     server: ServerOptions
-    comparison: str
+    compared: Mapping[str, Mapping[str, Any]]
     what: str
     limit: float
+
+    @property
+    def servers(self) -> dict[str, ServerOptions]:
+        """What is compared, by name."""
+        return {name: msgspec.structs.replace(self.server, **changes) for name, changes in self.compared.items()}
+
+
+_COPIED: Mapping[str, Mapping[str, Any]] = {"slab": {}, "copied": {"copied": True}}
+_ENGINES: Mapping[str, Mapping[str, Any]] = {"2 engines": {"engines": 2}, "1 engine": {}}
+_KEPT: Mapping[str, Mapping[str, Any]] = {"kept": {"kept": True}, "not kept": {}}
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -97,7 +112,7 @@ PRESETS: Mapping[str, Preset] = {
     "pr32104": Preset(
         Load(requests=1000, max_concurrency=400, output_tokens=128, media=Media((640, 360), frames=10)),
         ServerOptions(api_servers=3, further=('--mm-processor-kwargs={"num_frames": 10}',)),
-        "compare",
+        _COPIED,
         "decoded into slots: requests/s of copying there",
         1.0,
     ),
@@ -106,7 +121,7 @@ PRESETS: Mapping[str, Preset] = {
     "engines-wait": Preset(
         Load(requests=400, max_concurrency=32, output_tokens=8),
         ServerOptions(executor_options='{"step_s": 0.02, "max_batch_size": 4}'),
-        "compare_engines",
+        _ENGINES,
         "two engines whose steps wait 20 ms, two frontends: requests/s of one",
         1.9,
     ),
@@ -114,7 +129,7 @@ PRESETS: Mapping[str, Preset] = {
     "engines-compute": Preset(
         Load(requests=400, max_concurrency=32, endpoint="embeddings", media=Media((512, 512))),
         ServerOptions(executor="fingerprints"),
-        "compare_engines",
+        _ENGINES,
         "two engines whose steps compute: requests/s of one",
         1.0,
     ),
@@ -122,7 +137,7 @@ PRESETS: Mapping[str, Preset] = {
     "repeated": Preset(
         Load(requests=40, max_concurrency=4, media=Media((4000, 3000), distinct=1)),
         ServerOptions(),
-        "compare_kept",
+        _KEPT,
         "kept content: requests/s of a new picture",
         5.0,
     ),
@@ -131,7 +146,7 @@ PRESETS: Mapping[str, Preset] = {
     "twice-the-slab": Preset(
         Load(requests=400, max_concurrency=8, media=Media((1024, 768), distinct=200)),
         ServerOptions(slab_nbytes="240MiB"),
-        "compare_kept",
+        _KEPT,
         "kept content: requests/s of without",
         0.97,
     ),

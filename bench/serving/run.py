@@ -10,7 +10,6 @@ out of the block.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import platform
@@ -27,7 +26,7 @@ from bench.command_line import until_terminated
 from bench.meter import cpu_s_of
 from bench.repetitions import Repetitions
 from bench.serving.client import Client
-from bench.serving.load import Body, Measurement, play, request_body, warm_up
+from bench.serving.load import Measurement, Requests
 from bench.serving.media import media_parts
 from bench.serving.plan import Load, ServerOptions
 from shmring.frontend import serve_process
@@ -144,28 +143,27 @@ def run(load: Load, servers: Mapping[str, ServerOptions], repetitions: int, prog
     """Loads servers in turn, with a line before each step. Whether it returns or raises, no process and no file is left."""
     runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions)
     progress("making media")
-    parts = media_parts(load)
+    (model,) = {server.model for server in servers.values()}
+    requests = Requests(load, model, media_parts(load))
     progress(f"starting {len(servers)} servers")
     with serving(*servers.values()) as started:
         running = dict(zip(servers, started, strict=True))
-        bodies: dict[str, Body] = {}
         for name, server in running.items():
             progress(f"{name}: warming up")
-            bodies[name] = functools.partial(request_body, load, _ask(server, load, Client.model), parts)
-            _ask(server, load, functools.partial(warm_up, load, body=bodies[name]))
-        runs.measure([LOAD], lambda _, name: _measure(load, running[name], bodies[name]), progress)
+            _ask(server, load, requests.warm_up)
+        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]), progress)
         progress("reading the servers' counters")
         return Results(
             runs,
             client=f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}",
-            request_nbytes=max(len(body(0)) for body in bodies.values()),
+            request_nbytes=len(requests.body(0)),
             counters={name: _ask(server, load, Client.counters) for name, server in running.items()},
         )
 
 
-def _measure(load: Load, server: ServerProcess, body: Body) -> Measurement:
+def _measure(requests: Requests, server: ServerProcess) -> Measurement:
     before_s = cpu_s(server)
-    measurement = _ask(server, load, functools.partial(play, load, body=body))
+    measurement = _ask(server, requests.load, requests.play)
     used_s = {part: after - before_s[part] for part, after in cpu_s(server).items()}
     return msgspec.structs.replace(measurement, cpu_s=used_s)
 

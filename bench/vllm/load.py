@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from bench.command_line import until_terminated
 from bench.repetitions import Number
 from bench.servers import picture
 from bench.serving import load
-from bench.serving.client import Client, Exchange
+from bench.serving.client import Client
 from bench.vllm.server import Server, question
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def warm_up(fleet: Fleet, server: Server) -> None:
 async def _warm_up(fleet: Fleet, server: Server) -> None:
     bodies = [_body(_known(fleet.side, number), f"known-{number}") for number in range(_PICTURES)]
     async with _connected(server, 2 * fleet.api_servers) as clients:
-        await _ask_all(bodies * _WARM_UP_ROUNDS, [[client] for client in clients])
+        await load.ask_all(bodies * _WARM_UP_ROUNDS, [[client] for client in clients])
 
 
 def measure(case: Case, server: Server) -> Measurement:
@@ -173,16 +173,13 @@ async def _measure(case: Case, server: Server) -> Measurement:
     lags_ms: list[float] = []
     async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as clients:
         cpu_s, tensors = server.cpu_s_of(*_KINDS), collections.Counter(server.tensors())
-        own_s, began_s = time.process_time(), time.perf_counter()
         probing = asyncio.create_task(_probe(server, lags_ms))
         try:
-            bodies = for_a_while(_bodies(case), case.requests, began_s + _SHORTEST_S)
-            askers = [clients[place :: case.concurrency] for place in range(case.concurrency)]
-            exchanges = await _ask_all(bodies, askers)
+            bodies = for_a_while(_bodies(case), case.requests, time.perf_counter() + _SHORTEST_S)
+            found = await load.play(bodies, [clients[place :: case.concurrency] for place in range(case.concurrency)])
         finally:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
-    found = load.measure(exchanges, began_s, time.process_time() - own_s)
     return Measurement(
         **msgspec.structs.asdict(found),
         lags_ms=lags_ms,
@@ -227,19 +224,6 @@ async def _connected(server: Server, count: int) -> AsyncIterator[list[Client]]:
             clients.append(await stack.enter_async_context(client))
             await client.get("/health")
         yield clients
-
-
-async def _ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> list[Exchange]:
-    """Asks, as many at a time as there are askers, each by its clients in turn."""
-    exchanges: list[Exchange] = []
-    waiting = iter(bodies)
-
-    async def ask(clients: Sequence[Client]) -> None:
-        for body, client in zip(waiting, itertools.cycle(clients), strict=False):
-            exchanges.append(await client.exchange(body, time.perf_counter()))  # as they end
-
-    await asyncio.gather(*map(ask, askers))
-    return exchanges
 
 
 async def _probe(server: Server, lags_ms: list[float]) -> None:
