@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self, TypeVar
 
@@ -102,14 +103,11 @@ class Program:
 # -- in the program ------------------------------------------------------------------------------------------------------
 
 
-def orders(control: Connection, kind: type[_Order]) -> Iterator[_Order]:
-    """Says that the program is ready, and yields orders until nobody gives any. Each wants an :func:`answer`."""
+def orders(kind: type[_Order]) -> Iterator[tuple[_Order, Callable[[object], None]]]:
+    """Says that the program is ready, and yields orders until nobody gives any, each with what takes its one answer."""
+    control = Connection(int(sys.argv[-1]))
     control.send_bytes(_READY)
     with contextlib.suppress(EOFError):
         while True:
-            yield msgspec.json.decode(control.recv_bytes(), type=kind)
-
-
-def answer(control: Connection, answer: object) -> None:
-    """Answers an order."""
-    control.send_bytes(msgspec.json.encode(answer))
+            order = msgspec.json.decode(control.recv_bytes(), type=kind)
+            yield order, lambda answer: control.send_bytes(msgspec.json.encode(answer))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import tempfile
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ import uvloop
 from bench.children import settle
 from bench.fan_out.measuring import Cell, Run, Stamps, end_after, measure
 from bench.fan_out.ways import WAYS
-from bench.programs import answer, orders
+from bench.programs import orders
 from shmring.memory.slab import SHM_DIRECTORY
 
 
@@ -47,28 +46,28 @@ def _play(cell: Cell, directory: str) -> Outcome:
         way.close()
 
 
-def _fork(cell: Cell, directory: str, control: Connection) -> None:
+def _fork(cell: Cell, directory: str, answer: Callable[[object], None]) -> None:
     pid = os.fork()
     if not pid:
-        end_after(lambda: answer(control, _play(cell, directory)))
+        end_after(lambda: answer(_play(cell, directory)))
     _, status = os.waitpid(pid, 0)
     if status:
-        answer(control, Outcome(error=f"the engine ended with {status}"))
+        answer(Outcome(error=f"the engine ended with {status}"))
 
 
-def _main(control: Connection) -> None:
+def _main() -> None:
     for module in ("zmq", "iceoryx2", "vllm.distributed.device_communicators.shm_broadcast"):
         try:
             importlib.import_module(module)  # or each engine would, and each worker
         except ImportError:
             continue
     settle()
-    for cell in orders(control, Cell):
+    for cell, answer in orders(Cell):
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-            _fork(cell, directory, control)
+            _fork(cell, directory, answer)
         for path in SHM_DIRECTORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
             path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    _main(Connection(int(sys.argv[1])))
+    _main()

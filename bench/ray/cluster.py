@@ -15,17 +15,15 @@ import asyncio
 import contextlib
 import os
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from bench.meter import cpu_s_of
-from bench.programs import answer, orders
+from bench.programs import orders
 
 STORE_NBYTES = 3 << 29  # of each node: from 1 GB on, Ray's times are steady
 _SLAB_NBYTES = 1 << 29
@@ -206,12 +204,12 @@ def settled(**variables: str) -> Iterator[None]:
         yield
 
 
-def main(control: Connection) -> None:
+def main() -> None:
     """Carries orders out until nobody gives any."""
     with settled(), contextlib.closing(Nodes()) as nodes:
-        for order in orders(control, Order):
-            answer(control, nodes.carry_out(order))
+        for order, answer in orders(Order):
+            answer(nodes.carry_out(order))
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main()

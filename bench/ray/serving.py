@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from bench.children import on_uvloop
 from bench.meter import cpu_s_of
-from bench.programs import answer, orders
+from bench.programs import orders
 from bench.ray import cluster
 from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
@@ -114,16 +112,16 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
     )
 
 
-def main(control: Connection) -> None:
+def main() -> None:
     """Carries orders out until nobody gives any."""
     with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, nodes):
-        for order in orders(control, Order):
+        for order, answer in orders(Order):
             if order.way == ON_RAY:
                 asked, pids = url, family_of(nodes)
             else:
                 asked, pids = alone.url, family(alone.process.pid)
-            answer(control, on_uvloop(_carry_out(order, asked, pids)))
+            answer(on_uvloop(_carry_out(order, asked, pids)))
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main()

@@ -22,12 +22,11 @@ import sys
 import tempfile
 import time
 import warnings
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
-from bench.programs import answer, orders
+from bench.programs import orders
 
 #: That SGLang is started with, whatever runs it: on the CPU, with one thread, without the network.
 QUIET_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -222,8 +221,8 @@ class _Tokenizer:
             self._done.recv()
 
 
-async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any], control: Connection) -> None:
-    """Kills an end, whichever it is, when a fifth of the tensors was received. Then this process waits for its own end."""
+async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any]) -> None:
+    """Kills a scheduler or a rank when a fifth of the tensors was received, and sends the rest."""
     import torch
 
     source = torch.ones(order.nbytes, dtype=torch.uint8)
@@ -236,21 +235,23 @@ async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any], control: 
         source.fill_(1)
         tokenizer.send(source, 1)
         await asyncio.sleep(0)
-    answer(control, "killed")
-    if order.kill == "tokenizer":
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
 
 
-async def _obey(tokenizer: _Tokenizer, ranks: list[Any], control: Connection) -> None:
+async def _obey(tokenizer: _Tokenizer, ranks: list[Any]) -> None:
+    """Measures; or kills an end, whichever it is. Then this process waits for its own end."""
     await tokenizer.connect()
-    for order in orders(control, Order):
-        if order.kill:
-            await _kill(tokenizer, order, ranks, control)
-        answer(control, await tokenizer.measure(order))
+    for order, answer in orders(Order):
+        if not order.kill:
+            answer(await tokenizer.measure(order))
+            continue
+        await _kill(tokenizer, order, ranks)
+        answer("killed")
+        if order.kill == "tokenizer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
 
 
-def main(ranks: int, control: Connection) -> None:
+def main(ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
         from shmring.integrations.environment import name_the_run
         from shmring.integrations.sglang.settings import PREFIX
@@ -261,7 +262,7 @@ def main(ranks: int, control: Connection) -> None:
         for process in processes:
             process.start()
         try:
-            asyncio.run(_obey(_Tokenizer(ranks, directory), processes, control))
+            asyncio.run(_obey(_Tokenizer(ranks, directory), processes))
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -270,4 +271,4 @@ def main(ranks: int, control: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Connection(int(sys.argv[2])))
+    main(int(sys.argv[1]))
