@@ -5,7 +5,7 @@ A cell stays empty where its number was not measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import repetitions
@@ -34,6 +34,16 @@ def median(title: str, number: Number, decimals: int = 0) -> Column:
 
     def text(row: Row) -> str:
         value = repetitions.median(row.runs, number)
+        return "" if value is None else f"{value:,.{decimals}f}"
+
+    return Column(title, text)
+
+
+def percentile(title: str, numbers: Callable[[Any], Iterable[float]], percent: float, decimals: int = 0) -> Column:
+    """A percentile of what all repetitions have together."""
+
+    def text(row: Row) -> str:
+        value = repetitions.percentile(row.runs, numbers, percent)
         return "" if value is None else f"{value:,.{decimals}f}"
 
     return Column(title, text)

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
+
 from bench.children import described
 from bench.results import Coverage, Key, Planned, Status
 
@@ -120,6 +122,12 @@ def median(runs: Iterable[Any], number: Number) -> float | None:
     """Returns the median of a number; None if no run has it."""
     found = measured_values(runs, number)
     return statistics.median(found) if found else None
+
+
+def percentile(runs: Iterable[Any], numbers: Callable[[Any], Iterable[float]], percent: float) -> float | None:
+    """Returns a percentile of what all repetitions have together: one alone has too few for a 99th. None: they have nothing."""
+    found = [number for run in runs for number in numbers(run)]
+    return float(np.percentile(found, percent)) if found else None
 
 
 def ratio(measured: Measured, case: Hashable, ours: str, theirs: str, number: Number, of_case: Hashable = None) -> float | None:

@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
-import numpy as np
 
 from bench import columns, command_line, targets
 from bench.children import BenchError
-from bench.columns import Column, Row, compare
+from bench.columns import Column, compare
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
 from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.modes import MODES, Timing
-from bench.repetitions import Measured, Number, Repetitions
+from bench.repetitions import Measured, Number, Repetitions, percentile
 from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
@@ -42,9 +41,9 @@ class Results(NamedTuple):
     coverage: Coverage
 
 
-def _every(runs: Sequence[Numbers], name: str) -> list[float]:
-    """What all repetitions have of a number."""
-    return [value for run in runs for value in run.get(name, ())]
+def _all(name: str) -> Callable[[Numbers], Sequence[float]]:
+    """What a repetition has of a number."""
+    return lambda run: run.get(name, ())
 
 
 def _of(name: str) -> Number:
@@ -57,29 +56,19 @@ _RATE, _USABLE, _HAND_OVER = _of("gb_per_s"), _of("usable_us"), _of("us")
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
-def _percentile_column(title: str, name: str, percent: float) -> Column:
-    """A percentile of what all repetitions have; nothing where it was not measured."""
-
-    def text(row: Row) -> str:
-        values = _every(row.runs, name)
-        return f"{np.percentile(values, percent):,.0f}" if values else ""
-
-    return Column(title, text)
-
-
 _COPIES = (
     columns.median("GB/s", _RATE, 2),
     columns.spread("spread", _RATE),
     columns.over(f"of {TITLES[CEILING]}", lambda way: CEILING, _RATE),
     columns.median("usable us", _USABLE),
-    _percentile_column("held us", "held_us", 50),
-    _percentile_column("p99", "held_us", 99),
+    columns.percentile("held us", _all("held_us"), 50),
+    columns.percentile("p99", _all("held_us"), 99),
 )
 _BETWEEN = (
     columns.median("p50 us", _HAND_OVER),
     columns.spread("spread", _HAND_OVER),
-    _percentile_column("p99 us", "us", 99),
-    Column("messages", lambda row: f"{len(_every(row.runs, 'us')):,}"),
+    columns.percentile("p99 us", _all("us"), 99),
+    Column("messages", lambda row: f"{sum(len(run['us']) for run in row.runs):,}"),
 )
 
 
@@ -132,8 +121,7 @@ def _as_copied(measured: Measured) -> targets.Numbers:
 
 def _held(measured: Measured) -> targets.Numbers:
     for size, nbytes in _sizes(measured, PINNED_SLOT).items():
-        if held_us := _every(measured[nbytes][PINNED_SLOT], "held_us"):
-            yield size, statistics.median(held_us)
+        yield size, percentile(measured[nbytes][PINNED_SLOT], _all("held_us"), 50)
 
 
 def _handed_over(measured: Measured) -> targets.Numbers:

@@ -13,172 +13,144 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import http.client
-import itertools
 import json
-import math
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import msgspec
-
+from bench import columns
 from bench.children import BenchError
+from bench.columns import Column, Row, compare
 from bench.command_line import benchmark, measuring, repeatable
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.modes import Timing
-from bench.repetitions import Repetitions
-from bench.results import Findings, Table, Verdict, format_nbytes
+from bench.repetitions import Measured, Repetitions, percentile
+from bench.results import Coverage, Findings, Verdict, format_nbytes
 from bench.serving.plan import ServerOptions
 from bench.serving.run import serving
-from bench.targets import Numbers, Target
+from bench.targets import Target
 from shmring.processes.process import Process
 
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
 _BURNERS = 2
+_PERCENTILES = {"p50 ms": 50, "p99 ms": 99, "longest ms": 100}
 _LEAD_S = 0.5  # until the other side is under way
+_WARM_UP_S = 1.0
 _LARGE_NBYTES = 1 << 20
 _LEAST_MS, _LEAST_LARGE_MS, _LONGEST_MS = 30.0, 50.0, 150.0
 _TIMES = 2.0
 _TIMEOUT_S = 60.0
 
 
-class _Waits(NamedTuple):
-    """Seconds of each small request, and the statuses that the heavy caller got."""
+class Waits(NamedTuple):
+    """Milliseconds of each small request, and how many answers of each status the heavy caller got."""
 
-    waits_s: list[float]
+    each_ms: list[float]
     answers: dict[str, int]
-
-
-class Isolation(msgspec.Struct, frozen=True):
-    """What one heavy caller does to another one.
-
-    Attributes:
-        neutral_ms, heavy_ms: the 50th and 99th percentile of the waits, and the longest, beside each.
-        answers: that the heavy caller got, by status.
-    """
-
-    attack: str
-    body_nbytes: int
-    neutral_ms: tuple[float, float, float]
-    heavy_ms: tuple[float, float, float]
-    answers: dict[str, int]
-
-    @property
-    def allowed_ms(self) -> float:
-        least = _LEAST_MS if self.body_nbytes <= _LARGE_NBYTES else _LEAST_LARGE_MS
-        return max(_TIMES * self.neutral_ms[1], least)
-
-
-def _figures(waits_s: Sequence[float]) -> tuple[float, float, float]:
-    in_order = sorted(waits_s)
-    at = [in_order[math.ceil(len(in_order) * share) - 1] * 1e3 for share in (0.5, 0.99, 1.0)]
-    return at[0], at[1], at[2]
 
 
 def _ask(address: str, seconds: float) -> list[float]:
-    """Sends small requests one after the other; returns how long each took."""
-    body, waits_s = small_request(), []
+    """Sends small requests one after the other; returns the milliseconds that each took."""
+    body, each_ms = small_request(), []
     with contextlib.closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_S)) as connection:
         end = time.perf_counter() + seconds
         while (started := time.perf_counter()) < end:
             connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = response.read()
-            waits_s.append(time.perf_counter() - started)
+            each_ms.append((time.perf_counter() - started) * 1e3)
             if response.status != 200:
                 raise BenchError(f"a small request was answered {response.status}: {answer[:200].decode()}")
-    return waits_s
+    return each_ms
 
 
-def _beside_neutral(address: str, seconds: float) -> _Waits:
+def _beside_neutral(address: str, seconds: float) -> Waits:
     with contextlib.ExitStack() as computing:
         for _ in range(_BURNERS):
             computing.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
         time.sleep(_LEAD_S)
-        return _Waits(_ask(address, seconds), {})
+        return Waits(_ask(address, seconds), {})
 
 
-def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> _Waits:
+def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> Waits:
     arguments = [sys.executable, "-m", "bench.isolation.heavy", address, str(attack.connections)]
     arguments += ["hangs-up"] * attack.hangs_up
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
         if not heavy.line():
             raise BenchError("the heavy caller did not start")
         time.sleep(_LEAD_S)
-        waits_s = _ask(address, seconds)
+        each_ms = _ask(address, seconds)
         heavy.send(signal.SIGTERM)
-        return _Waits(waits_s, json.loads(heavy.rest(_TIMEOUT_S)))
+        return Waits(each_ms, json.loads(heavy.rest(_TIMEOUT_S)))
 
 
-def _measured(address: str, runs: Repetitions[str, _Waits], seconds: float, progress: Callable[[str], None]) -> Findings:
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        paths = {}
-        for number, case in enumerate(runs.subjects):
-            paths[case] = Path(directory, str(number))
-            paths[case].write_bytes(ATTACKS[case].body())
-        _ask(address, 1.0)  # to warm up
+# -- what is allowed, and what was seen ----------------------------------------------------------------------------------
 
-        def once(case: str, subject: str) -> _Waits:
-            if subject == _NEUTRAL:
-                return _beside_neutral(address, seconds)
-            return _beside_heavy(address, ATTACKS[case], paths[case], seconds)
 
-        runs.measure(list(runs.subjects), once, progress)
-        sizes = {case: path.stat().st_size for case, path in paths.items()}
-    results = []
-    for case, measured in runs.measured.items():
-        if len(measured) < 2:
-            continue
-        neutral, heavy = (list(itertools.chain(*(run.waits_s for run in measured[subject]))) for subject in (_NEUTRAL, _HEAVY))
-        answers = sum((collections.Counter(run.answers) for run in measured[_HEAVY]), collections.Counter[str]())
-        figures = _figures(neutral), _figures(heavy)
-        results.append(Isolation(case, sizes[case], *figures, dict(answers)))
+def _waits(measured: Measured, cases: Iterable[str], subject: str, percent: float) -> dict[str, float | None]:
+    """A percentile of the waits of all repetitions together, in each case."""
+    return {case: percentile(measured[case].get(subject, ()), lambda run: run.each_ms, percent) for case in cases}
+
+
+def _times(row: Row) -> str:
+    p99_ms, neutral_ms = (_waits(row.measured, [row.case], subject, 99)[row.case] for subject in (row.subject, _NEUTRAL))
+    return f"{p99_ms / neutral_ms:.1f}" if p99_ms and neutral_ms else ""
+
+
+def _answered(row: Row) -> str:
+    answers = sum((collections.Counter(run.answers) for run in row.runs), collections.Counter[str]())
+    return ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+
+
+_COLUMNS = (
+    *(columns.percentile(title, lambda run: run.each_ms, percent, 1) for title, percent in _PERCENTILES.items()),
+    Column("p99, times", _times),
+    Column("it was answered", _answered),
+)
+
+
+def report(measured: Measured, bodies: Mapping[str, int], coverage: Coverage, timing: Timing) -> Findings:
+    """Returns what a run has found; ``bodies`` are the bytes of what is sent in each case."""
+
+    def title(case: str) -> str:
+        return f"{case}: {format_nbytes(bodies[case])}"
+
     return Findings(
         mode="isolation",
-        tables=[_table(results)],
+        tables=[compare("isolation: how long a small request takes", ("heavy caller", ""), measured, _COLUMNS, None, title)],
         notes=[
-            f"{runs.count} repetitions of {seconds:g} s each; one frontend, executor fingerprints, model {MODEL}. "
-            "The neutral load is two processes that compute. They are no part of the server."
+            f"{timing.repetitions} repetitions of {timing.timed_s:g} s each; one frontend, executor fingerprints, model "
+            f"{MODEL}. The neutral load is two processes that compute. They are no part of the server."
         ],
-        targets=list(_verdicts(results)),
-        coverage=runs.coverage(),
+        targets=list(_verdicts(measured, bodies)),
+        coverage=coverage,
     )
 
 
-def _table(results: Sequence[Isolation]) -> Table:
-    rows = []
-    for result in results:
-        neutral, heavy = (" / ".join(f"{number:.1f}" for number in numbers) for numbers in (result.neutral_ms, result.heavy_ms))
-        answers = ", ".join(f"{count} x {status}" for status, count in sorted(result.answers.items())) or "none yet"
-        times = f"{result.heavy_ms[1] / result.neutral_ms[1]:.1f}"
-        rows.append([result.attack, format_nbytes(result.body_nbytes), neutral, heavy, times, answers])
-    header = ["heavy caller", "body", "neutral p50 / p99 / longest, ms", "beside it", "p99, times", "it was answered"]
-    return Table("isolation: how long a small request takes", header, rows)
+def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict]:
+    """What is allowed depends on what was seen beside the neutral load."""
+
+    def judged(what: str, at: str, cases: Sequence[str], percent: float, least_ms: float, times: float) -> Verdict:
+        neutral = _waits(measured, cases, _NEUTRAL, percent).values()
+        limit_ms = max([least_ms, *(times * ms for ms in neutral if ms is not None)])
+        heavy = functools.partial(_waits, cases=cases, subject=_HEAVY, percent=percent)
+        return Target(what, at, limit_ms, "ms", lambda runs: heavy(runs).items(), at_least=False).judge(measured)
+
+    for case in measured:
+        least_ms = _LEAST_MS if bodies[case] <= _LARGE_NBYTES else _LEAST_LARGE_MS
+        yield judged(f"p99 of small requests beside: {case}", "one frontend", [case], 99, least_ms, _TIMES)
+    yield judged("longest wait of a small request", "beside all of them", list(measured), 100, _LONGEST_MS, 1.0)
 
 
-def _p99_ms(result: Isolation) -> Numbers:
-    yield "", result.heavy_ms[1]
-
-
-def _longest_ms(results: Sequence[Isolation]) -> Numbers:
-    return ((result.attack, result.heavy_ms[2]) for result in results)
-
-
-def _verdicts(results: Sequence[Isolation]) -> Iterator[Verdict]:
-    for result in results:
-        what = f"p99 of small requests beside: {result.attack}"
-        yield Target(what, "one frontend", result.allowed_ms, "ms", _p99_ms, at_least=False).judge(result)
-    if results:
-        allowed_ms = max(_LONGEST_MS, *(result.neutral_ms[2] for result in results))
-        what = "longest wait of a small request"
-        yield Target(what, "beside all of them", allowed_ms, "ms", _longest_ms, at_least=False).judge(results)
+# -- the command -----------------------------------------------------------------------------------------------------------
 
 
 @benchmark("isolation")
@@ -188,7 +160,22 @@ def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    runs = Repetitions[str, _Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
+    runs = Repetitions[str, Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
-    with measuring(runs.steps) as progress, serving(options) as [running]:
-        return _measured(urlsplit(running.url).netloc, runs, timing.timed_s, progress)
+    with (
+        measuring(runs.steps) as progress,
+        tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory,
+        serving(options) as [running],
+    ):
+        address = urlsplit(running.url).netloc
+        paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
+        bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}
+        _ask(address, _WARM_UP_S)
+
+        def once(case: str, subject: str) -> Waits:
+            if subject == _NEUTRAL:
+                return _beside_neutral(address, timing.timed_s)
+            return _beside_heavy(address, ATTACKS[case], paths[case], timing.timed_s)
+
+        runs.measure(list(runs.subjects), once, progress)
+    return report(runs.measured, bodies, runs.coverage(), timing)

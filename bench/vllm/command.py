@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from bench import columns, command_line
 from bench.columns import Column, compare
 from bench.modes import MODES, Timing
-from bench.repetitions import Measured, Number, Repetitions, ratio
+from bench.repetitions import Measured, Number, Repetitions, percentile, ratio
 from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
 from bench.serving.load import failures
@@ -33,11 +31,6 @@ _STARTS = 2  # of each server: of two that do the same, one may be some hundredt
 _SPEED = "requests_per_s"
 
 
-def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
-    lags_ms = [lag_ms for run in runs for lag_ms in run.lags_ms]
-    return float(np.percentile(lags_ms, 99)) if lags_ms else math.nan
-
-
 _COLUMNS = (
     columns.median("requests/s", _SPEED, 1),
     columns.spread("spread", _SPEED),
@@ -46,7 +39,7 @@ _COLUMNS = (
     columns.median("p99 ms", "ttft.p99_ms", 1),
     columns.median("engine ms", cpu_of("EngineCore"), 1),
     columns.median("API ms", cpu_of("APIServer"), 1),
-    Column("lag p99 ms", lambda row: f"{_lag_p99_ms(row.runs):.1f}"),
+    columns.percentile("lag p99 ms", lambda run: run.lags_ms, 99, 1),
     Column("tensors", lambda row: ", ".join(f"{count} {name}" for name, count in sorted(row.runs[-1].tensors.items()))),
 )
 
@@ -99,8 +92,9 @@ def _other_sizes(measured: Measured, *, several: bool) -> Numbers:
 
 
 def _lags(measured: Measured) -> Numbers:
-    ours, theirs = (_lag_p99_ms(measured.get(_NEW, {}).get(way, ())) for way in (_OURS, "inline"))
-    yield "inline", None if math.isnan(ours / theirs) else ours / theirs
+    of_case = measured.get(_NEW, {})
+    ours, theirs = (percentile(of_case.get(way, ()), lambda run: run.lags_ms, 99) for way in (_OURS, "inline"))
+    yield "inline", ours / theirs if ours and theirs else None
 
 
 _INLINE_AGAIN = "vLLM, a new picture: requests/s of inline"

@@ -13,35 +13,44 @@ from click.testing import CliRunner
 from bench.__main__ import main
 from bench.isolation import heavy
 from bench.isolation.attacks import ATTACKS
-from bench.isolation.command import Isolation, _figures, _table, _verdicts
+from bench.isolation.command import Waits, report
+from bench.modes import Timing
+from bench.results import Coverage, Findings
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
 from tests.tables import for_each
 
 
-def result(neutral_ms: float, heavy_ms: float, *, nbytes: int = 1000, longest_ms: float = 0.0) -> Isolation:
-    return Isolation("much", nbytes, (1.0, neutral_ms, neutral_ms), (1.0, heavy_ms, max(heavy_ms, longest_ms)), {"200": 3})
+def judged(neutral_ms: float, heavy_ms: float, nbytes: int = 1000, longest_ms: float = 0.0) -> Findings:
+    """Of waits of which most are short: these are their 99th percentiles, and the longest one beside the heavy caller."""
+    neutral = [1.0] * 80 + [neutral_ms] * 20
+    heavy = [1.0] * 797 + [heavy_ms] * 202 + [max(heavy_ms, longest_ms)]
+    measured = {"much": {"beside a neutral load": [Waits(neutral, {})], "beside a heavy caller": [Waits(heavy, {"200": 3})]}}
+    return report(measured, {"much": nbytes}, Coverage([], []), Timing(1, 1.5))
 
 
 def test_percentiles_are_of_all_waits() -> None:
-    assert _figures([number / 1000 for number in range(1, 201)]) == (100.0, 198.0, 200.0)
-    assert _figures([0.5]) == (500.0, 500.0, 500.0)
+    parts = [Waits([float(number) for number in range(start, 201, 2)], {}) for start in (2, 1)]
+    findings = report({"much": {"beside a heavy caller": parts}}, {"much": 1024}, Coverage([], []), Timing(2, 1.5))
+    assert findings.tables[0].rows == [["much: 1 KB", "beside a heavy caller", "100.5", "198.0", "200.0", "", ""]]
+    assert [verdict.met for verdict in findings.targets] == [False, False]
 
 
 @for_each(
-    ("one", "met"),
+    ("waits", "met"),
     [
-        (result(5, 29), [True, True]),
-        (result(5, 31), [False, True]),
-        (result(20, 39), [True, True]),
-        (result(5, 49, nbytes=2 << 20), [True, True]),
-        (result(5, 51, nbytes=2 << 20), [False, True]),
-        (result(5, 20, longest_ms=151), [True, False]),
-        (result(200, 20, longest_ms=151), [True, True]),
+        ((5, 29), [True, True]),
+        ((5, 31), [False, True]),
+        ((20, 39), [True, True]),
+        ((5, 49, 2 << 20), [True, True]),
+        ((5, 51, 2 << 20), [False, True]),
+        ((5, 20, 1000, 151), [True, False]),
+        ((200, 20, 1000, 151), [True, True]),
     ],
 )
-def test_what_is_allowed(one: Isolation, met: list[bool]) -> None:
-    assert [verdict.met for verdict in _verdicts([one])] == met
-    assert _table([one]).rows[0][-1] == "3 x 200"
+def test_what_is_allowed(waits: tuple[float, ...], met: list[bool]) -> None:
+    findings = judged(*waits)  # type: ignore[arg-type] # of a table
+    assert [verdict.met for verdict in findings.targets] == met
+    assert [row[-1] for row in findings.tables[0].rows] == ["", "3 x 200"]
 
 
 @for_each("name", [name for name in ATTACKS if not name.startswith(("empty", "numbers", "a picture of 56"))])
@@ -76,6 +85,8 @@ def test_a_run_measures_both_and_stores_them(tmp_path: Path) -> None:
     ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code in (0, 1), ran.output
     stored: dict[str, Any] = json.loads(path.read_text())
-    [row] = stored["tables"][0]["rows"]
-    assert row[0] == case
-    assert row[-1] == "none yet" or row[-1].endswith(" x 200")
+    neutral, heavy = stored["tables"][0]["rows"]
+    assert neutral[0] == heavy[0]
+    assert neutral[0].startswith(case)
+    assert neutral[-1] == ""
+    assert heavy[-1] == "" or heavy[-1].endswith(" x 200")
