@@ -57,7 +57,7 @@ MODES: dict[str, Mode] = {
     "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
     "serve": Mode(_ALL, Timing(3)),
     "sglang": Mode(_shmring_without("gpu"), Timing(7)),
-    "steps": Mode(("engine/executors",)),
+    "steps": Mode(("engine/executors",), Timing(3)),
     "soak": Mode(_ENDS, command="python -m tests.soak"),
     "transport": Mode(_ENDS, Timing(5, 0.5, 0.15)),
     # 11 cases in about 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.

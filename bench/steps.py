@@ -2,8 +2,7 @@
 
 The model is a LLaVA with random weights, of 61 million parameters: what is measured is how requests share a step, and no answer
 is read. Another checkout can be measured beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each
-measurement has a process of its own, of one thread, so that CPU time does not depend on how many cores wait for each other; the
-peers take turns.
+measurement has a process of its own, of one thread, so that CPU time does not depend on how many cores wait for each other.
 
 A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
 answers are long enough for the first to go on when the last one begins.
@@ -20,16 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import torch
-from rich.table import Table
 
-from bench.command_line import DIRECTORY, SETTINGS, NotMeasured, console, measuring, missing_program
+from bench import columns
+from bench.children import BenchError
+from bench.columns import compare
+from bench.command_line import DIRECTORY, benchmark, measuring, missing_program
 from bench.machine import ROOT
+from bench.modes import Timing
+from bench.repetitions import Repetitions
+from bench.results import Coverage, Findings
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
 from shmring.engine.protocol import (
@@ -52,53 +56,18 @@ _STREAMS, _JOINING = 4, 12  # answers, and questions about a picture that come m
 _CALLERS, _TEXTS, _CHARACTERS = 16, 4, 32  # who have texts embedded
 _LIMIT_S = 900  # for a process to measure everything
 
+_OURS = "this"
+_CASE = "steps of the executor"
+
 
 def write_model(directory: Path) -> None:
-    """Writes a LLaVA: CLIP of 12 layers for 336 pixels (576 tokens a picture), and 8 layers of Llama. A byte is a token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    transformers: Any = importlib.import_module("transformers")  # which takes seconds, and is typed in part
-    transformers.utils.logging.disable_progress_bar()
+    """Writes a LLaVA: CLIP of 12 layers for 336 pixels (576 tokens a picture), and 8 layers of Llama."""
+    vision = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
+    text = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+    text |= {"num_attention_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     torch.manual_seed(7)
-    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<end>", "<image>")])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=384, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=6, image_size=336, patch_size=14
-    )
-    text = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=fast.eos_token_id,
-    )
-    config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_index=fast.convert_tokens_to_ids("<image>"),
-        tie_word_embeddings=True,
-    )
-    processor = transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessorPil(
-            size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
-        ),
-        tokenizer=fast,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template="{% for message in messages %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}",
-    )
-    processor.save_pretrained(directory)
-    transformers.LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    tiny_models: Any = importlib.import_module("tests.engine.tiny_models")  # which takes seconds
+    tiny_models.write_llava(directory, side=336, vision=vision, text=text, dtype=torch.bfloat16)
 
 
 # -- in a process of its own -----------------------------------------------------------------------------------------------
@@ -197,16 +166,15 @@ class _Peer(NamedTuple):
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
-@click.command("steps", context_settings=SETTINGS)
+@benchmark("steps", repetitions="Of each checkout.", seconds=False)
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
 @click.option("--model", default=None, type=DIRECTORY, help="A directory that holds a LLaVA.  [default: one that is made up]")
 @click.option(
     "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
 )
-@click.option("--repetitions", default=3, type=click.IntRange(min=1), help="Of each checkout.")
-def steps_command(beside: Path | None, model: Path | None, vllm: Path | None, repetitions: int) -> None:
+def steps_command(timing: Timing, beside: Path | None, model: Path | None, vllm: Path | None) -> Findings:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
-    peers = {"this": _Peer(ROOT)}
+    peers = {_OURS: _Peer(ROOT)}
     if beside is not None:
         if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured
             raise click.UsageError(f"{beside} is no checkout of shmring")
@@ -215,27 +183,24 @@ def steps_command(beside: Path | None, model: Path | None, vllm: Path | None, re
         if (missing := missing_program(vllm, "vllm", "vLLM")) is not None:
             raise click.UsageError(missing)
         peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
-    with tempfile.TemporaryDirectory() as scratch, measuring(repetitions * len(peers)) as progress:
+    runs = Repetitions[str, dict[str, float]]({_CASE: list(peers)}, timing.repetitions)
+    with tempfile.TemporaryDirectory() as scratch, measuring(runs.steps) as progress:
         if model is None:
             model = Path(scratch) / "llava"
             write_model(model)
-        for repetition in range(repetitions):
-            for name, peer in peers.items():
-                progress(f"{name}, {repetition + 1} of {repetitions}")
-                runs[name].append(_measure(peer, model))
-    others = list(peers)[1:]
-    table = Table("", *peers, *(f"this / {name}" for name in others), title="medians (minimum to maximum)")
-    for what in runs["this"][0]:
-        values = {name: [run[what] for run in found if what in run] for name, found in runs.items()}
-        medians = {name: statistics.median(numbers) for name, numbers in values.items() if numbers}
-        ratios = [f"{medians['this'] / medians[name]:.3f}" if name in medians else "" for name in others]
-        table.add_row(what, *map(_spread, values.values()), *ratios)
-    console().print(table)
+        runs.measure([_CASE], lambda _, name: _measure(peers[name], model), progress)
+    return report(runs.measured.get(_CASE, {}), runs.coverage())
 
 
-def _spread(numbers: Sequence[float]) -> str:
-    return f"{statistics.median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})" if numbers else ""
+def report(runs: Mapping[str, Sequence[Mapping[str, float]]], coverage: Coverage) -> Findings:
+    """Returns what a run has found: a row for each number of each peer."""
+    numbers = dict.fromkeys(what for of_peer in runs.values() for run in of_peer for what in run)
+    measured = {
+        what: {name: found for name, of_peer in runs.items() if (found := [run[what] for run in of_peer if what in run])}
+        for what in numbers
+    }
+    shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
+    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=coverage)
 
 
 def _measure(peer: _Peer, model: Path) -> dict[str, float]:
@@ -245,7 +210,7 @@ def _measure(peer: _Peer, model: Path) -> dict[str, float]:
     done = subprocess.run(command, env=environment, cwd=peer.checkout, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise NotMeasured(f"{peer.executor} of {peer.checkout}: {said[-1]}")
+        raise BenchError(f"{peer.executor} of {peer.checkout}: {said[-1]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # vLLM says something before
     return found
 

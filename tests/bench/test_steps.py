@@ -61,5 +61,5 @@ def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # it imports all that a model needs, in a process
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(steps.NotMeasured, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
+    with pytest.raises(steps.BenchError, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
         steps._measure(steps._Peer(steps.ROOT), tmp_path)

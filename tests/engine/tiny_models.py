@@ -11,15 +11,16 @@ The weights are drawn wider than models are initialised with, so that answers va
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "DECODER", "TORCHVISION_ARCHITECTURES", "write_tiny_model"]
+__all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "DECODER", "TORCHVISION_ARCHITECTURES", "write_llava", "write_tiny_model"]
 
 CONTEXT_LENGTH = 512
 """Tokens of prompt and answer together."""
@@ -41,6 +42,7 @@ DECODER: dict[str, Any] = {
 
 _END, _PAD = "<|end|>", "<|pad|>"
 _PICTURE_SIDE, _PATCH_SIDE = 28, 14
+_VISION = MappingProxyType({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2})
 
 _CORPUS = [
     "What is in the picture? A red boat lies on the beach, and two people are walking along the water.",
@@ -138,28 +140,39 @@ def _write_llama(path: Path, chat_template: bool) -> None:
     _save_model(transformers.LlamaForCausalLM(config), tokenizer, path)
 
 
-def _write_llava(path: Path, chat_template: bool) -> None:
-    """Every picture is cut to one size, and becomes four tokens."""
+def write_llava(
+    path: Path,
+    chat_template: bool = True,
+    *,
+    side: int = _PICTURE_SIDE,
+    vision: Mapping[str, Any] = _VISION,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Every picture is cut to one size, and becomes a token for each patch: four in a tiny one.
+
+    Args:
+        path: a directory; made if it is not there.
+        chat_template: whether it has one.
+        side: of pictures, in pixels.
+        vision: how large its tower of CLIP is.
+        text: what its Llama has that is not tiny.
+        dtype: of weights.
+    """
     tokenizer = _make_tokenizer(["<image>"])
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=_PICTURE_SIDE,
-        patch_size=_PATCH_SIDE,
-        initializer_range=_INITIALISER_RANGE,
-    )
     config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=transformers.LlamaConfig(**_text_settings(tokenizer)),
+        vision_config=transformers.CLIPVisionConfig(
+            **vision, image_size=side, patch_size=_PATCH_SIDE, initializer_range=_INITIALISER_RANGE
+        ),
+        text_config=transformers.LlamaConfig(**(_text_settings(tokenizer) | dict(text))),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_select_strategy="default",
         vision_feature_layer=-1,
     )
-    side = {"height": _PICTURE_SIDE, "width": _PICTURE_SIDE}
     processor = transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessorPil(size={"shortest_edge": _PICTURE_SIDE}, crop_size=side),
+        image_processor=transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+        ),
         tokenizer=tokenizer,
         patch_size=_PATCH_SIDE,
         vision_feature_select_strategy="default",
@@ -167,7 +180,7 @@ def _write_llava(path: Path, chat_template: bool) -> None:
         chat_template=_PICTURE_TEMPLATE.replace("PICTURE", "<image>") if chat_template else None,
     )
     processor.save_pretrained(path)
-    _save_model(transformers.LlavaForConditionalGeneration(config), tokenizer, path)
+    _save_model(transformers.LlavaForConditionalGeneration(config).to(dtype), tokenizer, path)
 
 
 def _write_gemma3(path: Path, chat_template: bool) -> None:
@@ -185,14 +198,7 @@ def _write_gemma3(path: Path, chat_template: bool) -> None:
         sliding_window=24,
         layer_types=["sliding_attention", "full_attention"],
     )
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=4 * _PATCH_SIDE,
-        patch_size=_PATCH_SIDE,
-    )
+    vision = transformers.SiglipVisionConfig(**_VISION, image_size=4 * _PATCH_SIDE, patch_size=_PATCH_SIDE)
     config = transformers.Gemma3Config(
         text_config=text,
         vision_config=vision,
@@ -220,12 +226,7 @@ def _write_idefics3(path: Path, chat_template: bool) -> None:
     tiles = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
     tokenizer = _make_tokenizer(["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *tiles])
     vision = transformers.models.idefics3.configuration_idefics3.Idefics3VisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=4 * _PATCH_SIDE,
-        patch_size=_PATCH_SIDE,
+        **_VISION, image_size=4 * _PATCH_SIDE, patch_size=_PATCH_SIDE
     )
     config = transformers.Idefics3Config(
         vision_config=vision,
@@ -282,7 +283,7 @@ def _write_qwen2_vl(path: Path, chat_template: bool) -> None:
 
 ARCHITECTURES: dict[str, Callable[[Path, bool], None]] = {
     "llama": _write_llama,
-    "llava": _write_llava,
+    "llava": write_llava,
     "gemma3": _write_gemma3,
     "idefics3": _write_idefics3,
     "qwen2_vl": _write_qwen2_vl,
