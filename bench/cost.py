@@ -7,17 +7,18 @@ and of each message only its number is looked at, since the stamps and checks of
 message does. That content arrives as it was sent is checked there.
 
 CPU is that of all threads of the process, user and system time, over the messages of the timed phase, which begins and ends
-with nothing in flight. A case has a fresh ring in each repetition.
+with nothing in flight. A case has a fresh ring in each repetition. What a GPU costs the host is in :mod:`bench.gpu.made_up`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -37,40 +38,11 @@ from bench.targets import Target, medians
 _WINDOW = 16
 _MIN_SLAB_NBYTES = 64 << 20
 _SUBJECT = "both ends"
-_FAKE_REQUESTS = 1000  # of a repetition
 
 
-class Case(NamedTuple):
-    """A size of messages, how they travel in words, and the CPU microseconds that each may take."""
-
-    nbytes: int
-    way: str
-    limit_us: float
-
-    @property
-    def title(self) -> str:
-        return f"{format_nbytes(self.nbytes)}, {self.way}"
-
-
-_IN_PLACE = "in place"
-
-CASES = (
-    Case(4 << 10, "inline", 5.0),
-    Case(64 << 10, "copied", 7.0),
-    *(Case(nbytes << 10, _IN_PLACE, 6.5) for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
-)
-
-
-class Run(NamedTuple):
-    """What a repetition costs: CPU microseconds for each message, and how many messages there were."""
-
-    cpu_us: float
-    messages: int
-
-
-async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> Run:
-    """Returns what a repetition of a case costs; raises BenchError if a message was lost, or came out of turn."""
-    nbytes, shape, in_place = case.nbytes, (case.nbytes // 4,), case.way == _IN_PLACE
+async def both_ends(nbytes: int, in_place: bool, timing: Timing) -> float:
+    """Returns the CPU microseconds of a message; raises BenchError if one was lost, or came out of turn."""
+    shape = (nbytes // 4,)
     content = torch.zeros(shape)
     sent = claimed = 0
 
@@ -113,44 +85,65 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> Run:
         ):
             await client.wait_prefaulted()
             serving = tasks.create_task(engine(ring))
-            await frontend(client, warm_up_s)
+            await frontend(client, timing.warm_up_s)
             before, started_s = sent, time.process_time()
-            await frontend(client, timed_s)
+            await frontend(client, timing.timed_s)
             cpu_s = time.process_time() - started_s
             serving.cancel()
     if claimed != sent:
         raise BenchError(f"{sent} messages were sent, {claimed} came")
-    return Run(cpu_s / (sent - before) * 1e6, sent - before)
+    return cpu_s / (sent - before) * 1e6
+
+
+class Case(NamedTuple):
+    """What is measured, in words; how; and what it may be, and of what."""
+
+    title: str
+    measure: Callable[[Timing], Coroutine[Any, Any, float]]
+    limit: float
+    unit: str = "us"
+
+    @classmethod
+    def of_message(cls, nbytes: int, way: str, limit_us: float) -> Case:
+        """Returns that of a message of this size, and how it travels in words."""
+        measured = functools.partial(both_ends, nbytes, way == _IN_PLACE)
+        return cls(f"{format_nbytes(nbytes)}, {way}: CPU per message", measured, limit_us)
+
+
+_IN_PLACE = "in place"
+
+CASES = (
+    Case.of_message(4 << 10, "inline", 5.0),
+    Case.of_message(64 << 10, "copied", 7.0),
+    *(Case.of_message(nbytes << 10, _IN_PLACE, 6.5) for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
+)
+
+_COLUMNS = (
+    columns.median("median", float, 1),
+    Column("unit", lambda row: str(row.case.unit)),
+    columns.spread("least, most", float),
+)
 
 
 def measure(cases: Sequence[Case], timing: Timing, progress: Callable[[str], None]) -> Findings:
     """Measures cases in turn, again and again, with a line before each repetition."""
     settle()
-    runs = Repetitions[Case, Run](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
-    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case, timing.warm_up_s, timing.timed_s)), progress)
-    title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
+    runs = Repetitions[Case, float](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
+    runs.measure(cases, lambda case, _: on_uvloop(case.measure(timing)), progress)
+    targets = (
+        Target(case.title, "one process", case.limit, case.unit, medians(_SUBJECT, float, {"median": case}), at_least=False)
+        for case in cases
+    )
     return Findings(
         mode="cost",
-        tables=[compare(title, ("message", "of"), runs.measured, _COLUMNS)],
-        notes=[f"Medians of {timing.repetitions} interleaved repetitions of {timing.timed_s:g} s. The program stamps nothing."],
-        targets=[_target(runs.measured, way).judge(runs.measured) for way in dict.fromkeys(case.way for case in runs.measured)],
+        tables=[compare("cost of both ends in one process", ("what", "of"), runs.measured, _COLUMNS)],
+        notes=[
+            f"Medians of {timing.repetitions} interleaved repetitions. Messages are sent for {timing.timed_s:g} s, "
+            f"{_WINDOW} in flight. Nothing is stamped. Of a made-up GPU there are {made_up.REQUESTS} requests, one at a time."
+        ],
+        targets=[target.judge(runs.measured) for target in targets],
         coverage=runs.coverage(),
     )
-
-
-_COLUMNS = (
-    columns.median("CPU us", "cpu_us", 1),
-    columns.spread("least, most", "cpu_us"),
-    Column("messages", lambda row: f"{sum(run.messages for run in row.runs):,}"),
-)
-
-
-def _target(cases: Iterable[Case], way: str) -> Target:
-    """That a way costs what it may, at the worst of its sizes."""
-    of_way = {format_nbytes(case.nbytes): case for case in cases if case.way == way}
-    sizes = list(of_way)
-    what, at = f"CPU per message, both ends in one process, {way}", " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
-    return Target(what, at, of_way[sizes[0]].limit_us, "us", medians(_SUBJECT, "cpu_us", of_way), at_least=False)
 
 
 @benchmark("cost")
@@ -160,7 +153,6 @@ def cost_command(timing: Timing, gpu_fake: bool) -> Findings:
 
     Ends with 1 if that is more than a target, with 3 if something could not be measured.
     """
-    with measuring(timing.repetitions * len(made_up.CASES if gpu_fake else CASES)) as progress:
-        if gpu_fake:
-            return made_up.measure(timing.repetitions, _FAKE_REQUESTS, progress)
-        return measure(CASES, timing, progress)
+    cases = [Case(*case) for case in made_up.CASES] if gpu_fake else CASES
+    with measuring(timing.repetitions * len(cases)) as progress:
+        return measure(cases, timing, progress)

@@ -19,56 +19,42 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import torch
 
 import shmring
-from bench import columns
-from bench.children import on_uvloop, settle
-from bench.columns import Column, compare
-from bench.repetitions import Repetitions
-from bench.results import Findings
-from bench.targets import Target, medians
-from shmring.client.client import Client
-from shmring.client.connecting import open_client
-from shmring.config import ClientConfig, RingConfig
-from shmring.ring.ring import Ring
-from shmring.ring.serving import create_shell
-from shmring.ring.shell import Shell
+from bench.modes import Timing
 
 _NBYTES = 64 << 10
 _SHAPE = (_NBYTES // 4,)
-_WARM_UP = 50  # requests
+REQUESTS = 1000  # that are measured
+_WARM_UP = 50  # before
 _COUNTED = 10  # requests whose calls are counted
-_NAME, _SUBJECT = "bench-made-up", "made-up GPU"
-
-#: Measures so many requests; returns microseconds of CPU, or calls.
-_Measure = Callable[["_Ends", int], Awaitable[float]]
+_NAME = "bench-made-up"
 
 
 class _Ends(NamedTuple):
     cuda: Any
-    ring: Ring
-    client: Client
+    ring: shmring.Ring
+    client: shmring.Client
 
 
 @contextlib.asynccontextmanager
 async def _opened() -> AsyncIterator[_Ends]:
-    from tests.model.fake_cuda import FakeCuda, FakeMemory  # compiled where the sources are used in place
+    from tests.model.host_gpu import HostMemory  # whose driver is compiled where the sources are used in place
 
-    cuda, memory = FakeCuda(), FakeMemory()
+    gpu, sizes = HostMemory(), {"slab_nbytes": "8MiB", "device_slab_nbytes": "4MiB", "staging_nbytes": "4MiB"}
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        config = RingConfig(slab_nbytes="8MiB", device_slab_nbytes="4MiB", staging_nbytes="4MiB", socket_dir=directory)
-        ring = Ring(await create_shell(Shell, _NAME, config, cuda=cuda, device_memory=memory))
-        client = await open_client(Client, [_NAME], ClientConfig(socket_dir=directory), cuda=cuda, device_memory=memory)
-        try:
-            yield _Ends(cuda, ring, client)
-        finally:
-            cuda.release()
-            await client.close()
-            await ring.close()
+        async with (
+            gpu.serve(_NAME, socket_dir=directory, **sizes) as ring,
+            gpu.connect(_NAME, socket_dir=directory) as client,
+        ):
+            try:
+                yield _Ends(gpu.cuda, ring, client)
+            finally:
+                gpu.cuda.release()
 
 
 async def _to(ends: _Ends, requests: int) -> AsyncIterator[shmring.Claim]:
@@ -93,16 +79,16 @@ async def _home(count: Callable[[], int], pause_s: float = 0.0) -> None:
         await asyncio.sleep(pause_s)
 
 
-async def _to_cpu(ends: _Ends, requests: int) -> float:
+async def _to_cpu(ends: _Ends) -> float:
     taken_us = []
-    async for claim in _to(ends, requests):
+    async for claim in _to(ends, REQUESTS):
         started_ns = time.thread_time_ns()
         await claim.to("cuda")
         taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
     return statistics.median(taken_us[_WARM_UP:])
 
 
-async def _to_calls(ends: _Ends, requests: int) -> float:
+async def _to_calls(ends: _Ends) -> float:
     counts: list[float] = []
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -132,61 +118,34 @@ async def _hand_over(ends: _Ends, turns_at_work: int | None) -> None:
         await submission.wait()
 
 
-def _hand_overs(turns_at_work: int | None = None) -> _Measure:
-    async def measured(ends: _Ends, requests: int) -> float:
+def _hand_overs(turns_at_work: int | None = None) -> Callable[[_Ends], Awaitable[float]]:
+    async def measured(ends: _Ends) -> float:
         for _ in range(_WARM_UP):
             await _hand_over(ends, turns_at_work)
         started_ns = time.process_time_ns()
-        for _ in range(requests):
+        for _ in range(REQUESTS):
             await _hand_over(ends, turns_at_work)
         await _home(lambda: ends.client.statistics().device_slots_in_use, pause_s=0.001)
-        return (time.process_time_ns() - started_ns) / requests / 1e3
+        return (time.process_time_ns() - started_ns) / REQUESTS / 1e3
 
     return measured
 
 
-class Case(NamedTuple):
-    """What is measured, in words; how; what it may be, and of what."""
+def _case(measure: Callable[[_Ends], Awaitable[float]]) -> Callable[[Timing], Coroutine[Any, Any, float]]:
+    """Measures with fresh ends."""
 
-    title: str
-    measure: _Measure
-    limit: float
-    unit: str
-
-
-CASES = (
-    Case("claim.to of one tensor of 64 KB, CPU", _to_cpu, 25.0, "us"),
-    Case("claim.to of one tensor of 64 KB, calls", _to_calls, 25.0, "calls"),
-    Case("hand-over through the device slab, CPU of both ends", _hand_overs(), 40.0, "us"),
-    Case("hand-over through the device slab, its GPU briefly at work, CPU of both ends", _hand_overs(0), 40.0, "us"),
-    Case("hand-over through the device slab, its GPU at work for longer, CPU of both ends", _hand_overs(3), 40.0, "us"),
-)
-
-
-def measure(repetitions: int, requests: int, progress: Callable[[str], None]) -> Findings:
-    """Measures all cases in turn, so many requests in each repetition, with a line before it."""
-    settle()
-
-    async def once(case: Case) -> float:
+    async def measured(timing: Timing) -> float:
         async with _opened() as ends:
-            return await case.measure(ends, requests)
+            return await measure(ends)
 
-    runs = Repetitions[Case, float](dict.fromkeys(CASES, (_SUBJECT,)), repetitions)
-    runs.measure(CASES, lambda case, _: on_uvloop(once(case)), progress)
-    shown = (
-        columns.median("median", float, 1),
-        Column("unit", lambda row: str(row.case.unit)),
-        columns.spread("least, most", float),
-    )
-    title = "cost of a GPU to the host, its driver made up"
-    targets = (
-        Target(case.title, "made-up driver", case.limit, case.unit, medians(_SUBJECT, float, {"64 KB": case}), at_least=False)
-        for case in CASES
-    )
-    return Findings(
-        mode="cost",
-        tables=[compare(title, ("what", "of"), runs.measured, shown)],
-        notes=[f"Medians of {repetitions} interleaved repetitions of {requests} requests, one at a time, in one process."],
-        targets=[target.judge(runs.measured) for target in targets],
-        coverage=runs.coverage(),
-    )
+    return measured
+
+
+#: What is measured, in words; how; what it may be, and of what. See :class:`bench.cost.Case`.
+CASES = (
+    ("claim.to of one tensor of 64 KB, CPU", _case(_to_cpu), 25.0, "us"),
+    ("claim.to of one tensor of 64 KB, calls", _case(_to_calls), 25.0, "calls"),
+    ("hand-over through the device slab, CPU of both ends", _case(_hand_overs()), 40.0, "us"),
+    ("hand-over through the device slab, its GPU briefly at work, CPU of both ends", _case(_hand_overs(0)), 40.0, "us"),
+    ("hand-over through the device slab, its GPU at work for longer, CPU of both ends", _case(_hand_overs(3)), 40.0, "us"),
+)

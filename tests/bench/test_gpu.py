@@ -13,7 +13,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -21,57 +20,20 @@ from typing import Any
 import pytest
 import torch
 
-import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
 from bench.gpu.command import Plan, Results, run
 from bench.gpu.copies import WAYS, Contender, in_flight
-from bench.gpu.device import Gpu, check, marks, sample
+from bench.gpu.device import check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.processes import Process, opened
 from bench.repetitions import Measured
 from bench.stamps import CheckError
-from shmring.client.client import Client
-from shmring.client.connecting import open_client
-from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
-from shmring.opening import Opening
-from shmring.ring.ring import Ring
-from shmring.ring.serving import create_shell
-from shmring.ring.shell import Shell
-from tests.model.fake_cuda import FakeCuda, FakeMemory
+from tests.model.host_gpu import NAME, HostMemory
 from tests.tables import for_each
 
 KB, MB = 1 << 10, 1 << 20
-NAME = "A GPU made of host memory"
-
-
-class HostMemory(Gpu):
-    """What measuring asks of a GPU, of host memory."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.cuda = FakeCuda()
-        self.memory = FakeMemory()
-
-    def describe(self) -> str:
-        return NAME
-
-    def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[Ring]:
-        async def create() -> Ring:
-            return Ring(await create_shell(Shell, name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
-
-        return Opening(create)
-
-    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Client]:
-        config = ClientConfig(**options)
-        return Opening(lambda: open_client(Client, [name], config, cuda=self.cuda, device_memory=self.memory))
-
-    def page_locked(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def finish(self) -> None:
-        pass
 
 
 @pytest.fixture
