@@ -74,7 +74,7 @@ def test_one_place_makes_pointers_and_one_receives_them() -> None:
 
 
 def test_segments_have_the_name_that_tests_look_for() -> None:
-    """See ``left_behind`` of :class:`bench.sglang.server.Server`."""
+    """See ``left_behind`` of :class:`tests.sglang.server.Server`."""
     done = run("import os; from sglang.srt.utils import stale_shm_cleanup as s; print(os.getpid(), s.make_shm_name('mm'))")
     pid, name = done.stdout.split()[-2:]
     assert name.startswith(f"sgl_shm_mm_{pid}_")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import serve
+from tests.sglang.server import serve
 
 pytestmark = pytest.mark.timeout(1200)
 

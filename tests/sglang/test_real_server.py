@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.servers import picture
-from bench.sglang.server import Server, serve
+from tests.sglang.server import Server, serve
 
 pytestmark = pytest.mark.timeout(1200)
 
