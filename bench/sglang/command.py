@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import tempfile
 import time
@@ -18,9 +17,9 @@ from bench.columns import Column, compare
 from bench.modes import Timing
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions
-from bench.results import Coverage, Findings, Table
+from bench.results import Coverage, Findings
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
-from bench.targets import Numbers, Target, ratios
+from bench.targets import Target, medians, ratios
 from shmring.memory.slab import SHM_DIRECTORY
 
 _OURS, _THEIRS = "shmring", "sglang"
@@ -49,9 +48,6 @@ class Case:
 CASES = (Case(_SMALL, 1), Case(_LARGE, 1), Case(_SMALL, 2), Case(_LARGE, 2))
 #: Which end is killed, and the ranks that there are.
 KILLS = {"scheduler": 1, "tokenizer": 1, "rank": 2}
-
-#: What is left in ``/dev/shm``, in bytes, by the end that was killed and the way.
-Left = Mapping[tuple[str, str], int]
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -82,19 +78,19 @@ TARGETS = (
 )
 
 
-def _left_mb(left: Left) -> Numbers:
-    return ((end, left[end, _OURS] / _MB if (end, _OURS) in left else None) for end in KILLS)
+_LEFT = Target(
+    "SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB",
+    medians(_OURS, float, {end: end for end in KILLS}), at_least=False,
+)  # fmt: skip
 
 
-_LEFT = Target("SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB", _left_mb, at_least=False)
-
-
-def report(measured: Measured, left: Left, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table of times, one of what kills leave, and the verdicts on the targets."""
-    tables = [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)]
-    killed = [[end, way, f"{nbytes / _MB:.0f} MB"] for (end, way), nbytes in left.items()]
+def report(measured: Measured, left: Measured, coverage: Coverage, versions: str) -> Findings:
+    """Returns the report of a run: a table of times, one of the MB that kills leave, and the verdicts on the targets."""
     title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
-    tables.append(Table(title, ["killed", "way", "left"], killed, ("way",)))
+    tables = [
+        compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS),
+        compare(title, ("killed", "way"), left, (columns.median("left, MB", float),)),
+    ]
     notes = [
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
         "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
@@ -136,8 +132,8 @@ def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: 
             runs.measure(of_ranks, measure, progress)
 
 
-def _kill(way: str, end: str, environment: Path) -> int:
-    """Kills an end, and returns how much is left in ``/dev/shm``."""
+def _kill(end: str, way: str, environment: Path) -> float:
+    """Kills an end, and returns how many MB are left in ``/dev/shm``."""
     with _ends(way, KILLS[end], environment) as ends:
         before = _segments()
         ends.order(msgspec.structs.replace(_KILLED, kill=end), str)
@@ -148,7 +144,7 @@ def _kill(way: str, end: str, environment: Path) -> int:
     for name in left:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SHM_DIRECTORY / name)
-    return sum(left.values())
+    return sum(left.values()) / _MB
 
 
 def _segments() -> dict[str, int]:
@@ -165,10 +161,9 @@ def _segments() -> dict[str, int]:
 def sglang_command(timing: Timing, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
     runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
-    left: dict[tuple[str, str], int] = {}
-    with command_line.measuring(runs.steps + len(KILLS) * len(WAYS)) as progress:
+    kills = Repetitions[str, float](dict.fromkeys(KILLS, tuple(WAYS)), 1, lambda end: f"kill -9 of the {end}")
+    with command_line.measuring(runs.steps + kills.steps) as progress:
         _measure(runs, environment, progress)
-        for end, way in itertools.product(KILLS, WAYS):
-            progress(f"kill -9 of the {end}, {way}")
-            left[end, way] = _kill(way, end, environment)
-    return report(runs.measured, left, runs.coverage(), command_line.versions(environment, "sglang", "torch"))
+        kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment), progress)
+    coverage = runs.coverage() + kills.coverage()
+    return report(runs.measured, kills.measured, coverage, command_line.versions(environment, "sglang", "torch"))
