@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.fan_out.command import Host, report
+from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, SMALL, STEP, Host, measurable, planned, report
 from bench.fan_out.measuring import END, Cell, Run, Stamps
-from bench.fan_out.plan import CENTRAL, LARGE, MIDDLE, SMALL, STEP, measurable, planned
 from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.results import Coverage
 
