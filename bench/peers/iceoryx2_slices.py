@@ -41,14 +41,12 @@ import torch
 
 from bench.messages import DTYPES, Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
-from bench.peers.peer import shared_memory_shortage
 from shmring.memory.slab import SHM_DIRECTORY
 
 _ALIGNMENT = 64  # bytes: a cache line; copies into memory that is not aligned so are slower
 _BATCH_NBYTES, _MAX_BATCH = 4 << 20, 64  # bytes, and messages, that are taken at a time
 _MAX_DIMENSIONS = 8  # of a tensor; no model's input has more
 _DTYPES = tuple(DTYPES.values())
-_SPARE_SAMPLES = 2  # that a publisher preallocates beside the window: one on loan, and one that is being read
 
 
 class _UserHeader(ctypes.Structure):
@@ -77,9 +75,6 @@ class Iceoryx2(WindowedPeer):
     name = "iceoryx2"
     title = "iceoryx2, one copy"
     requires = "iceoryx2"
-
-    def limits(self, cell: Cell) -> str | None:
-        return shared_memory_shortage(cell.producers * (cell.window + _SPARE_SAMPLES) * cell.nbytes, "its loans")
 
     def create_own(self, context: SpawnContext, producers: int) -> str:
         return f"bench{secrets.token_hex(4)}_"  # short: the listener's socket has it in its address, which ends at 107 bytes

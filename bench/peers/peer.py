@@ -23,7 +23,7 @@ from bench.messages import DTYPES, Ask, Cell, Header, Sink, Source
 from bench.request.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
-_QUESTION_COPIES = 3  # of all that are in flight: at their client, on their way, at the engine
+_COPIES = 3  # of all that is in flight: at its sender, on its way, at its receiver
 
 
 def allow_read_only_tensors() -> None:
@@ -55,9 +55,15 @@ class Adapter:
         except metadata.PackageNotFoundError:
             return None
 
-    def limits(self, cell: Any) -> str | None:
-        """Returns why this peer can't do a cell, such as a largest message; None if it can."""
-        return None
+    def limits(self, cell: Cell) -> str | None:
+        """Returns why this peer can't do a cell, such as a largest message; None if it can.
+
+        There must be memory for what is in flight. That is asked of all peers alike, or some would be compared with nobody.
+        """
+        nbytes = _COPIES * cell.producers * cell.window * cell.nbytes
+        available = min(shutil.disk_usage(SHM_DIRECTORY).free, psutil.virtual_memory().available)
+        said = f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
+        return None if nbytes <= available else said
 
     def create_shared(self, context: SpawnContext, ends: int) -> Any:
         """Makes what all processes, of so many producers or clients, must inherit: in their parent, once. Nothing, usually."""
@@ -100,9 +106,6 @@ class Peer(Adapter, abc.ABC):
 class RequestPeer(Adapter, abc.ABC):
     """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
 
-    def limits(self, cell: Cell) -> str | None:
-        return memory_shortage(_QUESTION_COPIES * cell.producers * cell.window * cell.nbytes)
-
     @abc.abstractmethod
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone."""
@@ -132,17 +135,3 @@ class Description(msgspec.Struct, array_like=True):
     def tensor(self, content: Any) -> torch.Tensor:
         """Returns a view of a buffer, which may be longer."""
         return torch.frombuffer(content, dtype=DTYPES[self.dtype], count=math.prod(self.shape)).view(self.shape)
-
-
-def memory_shortage(nbytes: int) -> str | None:
-    """Returns that so much memory for what is in flight is not there, if it is not."""
-    available = psutil.virtual_memory().available
-    said = f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
-    return None if nbytes <= available else said
-
-
-def shared_memory_shortage(nbytes: int, whose: str) -> str | None:
-    """Returns that so much shared memory is not there for something, in the plural: in the mount, or in the machine."""
-    available = min(shutil.disk_usage(SHM_DIRECTORY).free, psutil.virtual_memory().available)
-    said = f"{whose} take {nbytes / 2**30:.1f} GiB of shared memory, {available / 2**30:.1f} GiB are available"
-    return None if nbytes <= available else said

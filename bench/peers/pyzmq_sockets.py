@@ -31,7 +31,7 @@ import torch
 
 from bench.messages import Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
-from bench.peers.peer import Description, RequestPeer, encode, memory_shortage
+from bench.peers.peer import Description, RequestPeer, encode
 from bench.request.questions import Desk
 
 _REQUEST_THREADS = 2  # of ZMQ
@@ -65,10 +65,6 @@ class PyzmqMultipart(WindowedPeer):
     name = "pyzmq"
     title = "pyzmq multipart (vLLM direct_rpc)"
     requires = "pyzmq"
-
-    def limits(self, cell: Cell) -> str | None:
-        # All of the window is in the producer's tensors, and may at the same time be in the consumer's ZMQ.
-        return memory_shortage(2 * cell.producers * cell.window * cell.nbytes)
 
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:

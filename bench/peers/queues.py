@@ -37,12 +37,11 @@ import torch.multiprocessing
 
 from bench.messages import DTYPES, Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
-from bench.peers.peer import allow_read_only_tensors, memory_shortage
+from bench.peers.peer import allow_read_only_tensors
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
 _TIMEOUT_S = 10.0  # of torch's queue as in vLLM; faster-fifo's default
-_PICKLE_COPIES = 3  # of one message beyond the window: the pickle, what comes out of the pipe, the bytes unpickled from it
 
 _RING_NBYTES = 320 << 20  # the largest message and a quarter; both sides copy under the same lock, more would gain nothing
 _BATCH_NBYTES = 1 << 20  # received at a time, so that what is read is still in the cache; at least one message
@@ -103,9 +102,9 @@ class FasterFifoQueue(_QueueStream):
     requires = "faster-fifo"
 
     def limits(self, cell: Cell) -> str | None:
-        if _in_ring_nbytes(cell) <= _RING_NBYTES:
-            return None
-        return f"a message does not fit into its ring of {_RING_NBYTES >> 20} MiB"
+        if _in_ring_nbytes(cell) > _RING_NBYTES:
+            return f"a message does not fit into its ring of {_RING_NBYTES >> 20} MiB"
+        return super().limits(cell)
 
     def window(self, cell: Cell) -> int:
         return max(1, min(cell.window, _RING_NBYTES // (cell.producers * _in_ring_nbytes(cell))))
@@ -147,9 +146,6 @@ def _loads(content: memoryview) -> _Message:
 class MultiprocessingQueue(_QueueStream):
     name = "multiprocessing-queue"
     title = "multiprocessing.Queue"
-
-    def limits(self, cell: Cell) -> str | None:
-        return memory_shortage(cell.producers * (cell.window + _PICKLE_COPIES) * cell.nbytes)
 
     def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         queue.put((tuple(header), cell.dtype, cell.shape, source.array.tobytes()))

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.messages import Cell, Header, Sink, Source
-from bench.peers.peer import Description, Peer, encode, memory_shortage
+from bench.peers.peer import Description, Peer, encode
 
 _SPIN_S = 1.0  # after the last message, as vLLM
 _NAP_S = 0.1  # as vLLM's first spin timer; no cell has gaps in which it matters
@@ -226,10 +226,6 @@ class SpinningRing(Peer):
     title = "spinning ring (vLLM MessageQueue)"
     event_driven = False
     lane: ClassVar[type[_Lane]] = _Lane
-
-    def limits(self, cell: Cell) -> str | None:
-        # Beside the rings: a copy of the message that is being read, and one that the reader has not yet let go of.
-        return memory_shortage(cell.producers * self.lane.nbytes(cell) + 2 * cell.nbytes)
 
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
         lane = self.lane(cell, _mapped(self._path(cell, source.producer), self.lane.nbytes(cell)))

@@ -39,7 +39,7 @@ import torch
 
 from bench.messages import Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
-from bench.peers.peer import Description, RequestPeer, encode, shared_memory_shortage
+from bench.peers.peer import Description, RequestPeer, encode
 from bench.request.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
@@ -169,7 +169,8 @@ async def served(path: Path, take: Callable[[Messages, memoryview], bool], liste
     finally:
         server.close()
         for accepted in ends:
-            accepted.transport.close()
+            if hasattr(accepted, "transport"):  # else it was accepted just now, and its loop ends before it is connected
+                accepted.transport.close()
         path.unlink(missing_ok=True)  # noqa: ASYNC240 # a name in a directory of our own is gone at once
 
 
@@ -209,7 +210,6 @@ class SocketPeer(WindowedPeer):
 # -- inline msgpack ----------------------------------------------------------------------------------------------------
 
 
-_MAX_NBYTES = (1 << 32) - 4096  # what the prefix can say, less what is around the tensor
 _REQUEST_DTYPE = "float32"
 
 
@@ -235,11 +235,6 @@ class InlineMsgpack(SocketPeer):
 class InlineRequest(RequestPeer):
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
-
-    def limits(self, cell: Cell) -> str | None:
-        if max(cell.nbytes, cell.reply_nbytes) > _MAX_NBYTES:
-            return "its length prefix ends at 4 GiB"
-        return super().limits(cell)
 
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         def take(end: Messages, body: memoryview) -> bool:
@@ -279,9 +274,6 @@ _named_decoder = msgspec.msgpack.Decoder(_Named)
 class SharedMemorySegments(SocketPeer):
     name = "shared-memory"
     title = "a segment per tensor (SGLang)"
-
-    def limits(self, cell: Cell) -> str | None:
-        return shared_memory_shortage(cell.producers * cell.window * cell.nbytes, "its segments")
 
     def create_own(self, context: SpawnContext, producers: int) -> str:
         return f"bench-{os.getpid()}-{secrets.token_hex(4)}"  # what the segments' names begin with

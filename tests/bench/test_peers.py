@@ -32,9 +32,7 @@ from shmring.memory.slab import SHM_DIRECTORY
 from tests.tables import for_each
 
 #: Of those whose cells may be too large for the machine, or for themselves, what they say.
-TOO_LARGE = dict.fromkeys(
-    ("iceoryx2", "iceoryx2-loaned", "pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue"), "GiB"
-) | {"faster-fifo": "does not fit into its ring"}
+TOO_LARGE = dict.fromkeys(PEERS, "GiB of memory are available") | {"faster-fifo": "does not fit into its ring"}
 #: The modules that adapters import when they are used, by the adapters' own.
 PACKAGES = {"iceoryx2_slices": "iceoryx2", "queues": "faster_fifo", "pyzmq_sockets": "zmq"}
 PRODUCERS = 2
