@@ -67,7 +67,7 @@ class Coverage(msgspec.Struct, frozen=True):
     def of(
         cls, planned: Iterable[Planned], measured: Mapping[Key, int], reasons: Mapping[Key, tuple[Status, str]] | None = None
     ) -> Coverage:
-        """Compares a plan with the repetitions that there are; where a case comes twice in it, its repetitions add up."""
+        """Compares a plan with the repetitions that there are."""
         planned = list(planned)
         expected = _expected(planned)
         gaps = []
@@ -128,11 +128,7 @@ def checkout(commit: str | None) -> str:
 
 def _expected(planned: Iterable[Planned]) -> dict[Key, int]:
     """Repetitions by case and subject."""
-    expected: collections.Counter[Key] = collections.Counter()
-    for case in planned:
-        for subject in case.subjects:
-            expected[case.case, subject] += case.repetitions
-    return dict(expected)
+    return {(each.case, subject): each.repetitions for each in planned for subject in each.subjects}
 
 
 # -- what is stored and shown ------------------------------------------------------------------------------------------
