@@ -58,7 +58,6 @@ class Case(msgspec.Struct, frozen=True, order=True):
 
     @property
     def title(self) -> str:
-        """The case in words."""
         return f"{format_nbytes(self.nbytes)}, {self.producers} producer{'s' * (self.producers > 1)}, window {self.window}"
 
     def cell(self, **timing: Any) -> Cell:

@@ -59,7 +59,6 @@ class Filled(NamedTuple):
 
     @property
     def title(self) -> str:
-        """It in words."""
         return f"{LIFETIMES[self.lifetime].title}, slab of {self.slab_nbytes >> 30} GiB"
 
 

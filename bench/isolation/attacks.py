@@ -57,10 +57,6 @@ def _picture(width: int, height: int, seed: int = 0) -> dict[str, object]:
     return picture_part((width, height), np.random.default_rng(seed))
 
 
-def _clip() -> bytes:
-    return _parts([video_part((1280, 720), 30, np.random.default_rng(1))])
-
-
 def _filled(before: str, item: str, after: str, nbytes: int) -> bytes:
     """Returns a body of about so many bytes, most of which is one thing again and again."""
     return (before + ",".join([item] * (nbytes // (len(item) + 1))) + after).encode()
@@ -87,7 +83,7 @@ def _every() -> Iterator[Attack]:
     yield Attack("a text of quotes, 1 MB", 4, lambda: _filled(f'{{"model":"{MODEL}","input":["', r"\"\"", '"]}', 1 * _MB))
     yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up=True)
     yield Attack("a picture of 56 megapixels", 4, lambda: _parts([_picture(8640, 6480)]))
-    yield Attack("a clip of 720p", 4, _clip)
+    yield Attack("a clip of 720p", 4, lambda: _parts([video_part((1280, 720), 30, np.random.default_rng(1))]))
 
 
 #: All of them, by what they are called in tables.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import math
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import metadata
@@ -24,11 +23,6 @@ from bench.request.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
 _COPIES = 3  # of all that is in flight: at its sender, on its way, at its receiver
-
-
-def allow_read_only_tensors() -> None:
-    """Has torch not warn that it can't enforce it, where a tensor views memory that nobody writes to."""
-    warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)
 
 
 class Adapter:

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import importlib
 import struct
+import warnings
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import get_temp_dir
@@ -37,7 +38,6 @@ import torch.multiprocessing
 
 from bench.messages import DTYPES, Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
-from bench.peers.peer import allow_read_only_tensors
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
@@ -78,7 +78,8 @@ class _QueueStream(WindowedPeer):
         yield lambda: self.put(own, source.stamp(), source, cell)
 
     async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
-        allow_read_only_tensors()
+        # Nobody writes to a tensor that views what was received. torch warns that it can't see to that.
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)
         listening()
         try:
             await asyncio.to_thread(self._receive, cell, own, intake)

@@ -36,7 +36,6 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """It in words."""
         return f"{format_nbytes(self.nbytes)}, {self.window} in flight" if self.nbytes else f"from the {self.place} node"
 
 
@@ -48,7 +47,6 @@ class Question(NamedTuple):
 
     @property
     def title(self) -> str:
-        """It in words."""
         return f"a {self.carried}, {self.window} in flight"
 
 

@@ -43,7 +43,6 @@ class Case(messages.Case, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """The case in words."""
         return f"{format_nbytes(self.nbytes)}, {self.window} in flight of {self.producers} client{'s' * (self.producers > 1)}"
 
     def cell(self, **timing: Any) -> Cell:

@@ -24,7 +24,6 @@ class Media(NamedTuple):
 
     @property
     def title(self) -> str:
-        """It in words."""
         pixels = f"{self.size[0]}x{self.size[1]}"
         return f"a clip of {self.frames} frames of {pixels}" if self.frames else f"a picture of {pixels}"
 
@@ -46,7 +45,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """It in words."""
         carried = "text only" if self.media is None else self.media.title
         tokens = f", {self.output_tokens} tokens each" if self.endpoint == "chat" else ""
         return f"{self.requests:,} {self.endpoint} requests with {carried}{tokens}, {self.max_concurrency} at a time"

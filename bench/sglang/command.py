@@ -41,7 +41,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """It in words."""
         return f"{self.nbytes / _MB:.1f} MB, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 

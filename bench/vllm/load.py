@@ -69,9 +69,9 @@ class Fleet:
 
     @property
     def title(self) -> str:
-        """It in words."""
         engines = f", {self.engines} engine cores" if self.engines > 1 else ""
-        return f"{pixels_mb(self.side):.0f} MB, {self.api_servers} API server{'s' * (self.api_servers > 1)}{engines}"
+        prepared_mb = self.side * self.side * 3 * 2 / 1e6  # of a picture
+        return f"{prepared_mb:.0f} MB, {self.api_servers} API server{'s' * (self.api_servers > 1)}{engines}"
 
     def ways(self, chosen: Sequence[str]) -> list[str]:
         """Which of the chosen ways can serve so: torch_shm has one engine core only."""
@@ -88,7 +88,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """It in words."""
         return f"{self.kind}, {self.concurrency} at a time"
 
     @property
@@ -116,11 +115,6 @@ FULL += [Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:
     """Returns the cases of each fleet."""
     return {fleet: [case for case in cases if case.fleet == fleet] for fleet in dict.fromkeys(case.fleet for case in cases)}
-
-
-def pixels_mb(side: int) -> float:
-    """What a picture takes when it is prepared."""
-    return side * side * 3 * 2 / 1e6
 
 
 # -- asking ------------------------------------------------------------------------------------------------------------
