@@ -3,7 +3,7 @@
 Nothing is measured here and no number is written by hand: what the document says is in the JSON files
 (:class:`bench.results.Findings`), and running this again gives the same text.
 
-A verdict counts while the code that it is about is the code that was measured (:mod:`bench.ages`). Others say that they are
+A verdict counts while the code that it is about is the code that was measured (:mod:`bench.modes`). Others say that they are
 stale, and what they were.
 """
 
@@ -17,9 +17,8 @@ from typing import NamedTuple, TypeAlias
 import click
 import msgspec
 
-from bench import ages, plots
+from bench import modes, plots
 from bench.command_line import gaps_table, machine_line
-from bench.modes import command_of
 from bench.results import Findings, Table, Verdict, checkout
 from bench.transport import Stored
 
@@ -71,11 +70,11 @@ class ReportError(click.ClickException):
 
 #: Results by the names of their files; transports first.
 _Stored: TypeAlias = Mapping[str, Findings]
-#: How many commits have changed what a mode measures since a commit: see :func:`bench.ages.age`.
+#: How many commits have changed what a mode measures since a commit: see :func:`bench.modes.age`.
 _Age: TypeAlias = Callable[[str, str | None], int | None]
 
 
-def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -> Path:
+def build(results_directory: Path, docs_directory: Path, age: _Age = modes.age) -> Path:
     """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
 
     ``speed.svg`` is the README's plot, of the result that is called ``transport``. Returns the path of ``benchmarks.md``.
@@ -107,7 +106,7 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = ages.age) -
 
 def status(results_directory: Path) -> Table:
     """Returns a table of the stored results: what each has of its plan, what sources it comes from, and how old it is."""
-    return _stored_table(_read(results_directory), ages.age)
+    return _stored_table(_read(results_directory), modes.age)
 
 
 def _read(directory: Path) -> _Stored:
@@ -135,7 +134,7 @@ def _stored_table(stored: _Stored, age: _Age) -> Table:
     rows = []
     for name, findings in sorted(stored.items()):
         measured = "the plan is not known" if findings.coverage is None else findings.coverage.summary()
-        rows.append([name, measured, checkout(_commit(findings)), ages.age_in_words(age(findings.mode, _commit(findings)))])
+        rows.append([name, measured, checkout(_commit(findings)), modes.age_in_words(age(findings.mode, _commit(findings)))])
     return Table("stored results", columns, rows, texts=tuple(columns))
 
 
@@ -187,7 +186,7 @@ def _targets(stored: _Stored, age: _Age) -> Iterator[str]:
         f"{len(counted)} of {len(judged)} verdicts count: {met} met, {missed} missed{explained_too}. Not counted: {stale} "
         f"stale, {unknown} of unknown age, {unmeasured} not measured.\n"
     )
-    yield _COUNTED.format(head=ages.head() or "the present one")
+    yield _COUNTED.format(head=modes.head() or "the present one")
     for mode, of_mode in itertools.groupby(judged, key=lambda one: one.mode):
         yield f"### {_title(mode)}\n"
         columns = ["target", "at", "asked", "measured", "", "missed at", "result"]
@@ -236,6 +235,6 @@ def _section(name: str, findings: Findings, plot: Path) -> Iterator[str]:
 
 def _again(stored: _Stored) -> str:
     """How each was measured."""
-    commands = {name: findings.command or command_of(findings.mode) for name, findings in sorted(stored.items())}
+    commands = {name: findings.command or modes.command_of(findings.mode) for name, findings in sorted(stored.items())}
     lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
     return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.ages import age, age_in_words, head
 from bench.machine import ROOT
-from bench.modes import MODES
+from bench.modes import MODES, age, age_in_words, head
 from tests.tables import for_each
 
 
