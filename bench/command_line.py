@@ -32,7 +32,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 _WHERE_RESULTS_GO = "--json"
-_PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
+_PIPE_WIDTH = 300  # what the widest table needs for none of its numbers to be cut
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
