@@ -29,12 +29,10 @@ class Mode(NamedTuple):
     Attributes:
         code: the paths that it measures, as git takes them.
         timing: of its cases; None: it says that itself.
-        command: how it is started, where that does not follow from its name.
     """
 
     code: tuple[str, ...]
     timing: Timing | None = None
-    command: str = ""
 
     def timed(self, repetitions: int | None = None, seconds: float | None = None) -> Timing:
         """Returns how long it runs where somebody has said something else, or has not."""
@@ -61,22 +59,17 @@ MODES: dict[str, Mode] = {
     "isolation": Mode(_ALL, Timing(2, 1.5)),
     "ray": Mode(_shmring_without("gpu", "threads", "worker", "integrations/sglang", "integrations/vllm"), Timing(5, 0.4, 0.05)),
     "request": Mode(_ENDS, Timing(7, 1.0, 0.25)),
-    "request-scaling": Mode(_ENDS, command="python -m bench request --scaling"),
+    "request-scaling": Mode(_ENDS),
     "serve": Mode(_ALL, Timing(3)),
     "sglang": Mode(_shmring_without("gpu"), Timing(7)),
     "steps": Mode(("engine/executors",), Timing(3)),
-    "soak": Mode(_ENDS, command="python -m tests.soak"),
+    "soak": Mode(_ENDS),
     "transport": Mode(_ENDS, Timing(5, 0.5, 0.15)),
     # 11 cases in about 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.
     "quick": Mode(_ENDS, Timing(3, 0.15, 0.05)),
     "vllm": Mode(_shmring_without("gpu", "worker"), Timing(12)),
-    "vllm-workers": Mode(_shmring_without("gpu", "worker"), Timing(7), command="python -m bench vllm --workers"),
+    "vllm-workers": Mode(_shmring_without("gpu", "worker"), Timing(7)),
 }
-
-
-def command_of(mode: str) -> str:
-    """Returns the command line that measures what a mode's JSON holds."""
-    return (MODES[mode].command if mode in MODES else "") or f"python -m bench {mode}"
 
 
 def code_of(mode: str) -> tuple[str, ...]:

@@ -235,6 +235,6 @@ def _section(name: str, findings: Findings, plot: Path) -> Iterator[str]:
 
 def _again(stored: _Stored) -> str:
     """How each was measured."""
-    commands = {name: findings.command or modes.command_of(findings.mode) for name, findings in sorted(stored.items())}
+    commands = {name: findings.command or f"python -m bench {findings.mode}" for name, findings in sorted(stored.items())}
     lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
     return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])

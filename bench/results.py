@@ -212,7 +212,7 @@ class Findings(msgspec.Struct, frozen=True):
         targets: what the run says of those that it measured.
         results: what a plot draws, or what a later run is compared with; None where there is neither. Nothing else is ever
             read again, so nothing else is stored: no single repetitions, and no single requests.
-        command: what was typed; empty where it was not kept.
+        command: what was typed; empty: that of the mode, without options.
         coverage: what was planned, and what is missing of it; None in results that are older than the record.
     """
 

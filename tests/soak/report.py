@@ -45,6 +45,7 @@ def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Finding
             "Loop lag is the longest delay of a timer of 5 ms between two looks. Waiting for a core counts, too.",
         ],
         targets=[_target(checks)],
+        command="python -m tests.soak",
     )
 
 
