@@ -20,6 +20,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 import shmring
+from shmring.engine.executors.interface import StepOutput
+from shmring.engine.executors.synthetic import SyntheticExecutor
 from shmring.engine.protocol import (
     CAPABILITIES,
     GenerateReply,
@@ -160,6 +162,28 @@ async def test_reasoning_text_and_calls_are_items(open_engine: Any, open_app: Op
     assert [item["status"] for item in added] == ["in_progress"] * 4
     assert [item["arguments"] for item in added[2:]] == ["", ""]
     assert [event["output_index"] for event in events if event["type"] == "response.output_item.done"] == [0, 1, 2, 3]
+
+
+async def test_an_answer_that_the_engine_sends_whole_has_the_items_of_one_that_it_streams(
+    open_core: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["reasoning"] * 3 + ["text"] * 5 + ["reasoning"] + ["text"] * 2
+
+    def say_next(_: SyntheticExecutor, answer: Any) -> StepOutput:
+        answer.sent += 1
+        finished = answer.sent == len(kinds)
+        reply = GenerateReply("", [answer.sent], 1, answer.sent, "stop" if finished else None)
+        setattr(reply, kinds[answer.sent - 1], f"{answer.sent} ")
+        return StepOutput(reply, finished=finished)
+
+    monkeypatch.setattr(SyntheticExecutor, "_next_token", say_next)
+    http = await open_app(await open_core())
+    body = BODY | {"model": "shmring-synthetic"}
+    whole = (await http.post("/v1/responses", json=body)).json()
+    events = events_of((await http.post("/v1/responses", json=body | {"stream": True})).text)
+    assert shape_of(whole) == shape_of(events[-1]["response"])
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"] * 2
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
 
 
 async def test_an_answer_that_is_cut_off_is_incomplete(open_engine: Any, open_app: OpenApp) -> None:
