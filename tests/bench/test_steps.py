@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import steps
+from bench import step_program, steps
+from bench.machine import ROOT
 from shmring.engine.executors.interface import ExecutorOptions
 
 pytest.importorskip("transformers")
@@ -35,20 +39,30 @@ def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[execut
 
     monkeypatch.setattr(executor._model, "advance", cost)
     now = lambda: clock.now  # noqa: E731 - two clocks, of which one would do
-    monkeypatch.setattr(steps, "time", SimpleNamespace(process_time=now, perf_counter=now))
+    monkeypatch.setattr(step_program, "time", SimpleNamespace(process_time=now, perf_counter=now))
     yield executor
     executor.close()
 
 
 def test_steps_count_in_which_all_answers_are_written(executor: executor_module.TransformersExecutor) -> None:
-    found = steps._measure_case(executor, 40, 3, 50)
+    found = step_program._measure_case(executor, 40, 3, 50)
     assert found["CPU ms a step, 40 x 3"] == 3000
     assert found["all CPU s, 40 x 3 + 50"] > 3000, "prompts, too, which were read in several steps"
 
 
 def test_a_case_without_such_a_step_is_no_measurement(executor: executor_module.TransformersExecutor) -> None:
     with pytest.raises(RuntimeError, match="40 x 3: the first answer has ended before the last one began"):
-        steps._measure_case(executor, 40, 3, 4)
+        step_program._measure_case(executor, 40, 3, 4)
+
+
+@pytest.mark.slow
+def test_the_program_runs_beside_any_bench(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "shmring").symlink_to(ROOT / "shmring")
+    command = [sys.executable, "-P", "-c", f"import runpy; runpy.run_path({str(steps.PROGRAM)!r})"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:

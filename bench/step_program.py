@@ -1,0 +1,123 @@
+"""Steps of an executor, in a process of their own; for ``steps.py``, which says more.
+
+It runs with the ``shmring`` of any checkout, so it imports nothing of ``bench``: that would be the other checkout's, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
+from shmring.engine.protocol import (
+    ChatMessage,
+    EncodeRequest,
+    GenerateRequest,
+    MediumPart,
+    Picture,
+    SamplingParams,
+    Text,
+    TextPart,
+)
+
+#: Tokens of a prompt, and answers that are written at the same time.
+CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
+
+_TOKENS = 128  # of an answer: when the last prompt has been read, piece by piece, the first answer goes on for some time
+_MEASURED = 24  # steps; the first in which each of the answers gets a token and no prompt is read
+_STREAMS, _JOINING = 4, 12  # answers, and questions about a picture that come meanwhile
+_CALLERS, _TEXTS, _CHARACTERS = 16, 4, 32  # who have texts embedded
+
+
+class _Step(NamedTuple):
+    """What a step cost, and of how many requests it was."""
+
+    wall_s: float
+    cpu_s: float
+    requests: int
+
+
+def measure_steps(
+    model: str, cases: Sequence[Sequence[int]] = CASES, answer_tokens: int = _TOKENS, name: str = "transformers"
+) -> dict[str, float]:
+    """Measures everything once; returns numbers by what they are of. Of the executor ``vllm``, answers to texts alone."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"max_num_seqs": 32}
+    if name == "vllm":  # which does not read weights of this name, and whose answers nobody reads
+        options |= {"load_format": "dummy", "enforce_eager": True, "max_model_len": 8192, "gpu_memory_utilization": 0.1}
+    executor = create_executor(name, ExecutorOptions(model=model, options=options))
+    _execute(executor, [_question("x" * 16, 4)])
+    gc.collect()
+    gc.freeze()  # as the engine does when it has started: looking through all that was imported stops a step for 0.1 s and more
+    found: dict[str, float] = {}
+    for prompt, streams in cases:
+        found |= _measure_case(executor, prompt, streams, answer_tokens)
+    if name == "vllm":
+        return found
+    joining = [_question("What is it?", 8, _picture(seed)) for seed in range(_JOINING)]
+    steps = _execute(executor, [_question("x" * 32, 4 * answer_tokens) for _ in range(_STREAMS)], joining)
+    found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(step.wall_s for step in steps[1:])
+    texts = [EncodeRequest([Text(chr(97 + caller) * _CHARACTERS)] * _TEXTS) for caller in range(_CALLERS)]
+    steps = _execute(executor, texts)
+    found[f"embeddings/s of CPU, {_CALLERS} callers"] = _CALLERS * _TEXTS / sum(step.cpu_s for step in steps)
+    executor.close()
+    return found
+
+
+def _measure_case(executor: Executor, prompt: int, streams: int, answer_tokens: int) -> dict[str, float]:
+    """Measures steps of which each of the answers gets a token, and all CPU time from the first prompt to the last answer."""
+    steps = _execute(executor, [_question("x" * prompt, answer_tokens) for _ in range(streams)])
+    # An answer gets a token a step: so many steps before the last one, the last prompt had been read.
+    full = [step.cpu_s for step in steps[len(steps) - answer_tokens + 1 :] if step.requests == streams]
+    if not full:
+        raise RuntimeError(f"{prompt} x {streams}: the first answer has ended before the last one began")
+    case = f"{prompt} x {streams}"
+    return {
+        f"CPU ms a step, {case}": 1000 * statistics.median(full[:_MEASURED]),
+        f"all CPU s, {case} + {answer_tokens}": sum(step.cpu_s for step in steps),
+    }
+
+
+def _question(text: str, max_tokens: int, picture: Picture | None = None) -> GenerateRequest:
+    parts = ([] if picture is None else [MediumPart(0)]) + [TextPart(text)]
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest([ChatMessage("user", parts)], [] if picture is None else [picture], sampling)
+
+
+def _picture(seed: int) -> Picture:
+    generator = torch.Generator().manual_seed(seed)
+    return Picture(torch.randint(0, 256, (600, 800, 3), dtype=torch.uint8, generator=generator))
+
+
+def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any] = ()) -> list[_Step]:
+    """Executes steps until all requests are over, as the engine does; some join at the tenth."""
+    batch = [StepInput(number, request) for number, request in enumerate(requests)]
+    steps: list[_Step] = []
+    while batch:
+        if len(steps) == 10:
+            batch += [StepInput(len(requests) + number, request) for number, request in enumerate(joining)]
+        wall, cpu = time.perf_counter(), time.process_time()
+        outputs = executor.execute(batch)
+        steps.append(_Step(time.perf_counter() - wall, time.process_time() - cpu, len(batch)))
+        following = []
+        for part, output in zip(batch, outputs, strict=True):
+            if isinstance(output, Exception):
+                raise output
+            if output.finished:
+                executor.forget(part.request_id)
+            else:
+                following.append(StepInput(part.request_id, part.payload if output.keep_inputs else None))
+        batch = following
+    return steps
+
+
+if __name__ == "__main__":
+    json.dump(measure_steps(sys.argv[1], name=sys.argv[2]), sys.stdout)
