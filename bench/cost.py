@@ -96,11 +96,11 @@ async def both_ends(nbytes: int, in_place: bool, timing: Timing) -> float:
 
 
 class Case(NamedTuple):
-    """What is measured, in words; how; and what it may be, and of what."""
+    """What is measured, in words; how; and what it may be, and of what. A limit of None: it is a figure, and no target."""
 
     title: str
     measure: Callable[[Timing], Coroutine[Any, Any, float]]
-    limit: float
+    limit: float | None
     unit: str = "us"
 
     @classmethod
@@ -133,6 +133,7 @@ def measure(cases: Sequence[Case], timing: Timing, progress: Callable[[str], Non
     targets = (
         Target(case.title, "one process", case.limit, case.unit, medians(_SUBJECT, float, {"median": case}), at_least=False)
         for case in cases
+        if case.limit is not None
     )
     return Findings(
         mode="cost",

@@ -74,4 +74,5 @@ def test_the_targets_are_those_of_the_project() -> None:
         "4 KB, inline": 5, "64 KB, copied": 7, "64 KB, in place": 6.5, "1 MB, in place": 6.5, "8 MB, in place": 6.5,
         "64 MB, in place": 6.5,
     }  # fmt: skip
-    assert [(limit, unit) for _, _, limit, unit in made_up.CASES] == [(25, "us"), (25, "calls")] + [(40, "us")] * 3
+    limits = [(limit, unit) for _, _, limit, unit in made_up.CASES]
+    assert limits == [(25, "us"), (25, "calls"), (40, "us"), (None, "us"), (None, "us")]
