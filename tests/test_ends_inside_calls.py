@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -265,6 +266,8 @@ def test_a_signal_handler_may_close_a_client_or_a_ring_whose_thread_waits(ring: 
     client = shmring.threads.connect("test", socket_dir=str(socket_dir))
     with signalled("wait", client.close), pytest.raises(shmring.ClosedError):
         client.request("nobody answers")
+    while ring.statistics().clients:  # until then, its request can be claimed
+        time.sleep(0.001)
     with signalled("wait", ring.close), pytest.raises(shmring.ClosedError):
         ring.claim()
 
