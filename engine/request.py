@@ -60,7 +60,6 @@ class EngineRequest:
         self.nbytes = _nbytes(payload)
         self.num_seqs = payload.sampling.n if isinstance(payload, GenerateRequest) else 1
         self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
-        self._is_generated = isinstance(payload, GenerateRequest)
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
         self.expired = False
@@ -92,8 +91,6 @@ class EngineRequest:
     def counted(self, output: StepOutput | Exception) -> StepOutput | Exception:
         """Counts the embeddings of an output; returns it, or what is wrong: all parts together have one for each input."""
         if isinstance(output, Exception):
-            return output
-        if self._is_generated and not isinstance(output.reply, EncodeReply):
             return output
         if isinstance(output.reply, EncodeReply):
             self._encoded += len(output.reply.embeddings)

@@ -125,10 +125,8 @@ class SyntheticExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        seconds = self._options.step_s
-        if self._options.item_s:
-            seconds += self._options.item_s * sum(len(_media_of(part.payload)) for part in batch)
-        if seconds:
+        media = sum(len(_media_of(part.payload)) for part in batch)
+        if seconds := self._options.step_s + self._options.item_s * media:
             time.sleep(seconds)
         return [self._advance(part) for part in batch]
 

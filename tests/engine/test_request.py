@@ -310,8 +310,8 @@ async def test_pieces_of_any_kind_become_no_larger_than_a_message(ask: Any, what
 
 async def test_embeddings_are_no_answer_to_a_conversation(ask: Any) -> None:
     exchange = await ask(GenerateRequest([]), GenerateReply)
-    assert isinstance(exchange.request.counted(StepOutput(REPLY, finished=False)), RuntimeError)
     assert isinstance(exchange.request.counted(StepOutput(piece(1), finished=False)), StepOutput)
+    assert isinstance(exchange.request.counted(StepOutput(REPLY, finished=False)), RuntimeError)
     exchange.request.deliver(piece(1, "stop"), finished=True)
     await exchange.task
 
