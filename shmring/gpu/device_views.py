@@ -50,7 +50,6 @@ class DeviceViews:
         self._report = report
         self._regions = Regions()
         self._loop = loop
-        self._will_look = False
         self._lent: dict[Key, Region] = {}
         self._streams: dict[Key, set[int]] = {}
         self._watcher = Watcher(cuda.gpu(device_index), f"shmring-slots-{device_index}")
@@ -137,14 +136,8 @@ class DeviceViews:
         return is_over
 
     def _look_soon(self) -> None:
-        if not self._will_look and not self._loop.is_closed():  # otherwise closing these waits for the GPU
-            self._loop.call_soon(self._look)
-            self._will_look = True
-
-    def _look(self) -> None:
-        self._will_look = False
-        if self._watcher.watch.look():
-            self._report()
+        if not self._loop.is_closed():  # otherwise closing these waits for the GPU
+            self._watcher.look_soon(self._loop, self._report)
 
     @staticmethod
     def _lose(error: CudaError) -> bool:

@@ -49,7 +49,6 @@ class _Lane:
     staging: StagingRing
     watcher: Watcher
     copies: CopyLane
-    will_look: bool = False
 
 
 class Uploads:
@@ -256,9 +255,8 @@ class Uploads:
         is_small = placement.nbytes <= _SMALL_NBYTES
         choose = is_small and is_there and lane.staging.is_used_on(consumer)
         stream = part.stream = consumer if choose and self._is_idle(lane, consumer) else lane.copies.stream
-        if is_small and not lane.will_look:
-            self._loop.call_soon(self._look, lane)  # before there is something: an error in between would leave it forever
-            lane.will_look = True
+        if is_small:
+            lane.watcher.look_soon(self._loop)  # before there is something: an error in between would leave it forever
         lane.copies.copy(placement, regions, stream, consumer, is_small)
         payload = decoder.decode_again(regions, placement)  # while the GPU is at it
         self._arrive(lane, part, placement, consumer)
@@ -276,11 +274,6 @@ class Uploads:
             return lane.gpu.is_idle(stream)
         except CudaError:  # whatever it is, the lane's stream is there
             return False
-
-    @staticmethod
-    def _look(lane: _Lane) -> None:
-        lane.will_look = False
-        lane.watcher.watch.look()
 
     async def _copy_on_thread(
         self,

@@ -8,8 +8,10 @@ lock.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections.abc import Callable
 
 from shmring.core.compiled import Gpu, Watch
 
@@ -31,9 +33,21 @@ class Watcher:
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self.watch = Watch(gpu)
+        self._will_look = False
         # A daemon: where the GPU never answers, the process must still be able to end.
         self._thread = threading.Thread(target=_see_out, args=(self.watch,), name=name, daemon=True)
         self._thread.start()
+
+    def look_soon(self, loop: asyncio.AbstractEventLoop, report: Callable[[], object] | None = None) -> None:
+        """Has a loop look in its next turn at what the watch remembers by then, and report if some of that has come."""
+        if not self._will_look:
+            loop.call_soon(self._look, report)
+            self._will_look = True
+
+    def _look(self, report: Callable[[], object] | None) -> None:
+        self._will_look = False
+        if self.watch.look() and report is not None:
+            report()
 
     def close(self, timeout_s: float) -> bool:
         """Waits until all has come, and nothing was kept for good; returns whether that came to be. Twice is once."""
