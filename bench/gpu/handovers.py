@@ -9,6 +9,8 @@
   received by a thread that blocks in it, which is how vLLM's ``v1/engine/tensor_ipc.py`` does it. The frontend keeps the
   tensor until the engine has answered. torch orders the streams, by an event for each tensor. The thread uses the tensor
   itself, which spares this route the hop to the engine's loop.
+- **Nothing handed over, both compute**: one byte through a pipe. What is left is what the GPU needs to change from the
+  frontend's process to the engine's: no way of handing over is faster than that.
 
 All write the marks, and wait until the GPU has, before the clock starts: making the content is no part of handing it over. A
 message is handed over when the one before was answered: what is measured is the hand-over's own time, and no queue.
@@ -41,6 +43,7 @@ _STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
 _SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
 _SPARE_NBYTES = 16 << 20  # of a lease, and of a slab that has none
 _numbers = itertools.count(1)  # of all messages of this process, so that none can be taken for an earlier one
+_OWN = 7  # what the engine's own tensor holds
 _WARM_UP = 5  # messages: a slot's first use, an event's first opening, a clock that had slowed down
 
 #: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
@@ -122,24 +125,37 @@ def _leased(nbytes: int) -> int:
     return _SLOTS * nbytes + _SPARE_NBYTES
 
 
-class CudaIpc:
-    """A new tensor for each request, through ``torch.multiprocessing.Queue`` to a thread of the engine."""
+class _Blocking:
+    """A thread of the engine blocks until something comes, uses a tensor, and answers through a pipe."""
+
+    title: str
+
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        come, _, answers = shared
+        stop = threading.Event()
+        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, self.receive(gpu, come), answers, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await receiving
+
+    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
+        """Returns what waits for a message, and returns the tensor to use; raises queue.Empty from time to time."""
+        raise NotImplementedError
+
+
+class CudaIpc(_Blocking):
+    """A new tensor for each request, through ``torch.multiprocessing.Queue``."""
 
     title = "torch CUDA IPC per tensor"
 
     def create_shared(self) -> Any:
         return _torch_multiprocessing.get_context("spawn").Queue(), *SPAWN.Pipe(duplex=False)
 
-    @contextlib.asynccontextmanager
-    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
-        tensors, _, answers = shared
-        stop = threading.Event()
-        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, tensors, answers, stop))
-        try:
-            yield
-        finally:
-            stop.set()
-            await receiving
+    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
+        return functools.partial(come.get, timeout=_STOP_S)
 
     @contextlib.asynccontextmanager
     async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
@@ -151,23 +167,64 @@ class CudaIpc:
             gpu.finish()
             started_ns = time.monotonic_ns()
             tensors.put(tensor, timeout=_ANSWER_LIMIT_S)
-            if not answers.poll(_ANSWER_LIMIT_S):  # nothing else is to be done here meanwhile
-                raise TimeoutError(f"no answer within {_ANSWER_LIMIT_S:g} s")
-            answer = answers.recv()
-            if not isinstance(answer, _Usable):
-                raise RuntimeError(f"the engine's thread: {answer}")
-            check(answer.samples, number)
-            return answer.at_ns - started_ns
+            return _answered(answers, number) - started_ns
 
         yield ask
 
 
-def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> None:
+class Nothing(_Blocking):
+    """One byte through a pipe. Then the engine uses a tensor of its own, which always holds the same."""
+
+    title = "nothing handed over, both compute"
+
+    def create_shared(self) -> Any:
+        come, signals = SPAWN.Pipe(duplex=False)
+        answers, answering = SPAWN.Pipe(duplex=False)
+        return come, (signals, answers), answering
+
+    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
+        own = torch.full((MIN_NBYTES // ITEM_NBYTES,), _OWN, dtype=DTYPE, device=gpu.device)
+
+        def receive() -> torch.Tensor:
+            if not come.poll(_STOP_S):
+                raise queue.Empty
+            come.recv_bytes()
+            return own
+
+        return receive
+
+    @contextlib.asynccontextmanager
+    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
+        _, (signals, answers), _ = shared
+        own = torch.empty(MIN_NBYTES // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
+
+        async def ask(nbytes: int, number: int) -> int:
+            own.fill_(number)
+            gpu.finish()
+            started_ns = time.monotonic_ns()
+            signals.send_bytes(b"!")
+            return _answered(answers, _OWN) - started_ns
+
+        yield ask
+
+
+def _answered(answers: Any, number: int) -> int:
+    """Waits for an answer, checks it, and returns when the data was usable. Nothing else is to be done here meanwhile."""
+    if not answers.poll(_ANSWER_LIMIT_S):
+        raise TimeoutError(f"no answer within {_ANSWER_LIMIT_S:g} s")
+    answer = answers.recv()
+    if not isinstance(answer, _Usable):
+        raise RuntimeError(f"the engine's thread: {answer}")
+    check(answer.samples, number)
+    return answer.at_ns
+
+
+def _receive(gpu: Gpu, receive: Callable[[], torch.Tensor], answers: Any, stop: threading.Event) -> None:
     """The engine's thread: says of each tensor when it was usable, or what of CUDA has failed: the frontend has to know."""
 
     def receive_one() -> _Usable | str:  # a function, so that the tensor is dropped before anything is said of it
         try:
-            return _use(gpu, tensors.get(timeout=_STOP_S))
+            return _use(gpu, receive())
         except RuntimeError as error:
             return described(error)
 
@@ -178,11 +235,12 @@ def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> Non
 
 HOST_SLOT, BOTH_COMPUTE, DEVICE_SLAB = "host-slot", "host-slot-both", "device-slab"
 
-ROUTES: dict[str, _Slots | CudaIpc] = {
+ROUTES: dict[str, _Slots | CudaIpc | Nothing] = {
     HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False, both_compute=False),
     BOTH_COMPUTE: _Slots("host slot, both compute", on_gpu=False),
     DEVICE_SLAB: _Slots("device slab", on_gpu=True),
     "cuda-ipc": CudaIpc(),
+    "nothing": Nothing(),
 }
 """By name, in the order of tables."""
 

@@ -46,7 +46,7 @@ def slab() -> Iterator[Slab]:
 
 
 def copy_stream(ring: shmring.Ring, device: int = 0) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = ring._shell._host_claims.uploads._lanes[device].stream  # type: ignore[attr-defined]
+    stream: torch.cuda.Stream = ring._shell._host_claims.uploads._lanes[device].stream
     return stream
 
 
@@ -132,7 +132,8 @@ def test_a_slab_in_chunks_is_copied_from_across_their_boundaries(slab: Slab) -> 
         content = open_content(content_of_one_tensor(3 * MIB, 0, 2 * MIB), 1, regions, slab.mapping)
         placement = plan_copies(make_decoder(), content.content, {})
         placement.target = GpuMemory(gpu, memory.data_ptr(), 2 * MIB).lend(regions, 0, 2 * MIB, (0, 0))
-        CopyLane(gpu, watcher.watch, stream, pinned.chunks).copy(placement, content, cuda.current_stream(0))
+        lane = CopyLane(gpu, watcher.watch, stream, pinned.chunks)
+        lane.copy(placement, content, stream, consumer=cuda.current_stream(0), soon=False)
         assert torch.equal(memory.cpu(), torch.from_numpy(source.copy()))
         assert watcher.close(10)
     finally:
@@ -299,7 +300,7 @@ async def test_nothing_is_reused_before_its_event(serve: Any, connect: Any) -> N
     poison = torch.full((1,), 201, dtype=torch.uint8, device="cuda")
 
     async def answer(claim: shmring.Claim) -> None:
-        if claim.request_id % 50 == 0 and ring._shell._host_claims.uploads._lanes:  # type: ignore[attr-defined]
+        if claim.request_id % 50 == 0 and ring._shell._host_claims.uploads._lanes:
             with torch.cuda.stream(copy_stream(ring)):
                 torch.cuda._sleep(1_000_000)
         arrived = await claim.to("cuda")
