@@ -73,6 +73,7 @@ class GenerateOutput(msgspec.Struct):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
+    first_token_at: float = 0.0
 
 
 class MediaMemory:
@@ -367,6 +368,7 @@ class EngineClient:
                     reasoning=reply.reasoning,
                     index=reply.index,
                     logprobs=reply.logprobs,
+                    first_token_at=reply.first_token_at,
                 )
         finally:
             await replies.aclose()
