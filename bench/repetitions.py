@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import click
 import numpy as np
 
 from bench.children import described
@@ -46,11 +47,7 @@ class Repetitions(Generic[_Case, _Run]):
         self.measured: dict[_Case, dict[str, list[_Run]]] = {}
         self.subjects, self.count, self._title = subjects, count, title
         self._failed: dict[Key, tuple[Status, str]] = {}
-
-    @property
-    def steps(self) -> int:
-        """How many lines of progress there will be."""
-        return self.count * sum(map(len, self.subjects.values()))
+        self._begun = 0
 
     def parts(self, most: int) -> list[slice]:
         """So many parts of the repetitions, of even length if there are enough, or fewer where there are few repetitions."""
@@ -66,19 +63,20 @@ class Repetitions(Generic[_Case, _Run]):
         self,
         cases: Sequence[_Case],
         measure: Callable[[_Case, str], _Run],
-        progress: Callable[[str], None],
         titles: Mapping[str, str] | None = None,
         part: slice = slice(None),
     ) -> None:
-        """Measures all subjects of cases, in alternating order, with a line before each.
+        """Measures all subjects of cases, in alternating order, with a line on stderr before each.
 
         A part of the repetitions is measured where there is something to do between them. A subject without a title has its
         name for one.
         """
+        steps = self.count * sum(map(len, self.subjects.values()))
         for repetition, case in itertools.product(range(self.count)[part], cases):
             for subject in self.subjects[case][:: -1 if repetition % 2 else 1]:
-                words = (titles or {}).get(subject, subject)
-                progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self.count}")
+                self._begun += 1
+                what = f"{self._title(case)}, {(titles or {}).get(subject, subject)}"
+                click.echo(f"{self._begun} of {steps}: {what}, repetition {repetition + 1} of {self.count}", err=True)
                 if (self._title(case), subject) not in self._failed:
                     try:
                         run = measure(case, subject)

@@ -26,7 +26,7 @@ import torch
 from bench import columns
 from bench.children import BenchError
 from bench.columns import compare
-from bench.command_line import DIRECTORY, benchmark, measuring, missing_program
+from bench.command_line import DIRECTORY, benchmark, missing_program
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.repetitions import Repetitions
@@ -80,11 +80,11 @@ def steps_command(timing: Timing, beside: Path | None, model: Path | None, vllm:
             raise click.UsageError(missing)
         peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
     runs = Repetitions[str, dict[str, float]]({_CASE: list(peers)}, timing.repetitions)
-    with tempfile.TemporaryDirectory() as scratch, measuring(runs.steps) as progress:
+    with tempfile.TemporaryDirectory() as scratch:
         if model is None:
             model = Path(scratch) / "llava"
             write_model(model)
-        runs.measure([_CASE], lambda _, name: _measure(peers[name], model), progress)
+        runs.measure([_CASE], lambda _, name: _measure(peers[name], model))
     return report(runs.measured.get(_CASE, {}), runs.coverage())
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench import columns
 from bench.columns import Column, cross
-from bench.command_line import benchmark, measuring, repeatable, size_option
+from bench.command_line import benchmark, repeatable, size_option
 from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
@@ -80,7 +80,7 @@ def quick_plan() -> Plan:
 def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> Iterator[tuple[Measured, Coverage]]:
     """Measures cases, a size after the other; yields what there is after each, lest a run that is ended was for nothing."""
     runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with measuring(runs.steps) as progress, Groups(peers, timing) as groups:
+    with Groups(peers, timing) as groups:
         for nbytes in dict.fromkeys(case.nbytes for case in cases):
             of_size = [case for case in cases if case.nbytes == nbytes]
             groups.prepare(runs, of_size)
@@ -91,7 +91,7 @@ def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> It
                     return Measurement(*copies(case.nbytes).measure(_COPIES_S), np.empty(0, np.int64))
                 return groups.run(case, name)
 
-            runs.measure(of_size, once, progress, _TITLES)
+            runs.measure(of_size, once, _TITLES)
             yield runs.measured, runs.coverage()
 
 
@@ -202,10 +202,7 @@ def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, Non
 
 @benchmark("quick", repetitions="Of each case and peer.")
 def quick_command(timing: Timing) -> Generator[Findings, None, None]:
-    """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it.
-
-    Ends with 1 if a target that this measures is missed both times, with 3 if a measurement failed.
-    """
+    """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it."""
     for measured, coverage in measure(quick_plan(), timing):
         yield (findings := report(measured, coverage, timing))
     missed = {target: verdict for target, verdict in zip(TARGETS, findings.targets, strict=True) if verdict.fails}

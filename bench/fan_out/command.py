@@ -212,10 +212,7 @@ def _missing(environment: Path) -> dict[str, str]:
 def fan_out_command(
     timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path
 ) -> Findings:
-    """Messages to workers: how many a second, when the last worker has one, and what they cost.
-
-    Ends with 1 if a target is missed, with 3 if something could not be measured.
-    """
+    """Messages to workers: how many a second, when the last worker has one, and what they cost."""
     missing = _missing(environment)
     if chosen := [subject for subject in subjects if subject in missing]:
         raise click.UsageError("; ".join(missing[subject] for subject in chosen))
@@ -223,15 +220,11 @@ def fan_out_command(
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
     of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
-    with (
-        command_line.measuring(runs.steps) as progress,
-        Host(sys.executable) as own,
-        Host(str(environment / "bin" / "python")) as of_vllm,
-    ):
+    with Host(sys.executable) as own, Host(str(environment / "bin" / "python")) as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
             host = of_vllm if WAYS[subject].needs == "vllm" else own
             return host.play(planned(subject, *case, timing.timed_s))
 
-        runs.measure(cases, play, progress, TITLES)
+        runs.measure(cases, play, TITLES)
     return report(runs.measured, runs.coverage(), [] if subjects else list(dict.fromkeys(missing.values())))

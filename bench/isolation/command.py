@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from bench import columns
 from bench.children import BenchError
 from bench.columns import Column, Row, compare
-from bench.command_line import benchmark, measuring, repeatable
+from bench.command_line import benchmark, repeatable
 from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.modes import Timing
 from bench.repetitions import Measured, Repetitions, percentile
@@ -156,17 +156,10 @@ def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict
 @benchmark("isolation")
 @repeatable("--case", "cases", ATTACKS, "Who is heavy")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
-    """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes.
-
-    Ends with 1 if that is more than a target, with 3 if something could not be measured.
-    """
+    """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes."""
     runs = Repetitions[str, Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
     options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
-    with (
-        measuring(runs.steps) as progress,
-        tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory,
-        serving(options) as [running],
-    ):
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, serving(options) as [running]:
         address = urlsplit(running.url).netloc
         paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
         bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}
@@ -177,5 +170,5 @@ def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
                 return _beside_neutral(address, timing.timed_s)
             return _beside_heavy(address, ATTACKS[case], paths[case], timing.timed_s)
 
-        runs.measure(list(runs.subjects), once, progress)
+        runs.measure(list(runs.subjects), once)
     return report(runs.measured, bodies, runs.coverage(), timing)

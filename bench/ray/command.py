@@ -163,7 +163,7 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
 @command_line.benchmark("ray", repetitions="Of each case and way, in alternating order.")
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
-    """Engines in a Ray cluster, beside calls of an actor with a tensor; fails if a measured target is missed."""
+    """Engines in a Ray cluster, beside calls of an actor with a tensor."""
     runs = Repetitions[Case | Question, cluster.Measurement](CASES, timing.repetitions, _title)
     python = str(environment / "bin" / "python")
     tensors, questions = (
@@ -177,8 +177,7 @@ def ray_command(timing: Timing, environment: Path) -> Findings:
         calls = cluster.Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
         return tensors.order(calls, cluster.Measurement)
 
-    with command_line.measuring(runs.steps) as progress:
-        for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
-            with program:
-                runs.measure([case for case in CASES if isinstance(case, kind)], measure, progress)
+    for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
+        with program:
+            runs.measure([case for case in CASES if isinstance(case, kind)], measure)
     return report(runs.measured, runs.coverage(), command_line.versions(environment, "ray", "torch", "numpy"))

@@ -10,7 +10,7 @@ import click
 
 from bench import columns
 from bench.columns import compare
-from bench.command_line import benchmark, chosen, measuring, repeatable, size_option
+from bench.command_line import benchmark, chosen, repeatable, size_option
 from bench.groups import Groups
 from bench.messages import Measurement
 from bench.modes import Timing
@@ -121,8 +121,8 @@ def request_command(timing: Timing, scaling: bool, **choices: Any) -> Generator[
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
     cases = plan(scaling=scaling, **choices)
     runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with measuring(runs.steps) as progress, Groups(REQUEST_PEERS | VARIANTS, timing) as groups:
+    with Groups(REQUEST_PEERS | VARIANTS, timing) as groups:
         for case in cases:
             groups.prepare(runs, [case])
-            runs.measure([case], groups.run, progress, _TITLES)
+            runs.measure([case], groups.run, _TITLES)
             yield report(runs.measured, runs.coverage(), timing, scaling)

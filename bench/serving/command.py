@@ -8,7 +8,7 @@ import click
 
 from bench import columns
 from bench.columns import Column, compare
-from bench.command_line import benchmark, measuring
+from bench.command_line import benchmark
 from bench.machine import Machine
 from bench.modes import Timing
 from bench.repetitions import Number
@@ -117,6 +117,4 @@ def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
 def serve_command(timing: Timing, preset: str, scale: float) -> Findings:
     """Loads two HTTP servers in turn: throughput, TTFT, TPOT, end-to-end times, CPU, failures."""
     load, servers = PRESETS[preset].load.scaled(scale), PRESETS[preset].servers
-    with measuring(run.steps(servers, timing.repetitions)) as progress:
-        results = run.run(load, servers, timing.repetitions, progress)
-    return report(preset, load, results)
+    return report(preset, load, run.run(load, servers, timing.repetitions))

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import click
 import msgspec
 
 from bench.children import BenchError
@@ -134,25 +135,19 @@ class Results(NamedTuple):
     counters: dict[str, dict[str, int]]
 
 
-def steps(servers: Mapping[str, ServerOptions], repetitions: int) -> int:
-    """Returns how often :func:`run` reports progress."""
-    return 3 + len(servers) * (1 + repetitions)
-
-
-def run(load: Load, servers: Mapping[str, ServerOptions], repetitions: int, progress: Callable[[str], None]) -> Results:
-    """Loads servers in turn, with a line before each step. Whether it returns or raises, no process and no file is left."""
+def run(load: Load, servers: Mapping[str, ServerOptions], repetitions: int) -> Results:
+    """Loads servers in turn. Whether it returns or raises, no process and no file is left."""
     runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions)
-    progress("making media")
+    click.echo("making media", err=True)
     (model,) = {server.model for server in servers.values()}
     requests = Requests(load, model, media_parts(load))
-    progress(f"starting {len(servers)} servers")
+    click.echo(f"starting {len(servers)} servers", err=True)
     with serving(*servers.values()) as started:
         running = dict(zip(servers, started, strict=True))
         for name, server in running.items():
-            progress(f"{name}: warming up")
+            click.echo(f"{name}: warming up", err=True)
             _ask(server, load, requests.warm_up)
-        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]), progress)
-        progress("reading the servers' counters")
+        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]))
         return Results(
             runs,
             client=f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}",

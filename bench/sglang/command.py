@@ -7,7 +7,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -119,7 +119,7 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
             yield ends
 
 
-def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: Callable[[str], None]) -> None:
+def _measure(runs: Repetitions[Case, Measurement], environment: Path) -> None:
     for ranks in dict.fromkeys(case.ranks for case in CASES):
         of_ranks = [case for case in CASES if case.ranks == ranks]
         with contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: 
             def measure(case: Case, way: str, ends: Mapping[str, Program] = ends) -> Measurement:
                 return ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]), Measurement)
 
-            runs.measure(of_ranks, measure, progress)
+            runs.measure(of_ranks, measure)
 
 
 def _kill(end: str, way: str, environment: Path) -> float:
@@ -158,11 +158,10 @@ def _segments() -> dict[str, int]:
 @command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
 @command_line.environment_option("sglang", "SGLang")
 def sglang_command(timing: Timing, environment: Path) -> Findings:
-    """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
+    """Both ends of SGLang, its tensors by its own way and through shmring."""
     runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
     kills = Repetitions[str, float](dict.fromkeys(KILLS, tuple(WAYS)), 1, lambda end: f"kill -9 of the {end}")
-    with command_line.measuring(runs.steps + kills.steps) as progress:
-        _measure(runs, environment, progress)
-        kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment), progress)
+    _measure(runs, environment)
+    kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment))
     coverage = runs.coverage() + kills.coverage()
     return report(runs.measured, kills.measured, coverage, command_line.versions(environment, "sglang", "torch"))

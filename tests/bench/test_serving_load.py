@@ -324,7 +324,7 @@ def run_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Load, dict
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own handlers
     done = CliRunner().invoke(serve_command, arguments)
     assert done.exit_code == 0, done.output
-    load, servers, repetitions, _ = runs[0]
+    load, servers, repetitions = runs[0]
     return load, servers, repetitions
 
 
