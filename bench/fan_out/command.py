@@ -11,10 +11,8 @@ from pathlib import Path
 import click
 
 from bench import columns, command_line
-from bench.children import BenchError
 from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
-from bench.fan_out.host import Outcome
 from bench.fan_out.measuring import Cell, Run
 from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, PUBLISHED, WAYS
 from bench.machine import ROOT
@@ -177,19 +175,10 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
-class Host(Program):
-    """A host of cells, in the environment of a Python."""
-
-    def __init__(self, python: str) -> None:
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-        super().__init__([python, "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
-
-    def play(self, cell: Cell) -> Run:
-        """Measures a cell; raises BenchError if that failed."""
-        outcome = self.order(cell, Outcome)
-        if outcome.run is None:
-            raise BenchError(outcome.error)
-        return outcome.run
+def host(python: str | Path) -> Program:
+    """Returns a host of cells, in the environment of a Python."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return Program([str(python), "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
 
 
 def _missing(environment: Path) -> dict[str, str]:
@@ -220,11 +209,11 @@ def fan_out_command(
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
     of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
-    with Host(sys.executable) as own, Host(str(environment / "bin" / "python")) as of_vllm:
+    with host(sys.executable) as own, host(environment / "bin" / "python") as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
-            host = of_vllm if WAYS[subject].needs == "vllm" else own
-            return host.play(planned(subject, *case, timing.timed_s))
+            its_host = of_vllm if WAYS[subject].needs == "vllm" else own
+            return its_host.order(planned(subject, *case, timing.timed_s), Run)
 
         runs.measure(cases, play, TITLES)
     return report(runs.measured, runs.coverage(), [] if subjects else list(dict.fromkeys(missing.values())))
