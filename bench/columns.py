@@ -29,24 +29,24 @@ class Column(NamedTuple):
     text: Callable[[Row], str]
 
 
-def median(title: str, number: Number, decimals: int = 0) -> Column:
-    """A number's median."""
+def _numbers(title: str, number: Callable[[Row], float | None], form: str) -> Column:
+    """A number of each row, in a form of :func:`format`."""
 
     def text(row: Row) -> str:
-        value = repetitions.median(row.runs, number)
-        return "" if value is None else f"{value:,.{decimals}f}"
+        value = number(row)
+        return "" if value is None else format(value, form)
 
     return Column(title, text)
+
+
+def median(title: str, number: Number, decimals: int = 0) -> Column:
+    """A number's median."""
+    return _numbers(title, lambda row: repetitions.median(row.runs, number), f",.{decimals}f")
 
 
 def percentile(title: str, numbers: Callable[[Any], Iterable[float]], percent: float, decimals: int = 0) -> Column:
     """A percentile of what all repetitions have together."""
-
-    def text(row: Row) -> str:
-        value = repetitions.percentile(row.runs, numbers, percent)
-        return "" if value is None else f"{value:,.{decimals}f}"
-
-    return Column(title, text)
+    return _numbers(title, lambda row: repetitions.percentile(row.runs, numbers, percent), f",.{decimals}f")
 
 
 def spread(title: str, number: Number) -> Column:

@@ -45,25 +45,18 @@ class _Step(NamedTuple):
     requests: int
 
 
-def measure_steps(
-    model: str, cases: Sequence[Sequence[int]] = CASES, answer_tokens: int = _TOKENS, name: str = "transformers"
-) -> dict[str, float]:
-    """Measures everything once; returns numbers by what they are of. Of the executor ``vllm``, answers to texts alone."""
+def measure_steps(model: str) -> dict[str, float]:
+    """Measures everything once; returns numbers by what they are of."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"max_num_seqs": 32}
-    if name == "vllm":  # which does not read weights of this name, and whose answers nobody reads
-        options |= {"load_format": "dummy", "enforce_eager": True, "max_model_len": 8192, "gpu_memory_utilization": 0.1}
-    executor = create_executor(name, ExecutorOptions(model=model, options=options))
+    executor = create_executor("transformers", ExecutorOptions(model=model, options={"max_num_seqs": 32}))
     _execute(executor, [_question("x" * 16, 4)])
     gc.collect()
     gc.freeze()  # as the engine does when it has started: looking through all that was imported stops a step for 0.1 s and more
     found: dict[str, float] = {}
-    for prompt, streams in cases:
-        found |= _measure_case(executor, prompt, streams, answer_tokens)
-    if name == "vllm":
-        return found
+    for prompt, streams in CASES:
+        found |= _measure_case(executor, prompt, streams, _TOKENS)
     joining = [_question("What is it?", 8, _picture(seed)) for seed in range(_JOINING)]
-    steps = _execute(executor, [_question("x" * 32, 4 * answer_tokens) for _ in range(_STREAMS)], joining)
+    steps = _execute(executor, [_question("x" * 32, 4 * _TOKENS) for _ in range(_STREAMS)], joining)
     found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(step.wall_s for step in steps[1:])
     texts = [EncodeRequest([Text(chr(97 + caller) * _CHARACTERS)] * _TEXTS) for caller in range(_CALLERS)]
     steps = _execute(executor, texts)
@@ -120,4 +113,4 @@ def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any]
 
 
 if __name__ == "__main__":
-    json.dump(measure_steps(sys.argv[1], name=sys.argv[2]), sys.stdout)
+    json.dump(measure_steps(sys.argv[1]), sys.stdout)
