@@ -28,8 +28,6 @@ from bench.machine import Machine
 #: A case and a subject.
 Key = tuple[str, str]
 
-_SHOWN_SUBJECTS = 3  # by name, of those that a case lacks; more are counted
-
 
 class Planned(msgspec.Struct, frozen=True):
     """A case that is to be measured, in words; what is compared in it, and the repetitions of each."""
@@ -96,26 +94,16 @@ class Coverage(msgspec.Struct, frozen=True):
         return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yields rows: the cases, the subjects that they lack, what became of them; cases that lack the same share a row."""
-        sizes = collections.Counter(case for case, _ in _expected(self.planned))
-        grouped: dict[tuple[str, str], list[str]] = {}
+        """Yields rows: the cases that lack a subject for the same reason, the subject, and what became of it."""
+        lacking: dict[tuple[str, str], list[str]] = {}
         for gap in self.gaps:
             outcome = f"{gap.status.value}: {gap.reason}" if gap.reason else gap.status.value
             if gap.measured:
                 outcome += f"; {gap.measured} repetitions are there"
-            grouped.setdefault((gap.case, outcome), []).append(gap.subject)
-        rows: dict[tuple[str, str], list[str]] = {}
-        for (case, outcome), subjects in grouped.items():
-            if len(subjects) == sizes[case] and len(subjects) > 1:
-                shown = f"all {len(subjects)}"
-            elif len(subjects) > _SHOWN_SUBJECTS:
-                shown = f"{', '.join(subjects[:_SHOWN_SUBJECTS])} and {len(subjects) - _SHOWN_SUBJECTS} more"
-            else:
-                shown = ", ".join(subjects)
-            rows.setdefault((shown, outcome), []).append(case)
-        cases = {planned.case for planned in self.planned}
-        for (shown, outcome), lacking in rows.items():
-            yield "all" if 1 < len(cases) == len(lacking) else "; ".join(lacking), shown, outcome
+            lacking.setdefault((gap.subject, outcome), []).append(gap.case)
+        all_cases = {planned.case for planned in self.planned}
+        for (subject, outcome), cases in lacking.items():
+            yield "all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome
 
 
 def checkout(commit: str | None) -> str:

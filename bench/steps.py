@@ -71,12 +71,7 @@ def steps_command(timing: Timing, beside: Path | None) -> Findings:
 def report(runs: Mapping[str, Sequence[Mapping[str, float]]], coverage: Coverage) -> Findings:
     """Returns what a run has found: a row for each number of each checkout."""
     numbers = dict.fromkeys(what for of_checkout in runs.values() for run in of_checkout for what in run)
-    measured = {
-        what: {
-            name: found for name, of_checkout in runs.items() if (found := [run[what] for run in of_checkout if what in run])
-        }
-        for what in numbers
-    }
+    measured = {what: {name: [run[what] for run in of_checkout] for name, of_checkout in runs.items()} for what in numbers}
     shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
     return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=coverage)
 
