@@ -40,7 +40,6 @@ def _numbers(title: str, number: Callable[[Row], float | None], form: str) -> Co
 
 
 def median(title: str, number: Number, decimals: int = 0) -> Column:
-    """A number's median."""
     return _numbers(title, lambda row: repetitions.median(row.runs, number), f",.{decimals}f")
 
 

@@ -185,13 +185,11 @@ def show(findings: Findings) -> None:
 
 
 def gaps_table(coverage: Coverage) -> Table:
-    """Returns a table of what a run lacks of its plan."""
     columns = ["case", "without", "what became of it"]
     return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
 
 
 def machine_line(machine: Machine) -> str:
-    """Returns a machine and its versions in a line."""
     commit = f", commit {machine.commit}" if machine.commit else ""
     return (
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
@@ -202,7 +200,6 @@ def machine_line(machine: Machine) -> str:
 
 
 def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
-    """The table of targets for a terminal, of those that were measured and those that were not."""
     table = RichTable(title="targets")
     for column in ("target", "at", "asked", "measured", "", "detail"):
         table.add_column(column)

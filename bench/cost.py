@@ -126,7 +126,6 @@ _COLUMNS = (
 
 
 def measure(cases: Sequence[Case], timing: Timing) -> Findings:
-    """Measures cases in turn, again and again."""
     settle()
     runs = Repetitions[Case, float](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
     runs.measure(cases, lambda case, _: on_uvloop(case.measure(timing)))

@@ -148,23 +148,19 @@ class Measurement:
 
     @property
     def producer_us(self) -> float | None:
-        """The same in its producer's process."""
         return _cpu_us(self.producers)
 
     @property
     def both_us(self) -> float | None:
-        """The same at both sides together."""
         ours, theirs = self.consumer_us, self.producer_us
         return None if ours is None or theirs is None else ours + theirs
 
     @property
     def p50_us(self) -> float | None:
-        """The median latency, in microseconds."""
         return self._latency_us(50)
 
     @property
     def p99_us(self) -> float | None:
-        """The 99th percentile of the latencies."""
         return self._latency_us(99)
 
     def _latency_us(self, percent: float) -> float | None:

@@ -73,7 +73,6 @@ MODES: dict[str, Mode] = {
 
 
 def code_of(mode: str) -> tuple[str, ...]:
-    """Returns the paths that a mode measures."""
     return MODES[mode].code if mode in MODES else _ALL
 
 

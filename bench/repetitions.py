@@ -91,7 +91,6 @@ class Repetitions(Generic[_Case, _Run]):
             self._failed.setdefault((self._title(case), subject), (status, reason))
 
     def coverage(self) -> Coverage:
-        """What was planned, and what of it is missing."""
         planned = [Planned(self._title(case), list(subjects), self.count) for case, subjects in self.subjects.items()]
         counts = {(self._title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
         return Coverage.of(planned, counts, self._failed)
@@ -101,7 +100,6 @@ class Repetitions(Generic[_Case, _Run]):
 
 
 def values(runs: Iterable[Any], number: Number) -> list[float | None]:
-    """Returns a number of each run."""
     return [_attribute(run, number) if isinstance(number, str) else number(run) for run in runs]
 
 

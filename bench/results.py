@@ -3,9 +3,8 @@
 A run is written to JSON with the machine and the command that it comes from. ``bench report`` makes the document of these
 files; it needs to know no more of a mode than this.
 
-A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times.
-What has fewer repetitions than planned is a gap, with its reason. A run that is ended early so says by itself what it
-lacks, and nobody has to count the rows of a table.
+A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times. So
+a run that is ended early says by itself what it lacks.
 """
 
 from __future__ import annotations
@@ -81,11 +80,9 @@ class Coverage(msgspec.Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all that was planned was measured."""
         return not self.gaps
 
     def summary(self) -> str:
-        """Returns in a sentence how much was measured of how much."""
         cases = len({planned.case for planned in self.planned})
         expected = _expected(self.planned)
         counts = collections.Counter(gap.status for gap in self.gaps)
@@ -185,7 +182,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
-        """The verdict in a word or two."""
         if self.decision is not None:
             return f"missed: decision {self.decision}"
         return {True: "met", False: "missed", None: "not measured"}[self.met]
@@ -221,7 +217,6 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 def write_json(findings: msgspec.Struct, path: Path) -> None:
-    """Writes all that a run has found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
 

@@ -92,7 +92,6 @@ class OtherServer:
         return psutil.Process(self.process.pid)
 
     def cpu_s(self) -> float:
-        """What all of its processes have used so far."""
         used_s = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self.launcher, *self.launcher.children(recursive=True)):

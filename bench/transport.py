@@ -2,9 +2,8 @@
 
 A case is a size, a number of producers, and how many messages each has in flight. The processes of all peers for the cases of
 one size live at the same time, and their repetitions take turns. A peer that is not installed, can't do a case or fails in it
-is reported as such. Each repetition warms up first, is timed at the receiver, and checks every message
-(:mod:`bench.messages`). Beside shmring, copies of as many bytes are timed, too: a shared machine's memory is not equally fast
-for long.
+is reported as such. Beside shmring, copies of as many bytes are timed, too: a shared machine's memory is not equally fast for
+long.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ _ONE_BY_ONE: Mapping[str, Column] = {
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
-    """Returns what a run has found."""
     tables = []
     for producers, window in dict.fromkeys((case.producers, case.window) for case in measured):
         group = {case: of for case, of in measured.items() if (case.producers, case.window) == (producers, window)}

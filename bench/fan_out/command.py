@@ -36,7 +36,6 @@ Case = tuple[int, int]
 
 
 def title(case: Case) -> str:
-    """Returns a case in words."""
     workers, nbytes = case
     return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
 
@@ -49,7 +48,6 @@ def measurable(subject: str, nbytes: int) -> bool:
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
-    """Returns what is measured of a subject in a case."""
     is_central = workers == CENTRAL and nbytes == SMALL
     return Cell(
         subject,

@@ -115,7 +115,6 @@ class Stamps:
         return False
 
     def is_ready(self, rank: int) -> None:
-        """A worker has joined."""
         self.times[rank, 0] = 1
 
 
@@ -273,7 +272,6 @@ class _Measurement:
         return {"asleep_us": statistics.median(taken_s) * 1e6, "asleep_engine_us": statistics.median(engine_s) * 1e6}
 
     def _workers_s(self) -> float:
-        """CPU time of all workers so far."""
         return cpu_s_of(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def _rest(self) -> dict[str, float]:

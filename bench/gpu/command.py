@@ -73,7 +73,6 @@ _BETWEEN = (
 
 
 def report(results: Results) -> Findings:
-    """Lays a run out as people and ``bench report`` read it."""
     copied = f"from host memory to the GPU, medians of {results.plan.repetitions} interleaved runs, every request checked"
     between = "from submit in one process until usable on the GPU in the other, every message checked"
     measured = {size: {**results.ways.get(size, {}), **results.routes.get(size, {})} for size in results.plan.sizes}

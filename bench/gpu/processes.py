@@ -75,7 +75,6 @@ class Process(Children):
         return answer
 
     def finish(self) -> None:
-        """Has everything closed."""
         self._answer(None, _END_LIMIT_S, "closing")
 
     def _answer(self, message: object, limit_s: float, what: str) -> Any:

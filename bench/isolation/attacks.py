@@ -37,7 +37,6 @@ class Attack(NamedTuple):
 
 
 def small_request() -> bytes:
-    """Returns the body of the caller who waits: a short text."""
     return _encoded(input="hello")
 
 

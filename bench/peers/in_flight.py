@@ -42,7 +42,6 @@ class Window:
         self._in_flight += 1
 
     async def drain(self) -> None:
-        """Waits until nothing is in flight."""
         if self._in_flight:
             await self._wait_until(0)
 

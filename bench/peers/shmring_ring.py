@@ -164,6 +164,5 @@ def answer(payload: Any, desk: Desk) -> dict[str, Any]:
 
 
 async def request(client: shmring.Client, header: Header, tensor: torch.Tensor) -> Answer:
-    """Asks one question."""
     reply = await client.request({"header": header, "tensor": tensor})
     return Answer(Header(*reply["header"]), reply["tensor"])

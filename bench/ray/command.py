@@ -128,8 +128,6 @@ _SERVING_COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table for each node, of connecting, of Ray Serve, and the verdicts on the targets."""
-
     def of(place: str, *, connecting: bool = False) -> Measured:
         return {case: runs for case, runs in measured.items() if case[0] == place and bool(case[1]) is not connecting}
 

@@ -3,8 +3,7 @@
 ``python -m bench.ray.serving`` runs in an environment that has Ray Serve, as a :class:`bench.programs.Program`. It answers an
 :class:`Order` with a :class:`Measurement`.
 
-Ray Serve is set up as docs/clusters.md recommends: direct ingress, and no second thread for the application. Its CPU is that of
-all processes of a cluster of one node.
+Ray Serve is set up as docs/clusters.md recommends.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
 
 
 def main() -> None:
-    """Carries orders out until nobody gives any."""
     with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, nodes):
         for order, answer in orders(Order):
             if order.way == ON_RAY:

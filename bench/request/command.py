@@ -71,7 +71,6 @@ SCALING_TARGETS = tuple(_scaled(variant) for variant, base in BASES.items() if v
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing, scaling: bool = False) -> Findings:
-    """Returns what a run has found."""
     notes = [
         f"Every request and every reply is checked. Medians of interleaved repetitions of {timing.timed_s:g} s. engine, "
         "client: microseconds of CPU of the whole process for each request, with copies and the benchmark's own checks."

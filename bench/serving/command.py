@@ -48,7 +48,6 @@ def _columns(first: str) -> Sequence[Column]:
 
 
 def report(preset: str, load: Load, results: Results) -> Findings:
-    """Returns a run as it is shown and stored."""
     server, (first, _) = PRESETS[preset].server, results.runs.subjects[LOAD]
     notes = [
         f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "

@@ -75,7 +75,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> str:
-        """What it calls its model."""
         return f"shmring-{self.executor}"
 
 
@@ -95,7 +94,6 @@ class Preset(NamedTuple):
 
     @property
     def servers(self) -> dict[str, ServerOptions]:
-        """What is compared, by name."""
         return {name: msgspec.structs.replace(self.server, **changes) for name, changes in self.compared.items()}
 
 

@@ -2,9 +2,6 @@
 
 All servers run all the time, of which those that are not asked sleep, and get the same load one after the other, again and
 again (:mod:`bench.repetitions`). Requests and media are the same for all, and made before.
-
-A server (:mod:`shmring.frontend.serve_process`) has a directory for all that it leaves on the disk. It is stopped in every way
-out of the block.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ _LEFT = Target(
 
 
 def report(measured: Measured, left: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table of times, one of the MB that kills leave, and the verdicts on the targets."""
     title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
     tables = [
         compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS),

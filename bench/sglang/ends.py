@@ -5,8 +5,7 @@ an :class:`Order` with a :class:`Measurement`, or says that an end was killed.
 
 What is SGLang's: the pointers that tensors are wrapped in (with ``SHMRING_SGLANG=1`` the plug-in replaces them, by the same
 entry point and hooks as in a server), their encoding for ZMQ, the broadcast to other ranks by gloo, and the barrier before
-tensors are materialized and the agreement after it. A rank then copies the tensor to memory that stands for a GPU's. There is
-no HTTP, no processor and no model. Ranks sleep until a message comes, where SGLang's look for one all the time.
+tensors are materialized and the agreement after it. Ranks sleep until a message comes; SGLang's look for one all the time.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def cpu_ms(self) -> float:
-        """Of both together."""
         return self.tokenizer_ms + self.ranks_ms
 
 

@@ -45,7 +45,6 @@ _COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
     tables = [
         compare(fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS)
         for fleet, cases in fleets(list(measured)).items()
@@ -145,7 +144,6 @@ def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: P
 
 
 def _measure_workers(timing: Timing, environment: Path) -> Findings:
-    """Measures all that :mod:`bench.vllm.workers` has."""
     runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, tuple(workers.WAYS)), timing.repetitions)
     start = {
         name: functools.partial(_server, workers.FLEET, way, environment, workers.OPTIONS, in_process=False)

@@ -58,7 +58,6 @@ class Server(OtherServer):
         return {kind: cpu_s_of(process.pid for process in of_kind) for kind, of_kind in processes.items()}
 
     def engine(self, index: int = 0) -> dict[str, Any]:
-        """What an engine core's half says now."""
         return self.report_of(f"{RING}-{index}")
 
 
