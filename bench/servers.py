@@ -32,13 +32,7 @@ _START_CPU_S, _STUCK_S = 900.0, 300.0
 
 
 class OtherServer:
-    """A running server.
-
-    Attributes:
-        process: its launcher.
-        port: where it listens.
-        directory: that it was started with.
-    """
+    """A running server: its launcher, where it listens, and the directory that it was started with."""
 
     def __init__(self, process: Process, port: int, directory: Path) -> None:
         self.process = process

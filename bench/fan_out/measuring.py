@@ -43,12 +43,9 @@ _STOPPED_STEPS = 32  # of each: less than it may have unread
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One repetition of a case, of one subject.
+    """One repetition of a case, of one of :data:`bench.fan_out.ways.WAYS`.
 
     Attributes:
-        subject: one of :data:`bench.fan_out.ways.WAYS`.
-        workers: how many.
-        nbytes: of the tensor in each message.
         seconds: of the flood, and of the gathers.
         steps: messages of the pace.
         gathers, sleeps: whether replies are measured, too, and after pauses.

@@ -21,14 +21,7 @@ _MB = 1 << 20
 
 
 class Attack(NamedTuple):
-    """A heavy caller.
-
-    Attributes:
-        title: what it sends.
-        connections: at a time.
-        body: makes what each of them posts to ``/v1/embeddings``.
-        hangs_up: whether it does so as soon as that is sent.
-    """
+    """A heavy caller: what each of its connections posts to ``/v1/embeddings``; it may hang up as soon as that is sent."""
 
     title: str
     connections: int

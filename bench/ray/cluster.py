@@ -30,15 +30,7 @@ _ENGINE = "bench"
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do.
-
-    Attributes:
-        place: of the caller: ``same`` node as the engine and the actor, or ``other``.
-        way: one of :class:`Caller`'s.
-        nbytes: of the tensor.
-        window: requests in flight.
-        warm_up_s, timed_s: for how long.
-    """
+    """What to do: the caller on the ``same`` node as the engine and the actor, or the ``other``, asks in one of its ways."""
 
     place: str
     way: str
@@ -49,12 +41,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """Of the requests of an order.
-
-    Attributes:
-        per_s: requests.
-        cpu_ms: of a request, of all processes.
-    """
+    """Requests a second; and CPU of a request, of all processes."""
 
     per_s: float
     cpu_ms: float

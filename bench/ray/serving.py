@@ -53,11 +53,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measurement(cluster.Measurement, frozen=True):
-    """Of the requests of an order.
-
-    Attributes:
-        added_ms: of CPU, without what these processes take in a second before, in which nobody asks anything.
-    """
+    """With the CPU that is added to what these processes take in a second before, in which nobody asks anything."""
 
     added_ms: float
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from bench.groups import Groups
 from bench.messages import Measurement
 from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.repetitions import Measured, Repetitions, ratio
+from bench.repetitions import Measured, Repetitions
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.scaling import BASES, VARIANTS
 from bench.results import Coverage, Findings
@@ -24,7 +24,7 @@ from bench.targets import Target, medians, ratios
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 _CASES = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
-_SCALED = Case(_SIZES[0], window=32, reply_nbytes=64)  # one of each client, where all of them ask
+SCALED = Case(_SIZES[0], window=32, reply_nbytes=64)  # one of each client, where all of them ask
 
 _TITLES = {name: peer.title for name, peer in (REQUEST_PEERS | VARIANTS).items()}
 _SPEED = "messages_per_s"
@@ -57,15 +57,14 @@ TARGETS = (
 )
 
 
-def _scaled(variant: str) -> Target:
-    def numbers(measured: Measured) -> Iterator[tuple[str, float | None]]:
-        for case in measured:
-            yield case.title, ratio(measured, case, variant, BASES[variant], "both_us")
-
-    return Target(f"CPU time per request with {_TITLES[variant]}", "4 KB", 1.2, "x", numbers, at_least=False)
-
-
-SCALING_TARGETS = tuple(_scaled(variant) for variant, base in BASES.items() if variant != base)
+SCALING_TARGETS = tuple(
+    Target(
+        f"CPU time per request with {_TITLES[variant]}", "4 KB", 1.2, "x",
+        ratios(variant, base, "both_us", {SCALED.title: SCALED}), at_least=False,
+    )
+    for variant, base in BASES.items()
+    if variant != base
+)  # fmt: skip
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -
     if scaling:
         if peers or any(dimensions.values()):
             raise click.UsageError("--scaling measures shmring alone, in a case of its own: no choice of cases or peers")
-        return {_SCALED: list(VARIANTS)}
+        return {SCALED: list(VARIANTS)}
     names = [name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]
     values = chosen(_CASES, **dimensions)
     cases = itertools.product(values["clients"], values["in_flight"], values["sizes"])

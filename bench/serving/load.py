@@ -28,11 +28,7 @@ _WARM_UP_CONCURRENCY = 4
 
 
 class Requests(NamedTuple):
-    """What a load asks of a model.
-
-    Attributes:
-        parts: of messages, which requests take in turn: the JSON of media. None: text alone.
-    """
+    """What a load asks of a model, with the parts of messages (the JSON of media) that requests take in turn, if any."""
 
     load: Load
     model: str

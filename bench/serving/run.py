@@ -117,14 +117,7 @@ def _arguments(options: ServerOptions, directory: str) -> list[str]:
 
 
 class Results(NamedTuple):
-    """A run.
-
-    Attributes:
-        runs: of the load, on each server.
-        client: what sent the requests.
-        request_nbytes: of the first one's body.
-        counters: what frontends have counted, by server.
-    """
+    """A run: of the load on each server; what sent it, a body's size, and what the frontends of each server have counted."""
 
     runs: Repetitions[str, Measurement]
     client: str

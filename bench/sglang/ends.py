@@ -33,12 +33,9 @@ _WARM_UP = 3  # messages before anything is timed
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do: send so many tensors of a size, one after the other; or kill an end while they are under way.
+    """What to do: send so many tensors of a size, one after the other.
 
-    Attributes:
-        nbytes: of each tensor.
-        count: tensors.
-        kill: ``scheduler``, ``tokenizer`` or ``rank``: which end is killed when a fifth of them was received.
+    Or kill an end, ``scheduler``, ``tokenizer`` or ``rank``, when a fifth of them was received.
     """
 
     nbytes: int

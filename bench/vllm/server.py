@@ -37,11 +37,7 @@ def model(side: int, installation: Path | None = None) -> Path:
 
 
 class Server(OtherServer):
-    """A running server. Made by :func:`serve`. With one API server, its launcher is that as well.
-
-    Attributes:
-        side: of pictures, in pixels.
-    """
+    """A running server for pictures of so many pixels a side. With one API server, its launcher is that as well."""
 
     def __init__(self, process: Process, port: int, directory: Path, side: int) -> None:
         super().__init__(process, port, directory)
@@ -78,8 +74,6 @@ def serve(
     Args:
         directory, environment: see :func:`bench.servers.started`; it gets no variable of this process that begins with
             ``SHMRING_VLLM``.
-        side: of the pictures that its model takes.
-        api_servers: how many.
         options: of ``vllm serve``, beside those that keep the tiny model tiny.
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
