@@ -75,15 +75,16 @@ class Repetitions(Generic[_Case, _Run]):
         for repetition, case in itertools.product(range(self.count)[part], cases):
             for subject in self.subjects[case][:: -1 if repetition % 2 else 1]:
                 self._begun += 1
+                if (self._title(case), subject) in self._failed:
+                    continue
                 what = f"{self._title(case)}, {(titles or {}).get(subject, subject)}"
                 click.echo(f"{self._begun} of {steps}: {what}, repetition {repetition + 1} of {self.count}", err=True)
-                if (self._title(case), subject) not in self._failed:
-                    try:
-                        run = measure(case, subject)
-                    except Exception as error:  # noqa: BLE001 # it has its place among the results
-                        self.fail([case], [subject], described(error))
-                    else:
-                        self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
+                try:
+                    run = measure(case, subject)
+                except Exception as error:  # noqa: BLE001 # it has its place among the results
+                    self.fail([case], [subject], described(error))
+                else:
+                    self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
 
     def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str, status: Status = Status.FAILED) -> None:
         """Says why subjects have no result in cases; if there are several reasons, the first one counts."""

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from bench import columns
-from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failures
+from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failure
 from bench.allocation.traces import LIFETIMES
 from bench.columns import Column, compare, cross
 from bench.command_line import benchmark
@@ -79,10 +79,6 @@ class Stored(msgspec.Struct, frozen=True):
     fill: Fill
 
 
-class _StoredRun(msgspec.Struct, frozen=True):
-    results: list[Stored]
-
-
 def measure(plan: Plan, stored: Sequence[Stored] = ()) -> Findings:
     """Measures what a plan says, and compares it with a stored run."""
     fills = Repetitions[Filled, Fill](plan.fills(), 1)
@@ -90,7 +86,8 @@ def measure(plan: Plan, stored: Sequence[Stored] = ()) -> Findings:
     def fill(filled: Filled, name: str) -> Fill:
         # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
         seeds = max(10, min(plan.seeds, plan.seeds * _SLAB_NBYTES // filled.slab_nbytes))
-        shares = sorted(first_failures(FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes, range(seeds)))
+        place = FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes
+        shares = sorted(first_failure(*place, seed) for seed in range(seeds))
         return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
 
     fills.measure(list(fills.subjects), fill, _TITLES)
@@ -192,4 +189,5 @@ _NOTES = [
 @click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
 def allocator_command(quick: bool) -> Findings:
     """How full the slab gets, also beside the stored run (bench/results/allocator.json), and what placing a slot costs."""
-    return measure(QUICK if quick else Plan(), msgspec.json.decode(STORED.read_bytes(), type=_StoredRun).results)
+    stored = msgspec.json.decode(STORED.read_bytes(), type=Findings).results
+    return measure(QUICK if quick else Plan(), msgspec.convert(stored, list[Stored]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -19,7 +19,7 @@ from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions, median
-from bench.results import Coverage, Findings, format_nbytes, format_rate
+from bench.results import Coverage, Findings, Status, format_nbytes, format_rate
 from bench.targets import Numbers, Target, medians, ratios
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
@@ -153,13 +153,11 @@ _COLUMNS = (
 )
 
 
-def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
-    """Returns what a run has found; ``left_out`` are sentences about what was not there to be measured."""
+def report(measured: Measured, coverage: Coverage) -> Findings:
     notes = [
         "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
         "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
         "Awake, idle: CPU of all workers in the second after a message, and without messages, of one core.",
-        *(f"Not measured: {sentence}." for sentence in left_out),
     ]
     return Findings(
         mode="fan-out",
@@ -194,19 +192,18 @@ def _missing(environment: Path) -> dict[str, str]:
 @command_line.benchmark("fan-out")
 @command_line.repeatable("--workers", "workers", click.IntRange(1, 32), "Processes", "1, 2, 4, 8")
 @command_line.size_option("256, 4KiB, 1MiB, 64MiB")
-@command_line.repeatable("--subject", "subjects", WAYS, "What sends", "all that are there")
+@command_line.repeatable("--subject", "subjects", WAYS, "What sends")
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 def fan_out_command(
     timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path
 ) -> Findings:
     """Messages to workers: how many a second, when the last worker has one, and what they cost."""
-    missing = _missing(environment)
-    if chosen := [subject for subject in subjects if subject in missing]:
-        raise click.UsageError("; ".join(missing[subject] for subject in chosen))
-    there = [subject for subject in WAYS if subject not in missing and (not subjects or subject in subjects)]
+    chosen = [subject for subject in WAYS if not subjects or subject in subjects]
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
-    of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
+    of_cases = {case: [subject for subject in chosen if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
+    for subject, reason in _missing(environment).items():
+        runs.fail(cases, [subject], reason, Status.EXCLUDED)
     with host(sys.executable) as own, host(environment / "bin" / "python") as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
@@ -214,4 +211,4 @@ def fan_out_command(
             return its_host.order(planned(subject, *case, timing.timed_s), Run)
 
         runs.measure(cases, play, TITLES)
-    return report(runs.measured, runs.coverage(), [] if subjects else list(dict.fromkeys(missing.values())))
+    return report(runs.measured, runs.coverage())

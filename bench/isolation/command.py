@@ -149,9 +149,6 @@ def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict
     yield judged("longest wait of a small request", "beside all of them", list(measured), 100, _LONGEST_MS, 1.0)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
-
-
 @benchmark("isolation")
 @repeatable("--case", "cases", ATTACKS, "Who is heavy")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
