@@ -1,9 +1,8 @@
 """Sends one request and times its answer.
 
-The client is aiohttp, whose parser is compiled: it took 23 microseconds of CPU for an event of a stream, its JSON aside, where
-httpx and httpcore took 70 to 84 (25,800 events of 200 bytes from a server that only replays them, 40 streams at a time, uvloop,
-on a 2-core virtual machine). A server needs several times as long to make one. Whether the generator was the bottleneck after
-all is measured in each run.
+The client is aiohttp, whose parser is compiled: for an event of a stream it took a third of the CPU that httpx and httpcore
+took, 23 microseconds. A server needs several times as long to make one. Whether the generator was the bottleneck after all is
+measured in each run.
 
 Times are those at which pieces came out of the socket, and several events in one piece came at one time. A token is what an
 event with text is, unless the server's own count at the end says otherwise.
