@@ -66,7 +66,7 @@ def repeatable(option: str, name: str, kind: Any, text: str, default: str = "all
     return click.option(option, name, multiple=True, type=kind, help=f"{text}; repeatable.  [default: {default}]")
 
 
-def size_option(default: str, item_nbytes: int = 1, item: str = "an item") -> Callable[[_Function], _Function]:
+def size_option(default: str, item_nbytes: int = 1) -> Callable[[_Function], _Function]:
     """Sizes of a tensor, such as 64KiB, each of which is a positive multiple of some item's."""
 
     def size(value: str) -> int:
@@ -75,7 +75,7 @@ def size_option(default: str, item_nbytes: int = 1, item: str = "an item") -> Ca
         except (ValueError, TypeError) as error:
             raise click.BadParameter(str(error)) from None
         if nbytes < item_nbytes or nbytes % item_nbytes:
-            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes, the size of {item}")
+            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes")
         return nbytes
 
     return repeatable("--size", "sizes", size, "Of a tensor", default)
@@ -107,26 +107,19 @@ def versions(environment: Path, *packages: str) -> str:
     return subprocess.check_output([environment / "bin" / "python", "-c", program], text=True).strip()
 
 
-def benchmark(
-    mode: str, *, repetitions: str = "Of each case, interleaved.", seconds: bool = True
-) -> Callable[[_Measure], click.Command]:
+def benchmark(mode: str) -> Callable[[_Measure], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
     It has the function's options, and those of all commands, from which and the table of modes ``timing`` follows. SIGTERM ends
     it in order, with all processes of the run.
-
-    Args:
-        mode: a name in the table of modes, and of the command.
-        repetitions: help of ``--repetitions``.
-        seconds: whether somebody may say how long a repetition is timed.
     """
     default = MODES[mode].timing
     own: list[click.Parameter] = [click.Option(["--json", "json_path"], type=FILE, help="Also write to this file.")]
-    if default is not None and seconds:
+    if default is not None and default.timed_s:
         text = f"Timed in each repetition.  [default: {default.timed_s:g}]"
         own.append(click.Option(["--seconds"], type=click.FloatRange(min=0.01), help=text))
     if default is not None:
-        text = f"{repetitions}  [default: {default.repetitions}]"
+        text = f"Of each case, interleaved.  [default: {default.repetitions}]"
         own.append(click.Option(["--repetitions"], type=click.IntRange(min=1), help=text))
 
     def decorate(measure: _Measure) -> click.Command:

@@ -51,7 +51,7 @@ def write_model(directory: Path) -> None:
     tiny_models.write_llava(directory, side=336, vision=vision, text=text, dtype=torch.bfloat16)
 
 
-@benchmark("steps", repetitions="Of each checkout.", seconds=False)
+@benchmark("steps")
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
 def steps_command(timing: Timing, beside: Path | None) -> Findings:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""

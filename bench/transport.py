@@ -187,8 +187,8 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
 # -- commands --------------------------------------------------------------------------------------------------------------
 
 
-@benchmark("transport", repetitions="Of each case and peer, interleaved.")
-@size_option("4KiB to 256MiB", ITEM_NBYTES, "a stamp")
+@benchmark("transport")
+@size_option("4KiB to 256MiB", ITEM_NBYTES)
 @repeatable("--producers", "producers", click.IntRange(1, 127), "Processes", "1, 8")
 @repeatable("--window", "windows", click.IntRange(1, 1024), "Messages in flight of one producer", "16, 1")
 @repeatable("--peer", "peers", PEERS, "Beside shmring")
@@ -198,7 +198,7 @@ def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, Non
         yield report(measured, coverage, timing)
 
 
-@benchmark("quick", repetitions="Of each case and peer.")
+@benchmark("quick")
 def quick_command(timing: Timing) -> Generator[Findings, None, None]:
     """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it."""
     for measured, coverage in measure(quick_plan(), timing):

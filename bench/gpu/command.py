@@ -214,8 +214,8 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@command_line.benchmark("gpu", repetitions="Interleaved.", seconds=False)
-@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES, "its marks")
+@command_line.benchmark("gpu")
+@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES)
 @command_line.repeatable("--from", "ways", WAYS, "To the GPU")
 def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
@@ -224,4 +224,5 @@ def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    return report(run(Plan(**command_line.chosen({"repetitions": timing.repetitions}, **choices))))
+    timed = {"repetitions": timing.repetitions, "timed_s": timing.timed_s}
+    return report(run(Plan(**command_line.chosen(timed, **choices))))

@@ -158,7 +158,7 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     return Findings(mode="ray", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
-@command_line.benchmark("ray", repetitions="Of each case and way, in alternating order.")
+@command_line.benchmark("ray")
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
     """Engines in a Ray cluster, beside calls of an actor with a tensor."""

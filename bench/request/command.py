@@ -109,8 +109,8 @@ def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -
     return {Case(nbytes, number, in_flight, reply_nbytes=64): names for number, in_flight, nbytes in cases}
 
 
-@benchmark("request", repetitions="Interleaved.")
-@size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES, "a float32")
+@benchmark("request")
+@size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES)
 @repeatable("--in-flight", "in_flight", click.IntRange(1, 1024), "Of each client", "1, 16, 64")
 @repeatable("--clients", "clients", click.IntRange(1, MAX_CLIENTS), "Processes", "1, 4")
 @repeatable("--peer", "peers", REQUEST_PEERS, "Beside shmring")

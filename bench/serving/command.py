@@ -107,7 +107,7 @@ def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
         yield Target("kept content: bytes copied", at, 0, "bytes", lambda _: copied, at_least=False).judge(results)
 
 
-@benchmark("serve", repetitions="Of the load on each server, in turn.", seconds=False)
+@benchmark("serve")
 @click.option("--preset", required=True, type=click.Choice(list(PRESETS)), help="The load, both servers and the target.")
 @click.option("--scale", default=1.0, type=FiniteRange(min=0, min_open=True), help="Multiplies requests and their concurrency.")
 def serve_command(timing: Timing, preset: str, scale: float) -> Findings:

@@ -154,7 +154,7 @@ def _segments() -> dict[str, int]:
     return segments
 
 
-@command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
+@command_line.benchmark("sglang")
 @command_line.environment_option("sglang", "SGLang")
 def sglang_command(timing: Timing, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring."""

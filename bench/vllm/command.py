@@ -118,12 +118,12 @@ TARGETS = (
 _SIDES = [str(side) for side in SIDES]
 
 
-@command_line.benchmark("vllm", repetitions="Of each case and way, in alternating order; 7 with --workers.", seconds=False)
+@command_line.benchmark("vllm")
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @command_line.repeatable("--way", "ways", WAYS, "Of tensors")
 @command_line.repeatable("--side", "sides", _SIDES, "Of pictures")
 @command_line.repeatable("--kind", "kinds", KINDS, "Of requests")
-@click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
+@click.option("--workers", "with_workers", is_flag=True, help="Instead, 7 times: to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
 def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: Path, **choices: tuple[str, ...]) -> Findings:
     """Real vLLM with its tensors inline, through torch_shm and through shmring."""
