@@ -44,12 +44,8 @@ class Phase:
 
 
 class Case(msgspec.Struct, frozen=True, order=True):
-    """A kind of message stream.
-
-    Attributes:
-        nbytes: size of a message's tensor, a multiple of 4.
-        producers: processes that send at the same time, to one consumer.
-        window: messages in flight of each producer.
+    """A kind of message stream: the size of a tensor, a multiple of 4; the processes that send at the same time to one
+    consumer; and how many messages each of them has in flight.
     """
 
     nbytes: int
@@ -260,8 +256,7 @@ class Sink:
     def take(self, header: Header, tensor: torch.Tensor) -> bool:
         """Checks a message that has just come, and records it; returns whether it is the last one of the last producer.
 
-        Raises:
-            CheckError: it is not what was sent.
+        Raises CheckError if it is not what was sent.
         """
         sequence, phase, sent_ns, producer = header
         if not 0 <= producer < len(self._sequences):
@@ -281,11 +276,7 @@ class Sink:
         return not self._unfinished
 
     def measurement(self) -> Measurement:
-        """Returns what was recorded, once the last message has come.
-
-        Raises:
-            CheckError: fewer than two messages came while all producers were timed: there is nothing to measure.
-        """
+        """Returns what was recorded, once the last message has come; raises CheckError if there is nothing to measure."""
         if len(self._latencies_ns) < 2:
             raise CheckError(f"{len(self._latencies_ns)} messages came while all producers were timed; time them for longer")
         return Measurement(

@@ -36,11 +36,6 @@ class Repetitions(Generic[_Case, _Run]):
     """Measures subjects in cases, in turn and again and again, and keeps what there is.
 
     What has failed is not tried again: ratios are taken within a repetition, so that none may lack in the middle.
-
-    Attributes:
-        subjects: of each case.
-        count: of the repetitions of each.
-        measured: the repetitions of each subject, by case.
     """
 
     def __init__(self, subjects: Mapping[_Case, Sequence[str]], count: int, title: Callable[[_Case], str] = title_of) -> None:

@@ -75,10 +75,6 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = modes.age) 
     """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
 
     ``speed.svg`` is the README's plot, of the result that is called ``transport``. Returns the path of ``benchmarks.md``.
-
-    Raises:
-        ReportError: there is no result, or a file is none.
-        MissingPlotter: matplotlib is not installed.
     """
     stored = _read(results_directory)
     sections = [_HEAD, "## Stored results\n", _stored_table(stored, age).markdown()]

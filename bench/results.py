@@ -159,8 +159,6 @@ class Verdict(msgspec.Struct, frozen=True):
     """What became of a target.
 
     Attributes:
-        what: is compared.
-        at: where.
         asked, measured: in words; what was measured is the worst of ``detail``.
         met: None if it was not measured.
         detail: what was measured in each place, or why nothing was.
@@ -191,9 +189,6 @@ class Findings(msgspec.Struct, frozen=True):
     """A run, as it is stored.
 
     Attributes:
-        mode: which benchmark.
-        tables, notes: as shown to people.
-        targets: what the run says of those that it measured.
         results: what a plot draws, or what a later run is compared with; None where there is neither. Nothing else is ever
             read again, so nothing else is stored: no single repetitions, and no single requests.
         command: what was typed; empty: that of the mode, without options.

@@ -138,8 +138,7 @@ class Iceoryx2Loaned(Iceoryx2):
 class _Reception:
     """Takes samples in the loop when the listener's descriptor says that there are some: few enough at a time for other work.
 
-    Attributes:
-        finished: done when the last message has been taken.
+    It is finished when the last message has been taken.
     """
 
     def __init__(self, cell: Cell, intake: Intake, subscriber: Any, listener: Any) -> None:

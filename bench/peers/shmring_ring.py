@@ -49,15 +49,11 @@ _LEAVE_POLL_S = 0.01  # a hundred times a second, when nothing is measured any m
 
 
 class ShmringCopy(Peer):
-    """See the head of this file.
-
-    Attributes:
-        busy_poll_s: of both ends' configurations.
-    """
+    """See the head of this file."""
 
     name = "shmring"
     title = "shmring, one copy"
-    busy_poll_s: ClassVar[float] = 0.0
+    busy_poll_s: ClassVar[float] = 0.0  # of both ends
 
     def idle_s(self, cell: Cell) -> float:
         """Returns for how long both ends stay connected after the last message, to see what that costs."""

@@ -30,13 +30,7 @@ MAX_CLIENTS = 64
 
 
 class Case(messages.Case, frozen=True, kw_only=True):
-    """A kind of request, of a tensor of float32.
-
-    Attributes:
-        producers: client processes that ask.
-        window: requests that each client has in flight.
-        reply_nbytes: size of a reply's tensor, a multiple of 4.
-    """
+    """A kind of request, of a tensor of float32, whose ``producers`` are clients; the reply's size is a multiple of 4, too."""
 
     reply_nbytes: int
 
@@ -100,8 +94,7 @@ class Desk(Sink):
     def answer(self, header: Header, tensor: torch.Tensor) -> torch.Tensor:
         """Checks a question, and returns the content of its reply, of which only the stamps are initialised.
 
-        Raises:
-            CheckError: it is not what was sent, or came before.
+        Raises CheckError if it is not what was sent, or came before.
         """
         last = self.take(header, tensor)
         sequence, _, _, client = header

@@ -11,15 +11,10 @@ Endpoint = Literal["chat", "embeddings"]
 
 
 class Media(NamedTuple):
-    """A medium of each request: of so many different ones, which requests take in turn.
+    """A medium of each request: of so many different ones, which requests take in turn."""
 
-    Attributes:
-        size: width and height in pixels.
-        frames: of a clip of 10 frames a second (H.264, MP4); 0: it is a picture (JPEG).
-    """
-
-    size: tuple[int, int]
-    frames: int = 0
+    size: tuple[int, int]  # width and height in pixels
+    frames: int = 0  # of a clip of 10 frames a second (H.264, MP4); 0: it is a picture (JPEG)
     distinct: int = 64
 
     @property
@@ -29,12 +24,9 @@ class Media(NamedTuple):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, all of it due at once.
+    """What is sent, all of it due at once; text alone, if it has no media.
 
-    Attributes:
-        endpoint: ``chat`` streams its answers; ``embeddings`` has one for each medium.
-        max_concurrency: requests at a time.
-        media: None: text alone.
+    Answers of ``chat`` are streamed. ``embeddings`` has one for each medium.
     """
 
     requests: int
@@ -81,14 +73,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Preset(NamedTuple):
     """A load, a server, and two of it that are compared; and the target: requests a second of the first one to those of the
     second, at any scale of the load.
-
-    Attributes:
-        compared: names of the two, and how they differ from the server.
     """
 
     load: Load
     server: ServerOptions
-    compared: Mapping[str, Mapping[str, Any]]
+    compared: Mapping[str, Mapping[str, Any]]  # their names, and how they differ from the server
     what: str
     limit: float
 

@@ -159,8 +159,7 @@ class _Tokenizer:
         self._tensors, self._done = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._done.bind(f"ipc://{directory}/done")
         self._tensors.connect(f"ipc://{directory}/tensors")
-        for _ in range(ranks):
-            self._done.recv()
+        self.hear(1)
 
     async def connect(self) -> None:
         """The plug-in connects with the first request."""
@@ -187,8 +186,7 @@ class _Tokenizer:
             source.fill_(number % 251)
             began_s, cpu_s = time.monotonic(), time.process_time()
             inline += not self.send(source, number % 251)
-            for _ in range(self._ranks):
-                self._done.recv()
+            self.hear(1)
             await asyncio.sleep(0)  # the event loop goes on, as a server's does
             times_s.append(time.monotonic() - began_s)
             used_s += time.process_time() - cpu_s
@@ -211,7 +209,7 @@ class _Tokenizer:
         return sum(msgspec.json.decode(self._done.recv(), type=float) for _ in range(self._ranks))
 
     def hear(self, count: int) -> None:
-        """Waits until so many tensors were copied by all ranks."""
+        """Waits until all ranks have said so often that they are up, or have copied a tensor."""
         for _ in range(count * self._ranks):
             self._done.recv()
 

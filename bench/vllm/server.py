@@ -69,7 +69,7 @@ def serve(
     installation: Path | None = None,
     waits: bool = True,
 ) -> Iterator[Server]:
-    """Starts a server, yields it when it answers, and ends it with all of its processes.
+    """Starts a server, yields it when it answers, and ends it with all of its processes; raises RuntimeError if it never does.
 
     Args:
         directory, environment: see :func:`bench.servers.started`; it gets no variable of this process that begins with
@@ -78,9 +78,6 @@ def serve(
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
         waits: whether to wait until it answers; if not, call :func:`bench.servers.wait_until_it_answers`.
-
-    Raises:
-        RuntimeError: it did not start.
     """
     port = free_port()
     executable = (installation or Path(sys.prefix)) / "bin" / "vllm"
