@@ -216,9 +216,6 @@ def write_json(findings: msgspec.Struct, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
 
 
-# -- numbers in words ----------------------------------------------------------------------------------------------------
-
-
 def format_nbytes(nbytes: int) -> str:
     """Returns a size as ``64 KB`` (of 1024 bytes), or in bytes if it is not a whole number of those."""
     for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from bench.command_line import DIRECTORY, benchmark
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.repetitions import Repetitions
-from bench.results import Coverage, Findings
+from bench.results import Findings
 
 _LIMIT_S = 900  # for a process to measure everything
 
@@ -65,15 +64,11 @@ def steps_command(timing: Timing, beside: Path | None) -> Findings:
         model = Path(scratch) / "llava"
         write_model(model)
         runs.measure([_CASE], lambda _, name: _measure(checkouts[name], model))
-    return report(runs.measured.get(_CASE, {}), runs.coverage())
-
-
-def report(runs: Mapping[str, Sequence[Mapping[str, float]]], coverage: Coverage) -> Findings:
-    """Returns what a run has found: a row for each number of each checkout."""
-    numbers = dict.fromkeys(what for of_checkout in runs.values() for run in of_checkout for what in run)
-    measured = {what: {name: [run[what] for run in of_checkout] for name, of_checkout in runs.items()} for what in numbers}
+    found = runs.measured.get(_CASE, {})
+    numbers = dict.fromkeys(what for of_checkout in found.values() for run in of_checkout for what in run)
+    measured = {what: {name: [run[what] for run in of_checkout] for name, of_checkout in found.items()} for what in numbers}
     shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
-    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=coverage)
+    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=runs.coverage())
 
 
 def _measure(checkout: Path, model: Path) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""A process that imports what its subjects need, once, and forks an engine for each cell that it is sent.
-
-It is a :class:`bench.programs.Program`, whose orders are cells.
-"""
+"""A program, whose orders are cells: see :mod:`bench.fan_out`."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-
-import uvloop
 
 from bench.children import BenchError, settle
 from bench.fan_out.measuring import Cell, Run, Stamps, measure
@@ -25,7 +20,7 @@ def _play(cell: Cell, directory: str, answer: Callable[[object], None]) -> None:
     way = WAYS[cell.subject](cell, directory, Stamps(cell.workers))
     found: Run | Exception
     try:
-        found = measure(way, uvloop.run)
+        found = measure(way)
     except Exception as error:  # noqa: BLE001 # it has its place among the results
         found = error
     finally:

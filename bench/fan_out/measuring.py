@@ -15,7 +15,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from multiprocessing.context import ForkProcess
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import torch
+import uvloop
 from numpy.typing import NDArray
 
 from bench.meter import cpu_s_of
@@ -322,14 +323,14 @@ def _workers(way: Way) -> Iterator[list[ForkProcess]]:
             left.join()
 
 
-def measure(way: Way, run: Callable[[Coroutine[Any, Any, Run]], Run]) -> Run:
-    """Measures a cell, in a coroutine that ``run`` runs: ``asyncio.run`` or the like."""
+def measure(way: Way) -> Run:
+    """Measures a cell."""
+
+    async def in_engine() -> Run:
+        async with way.serving():
+            found = await _Measurement(way, workers).run()
+            await way.send(END)
+            return found
+
     with _workers(way) as workers:
-
-        async def in_engine() -> Run:
-            async with way.serving():
-                found = await _Measurement(way, workers).run()
-                await way.send(END)
-                return found
-
-        return run(in_engine())
+        return uvloop.run(in_engine())

@@ -47,8 +47,6 @@ _SCALING_COLUMNS = (
     columns.over("both", BASES.__getitem__, "both_us"),
 )
 
-# -- targets -----------------------------------------------------------------------------------------------------------
-
 _CASE = {"64 KB": Case(64 << 10, reply_nbytes=64)}
 _WHAT = "request/reply, 16 in flight, one client"
 TARGETS = (
@@ -65,8 +63,6 @@ SCALING_TARGETS = tuple(
     for variant, base in BASES.items()
     if variant != base
 )  # fmt: skip
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing, scaling: bool = False) -> Findings:
