@@ -9,7 +9,6 @@ import click
 from bench import columns
 from bench.columns import Column, compare
 from bench.command_line import benchmark
-from bench.machine import Machine
 from bench.modes import Timing
 from bench.repetitions import Number
 from bench.results import Findings, Verdict
@@ -59,7 +58,7 @@ def report(preset: str, load: Load, results: Results) -> Findings:
         f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further),
         *_counted(results),
         *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
-        *_shares(results),
+        *_generator(results),
     ]
     return Findings(
         mode="serve",
@@ -84,17 +83,11 @@ def _counted(results: Results) -> Iterator[str]:
         )
 
 
-def _shares(results: Results) -> Iterator[str]:
-    """How busy the machine was, and who of it."""
+def _generator(results: Results) -> Iterator[str]:
     for name, runs in _loads(results).items():
-        duration_s = sum(run.duration_s for run in runs)
-        shares = {part: sum(run.cpu_s[part] for run in runs) / duration_s for part in runs[0].cpu_s}
-        shares["load generator"] = sum(run.generator_cpu_s for run in runs) / duration_s
-        text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
-        cores = Machine.here().cores
-        yield f"CPU while the {name} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
-        if shares["load generator"] > _BUSY_SHARE:
-            yield f"The load generator was busy {shares['load generator']:.0%} of the {name} load: it may be what was measured."
+        share = sum(run.generator_cpu_s for run in runs) / sum(run.duration_s for run in runs)
+        doubt = ": it may be what was measured" if share > _BUSY_SHARE else ""
+        yield f"The load generator was busy {share:.0%} of the {name} load{doubt}."
 
 
 def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
