@@ -56,13 +56,10 @@ def _title(case: Case | Question) -> str:
     return f"{case.place} node, {case.title}"
 
 
-def _windows(nbytes: int) -> tuple[int, int]:
-    return 1, min(_WINDOW, _MOST_NBYTES // nbytes)
-
-
+_WINDOWS = {nbytes: (1, min(_WINDOW, _MOST_NBYTES // nbytes)) for nbytes in _SIZES}
 #: What is measured in each case.
 CASES: Mapping[Case | Question, tuple[str, ...]] = {
-    **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _windows(nbytes)},
+    **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _WINDOWS[nbytes]},
     **{Case(place, 0): (_CONNECTING,) for place in WAYS},
     **{Question(*question): (serving.ON_RAY, serving.ALONE) for question in _REQUESTS},
 }
