@@ -33,7 +33,7 @@ from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
 from bench.modes import Timing
 from bench.repetitions import Measured, Repetitions, percentile
 from bench.results import Coverage, Findings, Verdict, format_nbytes
-from bench.serving.plan import ServerOptions
+from bench.serving.plan import NOTHING_KEPT
 from bench.serving.run import serving
 from bench.targets import Target
 from shmring.processes.process import Process
@@ -154,8 +154,8 @@ def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes."""
     runs = Repetitions[str, Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
-    options = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="512MiB")
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, serving(options) as [running]:
+    server = ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=512MiB", NOTHING_KEPT)
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, serving(server) as [running]:
         address = urlsplit(running.url).netloc
         paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
         bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}

@@ -24,11 +24,11 @@ from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
 from bench.serving.load import Requests
 from bench.serving.media import media_parts
-from bench.serving.plan import Load, Media, ServerOptions
+from bench.serving.plan import NOTHING_KEPT, Load, Media
 from bench.serving.run import serving
 
 ALONE, ON_RAY = "shmring serve", "Ray Serve"
-_ALONE = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="128MiB", further=("--decoders=1",))
+_ALONE = ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=128MiB", "--decoders=1", NOTHING_KEPT)
 _ON_RAY = {"executor": "fingerprints", "slab-nbytes": "128MiB", "decoders": 1, "mm-processor-cache-gb": 0}
 _VARIABLES = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -92,7 +92,7 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
         media=_MEDIA if order.has_picture else None,
     )
     async with Client(url, load.endpoint, _TIMEOUT_S) as client:
-        requests = Requests(load, _ALONE.model, media_parts(load))
+        requests = Requests(load, "shmring-fingerprints", media_parts(load))
         await requests.warm_up(client)
         began_s, before_s = time.perf_counter(), cpu_s_of(pids)
         await asyncio.sleep(_IDLE_S)

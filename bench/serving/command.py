@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
@@ -47,15 +48,14 @@ def _columns(first: str) -> Sequence[Column]:
 
 
 def report(preset: str, load: Load, results: Results) -> Findings:
-    server, (first, _) = PRESETS[preset].server, results.runs.subjects[LOAD]
+    first, _ = results.runs.subjects[LOAD]
     notes = [
         f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
         f"{results.client}, on the same machine.",
         "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
         f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
         "requests/s, divided by those of the row in the same repetition.",
-        f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
-        f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further),
+        f"Servers: {'; '.join(shlex.join(['shmring', 'serve', *server]) for server in PRESETS[preset].servers.values())}",
         *_counted(results),
         *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
         *_generator(results),
