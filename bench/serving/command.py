@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 
 import click
 
@@ -51,7 +52,7 @@ def report(preset: str, load: Load, results: Results) -> Findings:
     first, _ = results.runs.subjects[LOAD]
     notes = [
         f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
-        f"{results.client}, on the same machine.",
+        f"aiohttp {version('aiohttp')}, on the same machine.",
         "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
         f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
         "requests/s, divided by those of the row in the same repetition.",

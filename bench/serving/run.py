@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,10 +100,9 @@ def _started(arguments: Server) -> Iterator[ServerProcess]:
 
 
 class Results(NamedTuple):
-    """A run: of the load on each server; what sent it, a body's size, and what the frontends of each server have counted."""
+    """A run: of the load on each server; a body's size, and what the frontends of each server have counted."""
 
     runs: Repetitions[str, Measurement]
-    client: str
     request_nbytes: int
     counters: dict[str, dict[str, int]]
 
@@ -124,7 +121,6 @@ def run(load: Load, servers: Mapping[str, Server], repetitions: int) -> Results:
         runs.measure([LOAD], lambda _, name: _measure(requests, running[name]))
         return Results(
             runs,
-            client=f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}",
             request_nbytes=len(requests.body(0)),
             counters={name: _ask(server, load, Client.counters) for name, server in running.items()},
         )

@@ -130,7 +130,7 @@ def judged(preset: str, **servers: list[Measurement]) -> Findings:
     counters = {name: {"slab_bytes": 900, "copied_bytes": 0, "media_decoded": 3} for name in measured}
     runs = Repetitions[str, Measurement]({run.LOAD: list(measured)}, 3)
     runs.measured = {run.LOAD: {name: loads for name, loads in measured.items() if loads}}
-    return report(preset, TEXT_ONLY, run.Results(runs, "a client", 1000, counters))
+    return report(preset, TEXT_ONLY, run.Results(runs, 1000, counters))
 
 
 def loads(*ends: float) -> list[Measurement]:
