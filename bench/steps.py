@@ -1,8 +1,8 @@
 """``python -m bench steps``: what a step of the executor ``transformers`` costs, without a ring and without HTTP.
 
 The model is a LLaVA with random weights, of 61 million parameters: what is measured is how requests share a step, and no answer
-is read. Another checkout can be measured beside this one (``--beside``). Each measurement has a process of its own, of one
-thread, so that CPU time does not depend on how many cores wait for each other.
+is read. Another checkout can be measured beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each
+measurement has a process of its own, of one thread, so that CPU time does not depend on how many cores wait for each other.
 
 A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
 answers are long enough for the first to go on when the last one begins.
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -25,7 +25,7 @@ import torch
 from bench import columns
 from bench.children import BenchError
 from bench.columns import compare
-from bench.command_line import DIRECTORY, benchmark
+from bench.command_line import DIRECTORY, benchmark, missing_program
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.repetitions import Repetitions
@@ -33,7 +33,7 @@ from bench.results import Findings
 
 _LIMIT_S = 900  # for a process to measure everything
 
-#: Is run with the ``shmring`` of a checkout.
+#: Is run with the ``shmring`` of a peer.
 PROGRAM = Path(__file__).with_name("step_program.py")
 
 _OURS = "this"
@@ -50,33 +50,51 @@ def write_model(directory: Path) -> None:
     tiny_models.write_llava(directory, side=336, vision=vision, text=text, dtype=torch.bfloat16)
 
 
+class _Peer(NamedTuple):
+    """A checkout, in an environment."""
+
+    checkout: Path
+    python: str = sys.executable
+    executor: str = "transformers"
+
+
 @benchmark("steps")
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
-def steps_command(timing: Timing, beside: Path | None) -> Findings:
+@click.option(
+    "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
+)
+def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Findings:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
-    checkouts = {_OURS: ROOT}
+    peers = {_OURS: _Peer(ROOT)}
     if beside is not None:
         if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured
             raise click.UsageError(f"{beside} is no checkout of shmring")
-        checkouts["beside"] = beside.resolve()
-    runs = Repetitions[str, dict[str, float]]({_CASE: list(checkouts)}, timing.repetitions)
+        peers["beside"] = _Peer(beside.resolve())
+    if vllm is not None:
+        if (missing := missing_program(vllm, "vllm", "vLLM")) is not None:
+            raise click.UsageError(missing)
+        peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
+    runs = Repetitions[str, dict[str, float]]({_CASE: list(peers)}, timing.repetitions)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "llava"
         write_model(model)
-        runs.measure([_CASE], lambda _, name: _measure(checkouts[name], model))
+        runs.measure([_CASE], lambda _, name: _measure(peers[name], model))
     found = runs.measured.get(_CASE, {})
-    numbers = dict.fromkeys(what for of_checkout in found.values() for run in of_checkout for what in run)
-    measured = {what: {name: [run[what] for run in of_checkout] for name, of_checkout in found.items()} for what in numbers}
+    numbers = dict.fromkeys(what for of_peer in found.values() for run in of_peer for what in run)
+    measured = {
+        what: {name: of_runs for name, of_peer in found.items() if (of_runs := [run[what] for run in of_peer if what in run])}
+        for what in numbers
+    }
     shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
     return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=runs.coverage())
 
 
-def _measure(checkout: Path, model: Path) -> dict[str, float]:
-    command = [sys.executable, "-P", str(PROGRAM), str(model)]
-    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=_LIMIT_S)
+def _measure(peer: _Peer, model: Path) -> dict[str, float]:
+    command = [peer.python, "-P", str(PROGRAM), str(model), peer.executor]
+    environment = os.environ | {"PYTHONPATH": str(peer.checkout), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=peer.checkout, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise BenchError(f"transformers of {checkout}: {said[-1]}")
-    found: dict[str, float] = json.loads(done.stdout)
+        raise BenchError(f"{peer.executor} of {peer.checkout}: {said[-1]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # vLLM says something before
     return found

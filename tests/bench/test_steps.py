@@ -66,12 +66,14 @@ def test_the_program_runs_beside_any_bench(tmp_path: Path) -> None:
 
 
 def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(steps.steps_command, ["--beside", str(tmp_path)])
-    assert result.exit_code == 2
-    assert f"{tmp_path} is no checkout of shmring" in result.output
+    vllm = f"{tmp_path} has no vLLM; `make test-vllm` makes an environment that has"
+    for option, reason in (("--vllm", vllm), ("--beside", f"{tmp_path} is no checkout of shmring")):
+        result = CliRunner().invoke(steps.steps_command, [option, str(tmp_path)])
+        assert result.exit_code == 2
+        assert reason in result.output
 
 
 @pytest.mark.slow  # it imports all that a model needs, in a process
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(steps.BenchError, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
-        steps._measure(steps.ROOT, tmp_path)
+        steps._measure(steps._Peer(steps.ROOT), tmp_path)
