@@ -25,9 +25,12 @@ from bench.transport import quick_command, transport_command
 from bench.vllm.command import vllm_command
 
 
-@click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.group(context_settings=SETTINGS)
 def main() -> None:
-    """Measures shmring beside what would be taken instead, in one run."""
+    """Measures shmring beside what would be taken instead, in one run.
+
+    A command ends with 1 if a target is missed, and with 3 if something could not be measured.
+    """
 
 
 for command in (
@@ -48,7 +51,7 @@ for command in (
     main.add_command(command)
 
 
-@main.command("report", context_settings=SETTINGS)
+@main.command("report")
 @click.option("--results", "results_directory", default=ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
 @click.option("--docs", "docs_directory", default=ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
 def report_command(results_directory: Path, docs_directory: Path) -> None:

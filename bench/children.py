@@ -190,7 +190,6 @@ class Parent:
         self._control.send(message)
 
     async def hear(self) -> Any:
-        """Waits for what the parent says next."""
         return await self._messages.get()
 
     def _readable(self) -> None:
@@ -230,7 +229,6 @@ def settle() -> None:
 
 
 def on_uvloop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Runs a coroutine on a loop of its own."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(coroutine)
 

@@ -29,24 +29,21 @@ class Column(NamedTuple):
     text: Callable[[Row], str]
 
 
-def median(title: str, number: Number, decimals: int = 0) -> Column:
-    """A number's median."""
-
+def _numbers(title: str, number: Callable[[Row], float | None], form: str) -> Column:
     def text(row: Row) -> str:
-        value = repetitions.median(row.runs, number)
-        return "" if value is None else f"{value:,.{decimals}f}"
+        value = number(row)
+        return "" if value is None else form.format(value)
 
     return Column(title, text)
+
+
+def median(title: str, number: Number, decimals: int = 0) -> Column:
+    return _numbers(title, lambda row: repetitions.median(row.runs, number), f"{{:,.{decimals}f}}")
 
 
 def percentile(title: str, numbers: Callable[[Any], Iterable[float]], percent: float, decimals: int = 0) -> Column:
     """A percentile of what all repetitions have together."""
-
-    def text(row: Row) -> str:
-        value = repetitions.percentile(row.runs, numbers, percent)
-        return "" if value is None else f"{value:,.{decimals}f}"
-
-    return Column(title, text)
+    return _numbers(title, lambda row: repetitions.percentile(row.runs, numbers, percent), f"{{:,.{decimals}f}}")
 
 
 def spread(title: str, number: Number) -> Column:
@@ -63,23 +60,21 @@ def spread(title: str, number: Number) -> Column:
 def ratio(title: str, ours: str, number: Number, theirs: str = "") -> Column:
     """Our number over that of each of the others; or in our row, over theirs."""
 
-    def text(row: Row) -> str:
+    def value(row: Row) -> float | None:
         if (row.subject == ours) is not bool(theirs):
-            return ""
-        value = repetitions.ratio(row.measured, row.case, ours, theirs or row.subject, number)
-        return "" if value is None else f"{value:.2f} x"
+            return None
+        return repetitions.ratio(row.measured, row.case, ours, theirs or row.subject, number)
 
-    return Column(title, text)
+    return _numbers(title, value, "{:.2f} x")
 
 
 def over(title: str, base: Callable[[str], str], number: Number) -> Column:
     """The row's number over that of another subject, which is what ``base`` returns for the row's."""
 
-    def text(row: Row) -> str:
-        value = repetitions.ratio(row.measured, row.case, row.subject, base(row.subject), number)
-        return "" if value is None else f"{value:.2f} x"
+    def value(row: Row) -> float | None:
+        return repetitions.ratio(row.measured, row.case, row.subject, base(row.subject), number)
 
-    return Column(title, text)
+    return _numbers(title, value, "{:.2f} x")
 
 
 def compare(

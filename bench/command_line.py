@@ -1,4 +1,4 @@
-"""What the benchmarks' commands have in common: options, the bar on stderr, how a run is shown, an orderly end."""
+"""What the benchmarks' commands have in common: options, how a run is shown, an orderly end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from bench.children import BenchError, on_uvloop
@@ -67,7 +66,7 @@ def repeatable(option: str, name: str, kind: Any, text: str, default: str = "all
     return click.option(option, name, multiple=True, type=kind, help=f"{text}; repeatable.  [default: {default}]")
 
 
-def size_option(default: str, item_nbytes: int = 1, item: str = "an item") -> Callable[[_Function], _Function]:
+def size_option(default: str, item_nbytes: int = 1) -> Callable[[_Function], _Function]:
     """Sizes of a tensor, such as 64KiB, each of which is a positive multiple of some item's."""
 
     def size(value: str) -> int:
@@ -76,7 +75,7 @@ def size_option(default: str, item_nbytes: int = 1, item: str = "an item") -> Ca
         except (ValueError, TypeError) as error:
             raise click.BadParameter(str(error)) from None
         if nbytes < item_nbytes or nbytes % item_nbytes:
-            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes, the size of {item}")
+            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes")
         return nbytes
 
     return repeatable("--size", "sizes", size, "Of a tensor", default)
@@ -108,27 +107,20 @@ def versions(environment: Path, *packages: str) -> str:
     return subprocess.check_output([environment / "bin" / "python", "-c", program], text=True).strip()
 
 
-def benchmark(
-    mode: str, *, repetitions: str = "Of each case, interleaved.", seconds: bool = True
-) -> Callable[[_Measure], click.Command]:
+def benchmark(mode: str) -> Callable[[_Measure], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
-    Its own options are those of the function. It is called with ``timing``, which follows from the table of modes and the
-    options that all have.
-
-    Args:
-        mode: a name in the table of modes, and of the command.
-        repetitions: help of ``--repetitions``.
-        seconds: whether somebody may say how long a repetition is timed.
+    It has the function's options, and those of all commands, from which and the table of modes ``timing`` follows. SIGTERM ends
+    it in order, with all processes of the run.
     """
     default = MODES[mode].timing
-    options = [click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")]
-    if default is not None and seconds:
+    own: list[click.Parameter] = [click.Option(["--json", "json_path"], type=FILE, help="Also write to this file.")]
+    if default is not None and default.timed_s:
         text = f"Timed in each repetition.  [default: {default.timed_s:g}]"
-        options.append(click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text))
+        own.append(click.Option(["--seconds"], type=click.FloatRange(min=0.01), help=text))
     if default is not None:
-        text = f"{repetitions}  [default: {default.repetitions}]"
-        options.append(click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text))
+        text = f"Of each case, interleaved.  [default: {default.repetitions}]"
+        own.append(click.Option(["--repetitions"], type=click.IntRange(min=1), help=text))
 
     def decorate(measure: _Measure) -> click.Command:
         @functools.wraps(measure)
@@ -137,20 +129,20 @@ def benchmark(
                 options["timing"] = MODES[mode].timed(repetitions, seconds)
             # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
             told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
-            found = measure(**options)
-            with contextlib.closing((one for one in (found,)) if isinstance(found, Findings) else found) as parts:
-                for findings in parts:
-                    findings = msgspec.structs.replace(findings, **told)
-                    if json_path is not None:
-                        write_json(findings, json_path)
+            signal.signal(signal.SIGTERM, terminated)
+            try:
+                found = measure(**options)
+                with contextlib.closing((one for one in (found,)) if isinstance(found, Findings) else found) as parts:
+                    for findings in parts:
+                        findings = msgspec.structs.replace(findings, **told)
+                        if json_path is not None:
+                            write_json(findings, json_path)
+            except BenchError as error:
+                raise NotMeasured(str(error)) from error
             show(findings)
             conclude(findings)
 
-        own, run.__click_params__ = getattr(run, "__click_params__", []), []  # type: ignore[attr-defined] # click's
-        for option in options:
-            run = option(run)
-        run.__click_params__ += own  # type: ignore[attr-defined] # the last stands first
-        return click.command(mode, context_settings=SETTINGS)(run)
+        return click.command(mode, params=[*own])(run)
 
     return decorate
 
@@ -166,28 +158,6 @@ def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
 def console() -> Console:
     """Returns stdout as what tables are printed to: whole in a file or a pipe, whatever the terminal is."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-
-
-@contextlib.contextmanager
-def measuring(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields what shows a line for each step of a run on stderr: a bar to a person, gone in the end, or plain lines to a log.
-
-    The processes of the run are ended if this one is told to end. A run that fails ends the command.
-    """
-    signal.signal(signal.SIGTERM, terminated)
-    shown: Any = contextlib.nullcontext()
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        shown = Progress(*columns, console=Console(stderr=True), transient=True)
-    try:
-        with shown as bar:
-            if bar is None:
-                yield lambda line: click.echo(line, err=True)
-            else:
-                task = bar.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
-                yield lambda line: bar.update(task, description=line, advance=1)
-    except BenchError as error:
-        raise NotMeasured(str(error)) from error
 
 
 def show(findings: Findings) -> None:
@@ -208,13 +178,11 @@ def show(findings: Findings) -> None:
 
 
 def gaps_table(coverage: Coverage) -> Table:
-    """Returns a table of what a run lacks of its plan."""
     columns = ["case", "without", "what became of it"]
     return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
 
 
 def machine_line(machine: Machine) -> str:
-    """Returns a machine and its versions in a line."""
     commit = f", commit {machine.commit}" if machine.commit else ""
     return (
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
@@ -225,7 +193,6 @@ def machine_line(machine: Machine) -> str:
 
 
 def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
-    """The table of targets for a terminal, of those that were measured and those that were not."""
     table = RichTable(title="targets")
     for column in ("target", "at", "asked", "measured", "", "detail"):
         table.add_column(column)

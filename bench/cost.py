@@ -27,7 +27,7 @@ import shmring
 from bench import columns
 from bench.children import BenchError, on_uvloop, settle
 from bench.columns import Column, compare
-from bench.command_line import benchmark, measuring
+from bench.command_line import benchmark
 from bench.gpu import made_up
 from bench.modes import Timing
 from bench.peers.shmring_ring import RING
@@ -125,11 +125,10 @@ _COLUMNS = (
 )
 
 
-def measure(cases: Sequence[Case], timing: Timing, progress: Callable[[str], None]) -> Findings:
-    """Measures cases in turn, again and again, with a line before each repetition."""
+def measure(cases: Sequence[Case], timing: Timing) -> Findings:
     settle()
     runs = Repetitions[Case, float](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
-    runs.measure(cases, lambda case, _: on_uvloop(case.measure(timing)), progress)
+    runs.measure(cases, lambda case, _: on_uvloop(case.measure(timing)))
     targets = (
         Target(case.title, "one process", case.limit, case.unit, medians(_SUBJECT, float, {"median": case}), at_least=False)
         for case in cases
@@ -150,10 +149,5 @@ def measure(cases: Sequence[Case], timing: Timing, progress: Callable[[str], Non
 @benchmark("cost")
 @click.option("--gpu-fake", is_flag=True, help="Instead, of claim.to and of device slots, on a GPU that is made up.")
 def cost_command(timing: Timing, gpu_fake: bool) -> Findings:
-    """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB.
-
-    Ends with 1 if that is more than a target, with 3 if something could not be measured.
-    """
-    cases = [Case(*case) for case in made_up.CASES] if gpu_fake else CASES
-    with measuring(timing.repetitions * len(cases)) as progress:
-        return measure(cases, timing, progress)
+    """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB."""
+    return measure([Case(*case) for case in made_up.CASES] if gpu_fake else CASES, timing)

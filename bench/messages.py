@@ -44,12 +44,8 @@ class Phase:
 
 
 class Case(msgspec.Struct, frozen=True, order=True):
-    """A kind of message stream.
-
-    Attributes:
-        nbytes: size of a message's tensor, a multiple of 4.
-        producers: processes that send at the same time, to one consumer.
-        window: messages in flight of each producer.
+    """A kind of message stream: the size of a tensor, a multiple of 4; the processes that send at the same time to one
+    consumer; and how many messages each of them has in flight.
     """
 
     nbytes: int
@@ -148,23 +144,19 @@ class Measurement:
 
     @property
     def producer_us(self) -> float | None:
-        """The same in its producer's process."""
         return _cpu_us(self.producers)
 
     @property
     def both_us(self) -> float | None:
-        """The same at both sides together."""
         ours, theirs = self.consumer_us, self.producer_us
         return None if ours is None or theirs is None else ours + theirs
 
     @property
     def p50_us(self) -> float | None:
-        """The median latency, in microseconds."""
         return self._latency_us(50)
 
     @property
     def p99_us(self) -> float | None:
-        """The 99th percentile of the latencies."""
         return self._latency_us(99)
 
     def _latency_us(self, percent: float) -> float | None:
@@ -194,7 +186,7 @@ class Source:
     def __init__(self, cell: Cell, producer: int = 0, moments: Moments | None = None) -> None:
         self.producer = producer
         self._cell = cell
-        self._moments = moments
+        self._moments = (1, 1) if moments is None else moments
         words = np.arange(cell.nbytes // ITEM_NBYTES, dtype=np.int32)
         self.array: NDArray[np.uint8] = words.view(np.uint8)
         self.tensor = torch.from_numpy(self.array).view(cell.torch_dtype)
@@ -226,13 +218,10 @@ class Source:
 
     def _advance(self, now: int) -> None:
         """Enough of a phase was sent: ends it, if it has lasted for long enough."""
-        began_ns = self._phase_started_ns
-        if self._moments is not None:
-            if not (all_ns := self._moments[self._phase]):
-                return  # a producer is still missing
-            began_ns = max(began_ns, all_ns)
+        if not (all_ns := self._moments[self._phase]):
+            return  # a producer is still missing
         seconds = self._cell.warm_up_s if self._phase == Phase.WARM_UP else self._cell.timed_s
-        self._until_ns = began_ns + int(seconds * 1e9)
+        self._until_ns = max(self._phase_started_ns, all_ns) + int(seconds * 1e9)
         if now >= self._until_ns:
             self._enter(self._phase + 1, now)
 
@@ -250,7 +239,7 @@ class Sink:
     """The consumer's check and record of every message; its meter measures this process in the timed phase."""
 
     def __init__(self, cell: Cell, moments: Moments | None = None) -> None:
-        self._moments = moments
+        self._moments = [0, 0] if moments is None else moments
         self._stamps = Stamps(cell.nbytes, cell.torch_dtype)
         self._sequences = [0] * cell.producers
         self._whose = [f" (of producer {number})" if cell.producers > 1 else "" for number in range(cell.producers)]
@@ -264,8 +253,7 @@ class Sink:
     def take(self, header: Header, tensor: torch.Tensor) -> bool:
         """Checks a message that has just come, and records it; returns whether it is the last one of the last producer.
 
-        Raises:
-            CheckError: it is not what was sent.
+        Raises CheckError if it is not what was sent.
         """
         sequence, phase, sent_ns, producer = header
         if not 0 <= producer < len(self._sequences):
@@ -279,17 +267,13 @@ class Sink:
         if not sequence:
             self._unseen -= 1
             if not self._unseen:
-                self._all_are_in(Phase.WARM_UP)
+                self._moments[Phase.WARM_UP] = time.perf_counter_ns()
         if phase != Phase.WARM_UP:
             self._record(phase, sent_ns, received_ns, producer)
         return not self._unfinished
 
     def measurement(self) -> Measurement:
-        """Returns what was recorded, once the last message has come.
-
-        Raises:
-            CheckError: fewer than two messages came while all producers were timed: there is nothing to measure.
-        """
+        """Returns what was recorded, once the last message has come; raises CheckError if there is nothing to measure."""
         if len(self._latencies_ns) < 2:
             raise CheckError(f"{len(self._latencies_ns)} messages came while all producers were timed; time them for longer")
         return Measurement(
@@ -318,11 +302,7 @@ class Sink:
             if self._untimed:
                 return
             self.meter.start()
-            self._all_are_in(Phase.TIMED)
+            self._moments[Phase.TIMED] = time.perf_counter_ns()
         self._latencies_ns.append(received_ns - sent_ns)
         self._last_ns = received_ns
         self._first_ns = self._first_ns or received_ns
-
-    def _all_are_in(self, phase: int) -> None:
-        if self._moments is not None:
-            self._moments[phase] = time.perf_counter_ns()

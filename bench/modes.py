@@ -24,12 +24,7 @@ class Timing(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A benchmark.
-
-    Attributes:
-        code: the paths that it measures, as git takes them.
-        timing: of its cases; None: it says that itself.
-    """
+    """A benchmark: the paths that it measures, as git takes them; and the timing of its cases, unless it says that itself."""
 
     code: tuple[str, ...]
     timing: Timing | None = None
@@ -73,7 +68,6 @@ MODES: dict[str, Mode] = {
 
 
 def code_of(mode: str) -> tuple[str, ...]:
-    """Returns the paths that a mode measures."""
     return MODES[mode].code if mode in MODES else _ALL
 
 

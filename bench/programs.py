@@ -19,11 +19,11 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from bench.children import BenchError
+from bench.children import BenchError, described
 from bench.machine import ROOT
 from shmring.processes.process import Process
 
-_READY = b"ready"
+_READY, _FAILED = b"ready", b"failed: "  # the second before a reason, where an answer would be
 _START_LIMIT_S = 300.0  # it imports vLLM, or SGLang
 _GRACE_S = 30.0  # Ray Serve takes some seconds to end
 _LAST_WORDS_NBYTES = 600
@@ -65,13 +65,15 @@ class Program:
                 raise BenchError(f"{' '.join(self._command)} does not start: {log.read().decode(errors='replace').strip()}")
 
     def order(self, order: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        """Has it carry an order out; returns its answer, or raises BenchError if it has died or took too long."""
+        """Has it carry an order out; returns its answer, or raises BenchError if that failed, it has died or took too long."""
         self.start()
         with contextlib.suppress(OSError):
             self._control.send_bytes(msgspec.json.encode(order))
         if not self._control.poll(self._limit_s) or not (answer := self._heard()):
             self.end()
             raise BenchError("it did not end in time, or its program has died")
+        if answer.startswith(_FAILED):
+            raise BenchError(answer.removeprefix(_FAILED).decode())
         return msgspec.json.decode(answer, type=kind)
 
     def _heard(self) -> bytes:
@@ -104,10 +106,13 @@ class Program:
 
 
 def orders(kind: type[_Order]) -> Iterator[tuple[_Order, Callable[[object], None]]]:
-    """Says that the program is ready, and yields orders until nobody gives any, each with what takes its one answer."""
+    """Says that the program is ready, and yields orders until nobody gives any, each with what takes its answer, or error."""
     control = Connection(int(sys.argv[-1]))
+
+    def answer(found: object) -> None:
+        control.send_bytes(_FAILED + described(found).encode() if isinstance(found, Exception) else msgspec.json.encode(found))
+
     control.send_bytes(_READY)
     with contextlib.suppress(EOFError):
         while True:
-            order = msgspec.json.decode(control.recv_bytes(), type=kind)
-            yield order, lambda answer: control.send_bytes(msgspec.json.encode(answer))
+            yield msgspec.json.decode(control.recv_bytes(), type=kind), answer

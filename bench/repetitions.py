@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import click
 import numpy as np
 
 from bench.children import described
@@ -35,22 +36,13 @@ class Repetitions(Generic[_Case, _Run]):
     """Measures subjects in cases, in turn and again and again, and keeps what there is.
 
     What has failed is not tried again: ratios are taken within a repetition, so that none may lack in the middle.
-
-    Attributes:
-        subjects: of each case.
-        count: of the repetitions of each.
-        measured: the repetitions of each subject, by case.
     """
 
     def __init__(self, subjects: Mapping[_Case, Sequence[str]], count: int, title: Callable[[_Case], str] = title_of) -> None:
         self.measured: dict[_Case, dict[str, list[_Run]]] = {}
         self.subjects, self.count, self._title = subjects, count, title
         self._failed: dict[Key, tuple[Status, str]] = {}
-
-    @property
-    def steps(self) -> int:
-        """How many lines of progress there will be."""
-        return self.count * sum(map(len, self.subjects.values()))
+        self._begun = 0
 
     def parts(self, most: int) -> list[slice]:
         """So many parts of the repetitions, of even length if there are enough, or fewer where there are few repetitions."""
@@ -66,26 +58,28 @@ class Repetitions(Generic[_Case, _Run]):
         self,
         cases: Sequence[_Case],
         measure: Callable[[_Case, str], _Run],
-        progress: Callable[[str], None],
         titles: Mapping[str, str] | None = None,
         part: slice = slice(None),
     ) -> None:
-        """Measures all subjects of cases, in alternating order, with a line before each.
+        """Measures all subjects of cases, in alternating order, with a line on stderr before each.
 
         A part of the repetitions is measured where there is something to do between them. A subject without a title has its
         name for one.
         """
+        steps = self.count * sum(map(len, self.subjects.values()))
         for repetition, case in itertools.product(range(self.count)[part], cases):
             for subject in self.subjects[case][:: -1 if repetition % 2 else 1]:
-                words = (titles or {}).get(subject, subject)
-                progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self.count}")
-                if (self._title(case), subject) not in self._failed:
-                    try:
-                        run = measure(case, subject)
-                    except Exception as error:  # noqa: BLE001 # it has its place among the results
-                        self.fail([case], [subject], described(error))
-                    else:
-                        self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
+                self._begun += 1
+                if (self._title(case), subject) in self._failed:
+                    continue
+                what = f"{self._title(case)}, {(titles or {}).get(subject, subject)}"
+                click.echo(f"{self._begun} of {steps}: {what}, repetition {repetition + 1} of {self.count}", err=True)
+                try:
+                    run = measure(case, subject)
+                except Exception as error:  # noqa: BLE001 # it has its place among the results
+                    self.fail([case], [subject], described(error))
+                else:
+                    self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
 
     def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str, status: Status = Status.FAILED) -> None:
         """Says why subjects have no result in cases; if there are several reasons, the first one counts."""
@@ -93,7 +87,6 @@ class Repetitions(Generic[_Case, _Run]):
             self._failed.setdefault((self._title(case), subject), (status, reason))
 
     def coverage(self) -> Coverage:
-        """What was planned, and what of it is missing."""
         planned = [Planned(self._title(case), list(subjects), self.count) for case, subjects in self.subjects.items()]
         counts = {(self._title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
         return Coverage.of(planned, counts, self._failed)
@@ -103,7 +96,6 @@ class Repetitions(Generic[_Case, _Run]):
 
 
 def values(runs: Iterable[Any], number: Number) -> list[float | None]:
-    """Returns a number of each run."""
     return [_attribute(run, number) if isinstance(number, str) else number(run) for run in runs]
 
 

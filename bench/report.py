@@ -1,10 +1,7 @@
 """``bench report``: docs/benchmarks.md and its plots, and the README's plot, from results that were stored.
 
-Nothing is measured here and no number is written by hand: what the document says is in the JSON files
-(:class:`bench.results.Findings`), and running this again gives the same text.
-
-A verdict counts while the code that it is about is the code that was measured (:mod:`bench.modes`). Others say that they are
-stale, and what they were.
+What the document says is in the JSON files (:class:`bench.results.Findings`), and running this again gives the same text.
+:mod:`bench.modes` says when a verdict counts.
 """
 
 from __future__ import annotations
@@ -78,10 +75,6 @@ def build(results_directory: Path, docs_directory: Path, age: _Age = modes.age) 
     """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
 
     ``speed.svg`` is the README's plot, of the result that is called ``transport``. Returns the path of ``benchmarks.md``.
-
-    Raises:
-        ReportError: there is no result, or a file is none.
-        MissingPlotter: matplotlib is not installed.
     """
     stored = _read(results_directory)
     sections = [_HEAD, "## Stored results\n", _stored_table(stored, age).markdown()]
@@ -234,7 +227,6 @@ def _section(name: str, findings: Findings, plot: Path) -> Iterator[str]:
 
 
 def _again(stored: _Stored) -> str:
-    """How each was measured."""
     commands = {name: findings.command or f"python -m bench {findings.mode}" for name, findings in sorted(stored.items())}
     lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
     return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])

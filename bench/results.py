@@ -3,9 +3,8 @@
 A run is written to JSON with the machine and the command that it comes from. ``bench report`` makes the document of these
 files; it needs to know no more of a mode than this.
 
-A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times.
-What has fewer repetitions than planned is a gap, with its reason. A run that is ended early so says by itself what it
-lacks, and nobody has to count the rows of a table.
+A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times. So
+a run that is ended early says by itself what it lacks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from bench.machine import Machine
 
 #: A case and a subject.
 Key = tuple[str, str]
-
-_SHOWN_SUBJECTS = 3  # by name, of those that a case lacks; more are counted
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -83,11 +80,9 @@ class Coverage(msgspec.Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all that was planned was measured."""
         return not self.gaps
 
     def summary(self) -> str:
-        """Returns in a sentence how much was measured of how much."""
         cases = len({planned.case for planned in self.planned})
         expected = _expected(self.planned)
         counts = collections.Counter(gap.status for gap in self.gaps)
@@ -96,26 +91,16 @@ class Coverage(msgspec.Struct, frozen=True):
         return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yields rows: the cases, the subjects that they lack, what became of them; cases that lack the same share a row."""
-        sizes = collections.Counter(case for case, _ in _expected(self.planned))
-        grouped: dict[tuple[str, str], list[str]] = {}
+        """Yields rows: the cases that lack a subject for the same reason, the subject, and what became of it."""
+        lacking: dict[tuple[str, str], list[str]] = {}
         for gap in self.gaps:
             outcome = f"{gap.status.value}: {gap.reason}" if gap.reason else gap.status.value
             if gap.measured:
                 outcome += f"; {gap.measured} repetitions are there"
-            grouped.setdefault((gap.case, outcome), []).append(gap.subject)
-        rows: dict[tuple[str, str], list[str]] = {}
-        for (case, outcome), subjects in grouped.items():
-            if len(subjects) == sizes[case] and len(subjects) > 1:
-                shown = f"all {len(subjects)}"
-            elif len(subjects) > _SHOWN_SUBJECTS:
-                shown = f"{', '.join(subjects[:_SHOWN_SUBJECTS])} and {len(subjects) - _SHOWN_SUBJECTS} more"
-            else:
-                shown = ", ".join(subjects)
-            rows.setdefault((shown, outcome), []).append(case)
-        cases = {planned.case for planned in self.planned}
-        for (shown, outcome), lacking in rows.items():
-            yield "all" if 1 < len(cases) == len(lacking) else "; ".join(lacking), shown, outcome
+            lacking.setdefault((gap.subject, outcome), []).append(gap.case)
+        all_cases = {planned.case for planned in self.planned}
+        for (subject, outcome), cases in lacking.items():
+            yield "all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome
 
 
 def checkout(commit: str | None) -> str:
@@ -174,8 +159,6 @@ class Verdict(msgspec.Struct, frozen=True):
     """What became of a target.
 
     Attributes:
-        what: is compared.
-        at: where.
         asked, measured: in words; what was measured is the worst of ``detail``.
         met: None if it was not measured.
         detail: what was measured in each place, or why nothing was.
@@ -197,7 +180,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
-        """The verdict in a word or two."""
         if self.decision is not None:
             return f"missed: decision {self.decision}"
         return {True: "met", False: "missed", None: "not measured"}[self.met]
@@ -207,9 +189,6 @@ class Findings(msgspec.Struct, frozen=True):
     """A run, as it is stored.
 
     Attributes:
-        mode: which benchmark.
-        tables, notes: as shown to people.
-        targets: what the run says of those that it measured.
         results: what a plot draws, or what a later run is compared with; None where there is neither. Nothing else is ever
             read again, so nothing else is stored: no single repetitions, and no single requests.
         command: what was typed; empty: that of the mode, without options.
@@ -233,12 +212,8 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 def write_json(findings: msgspec.Struct, path: Path) -> None:
-    """Writes all that a run has found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
-
-
-# -- numbers in words ----------------------------------------------------------------------------------------------------
 
 
 def format_nbytes(nbytes: int) -> str:

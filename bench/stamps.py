@@ -56,8 +56,7 @@ class Stamps:
     def check(self, what: str, tensor: torch.Tensor, sender: int, sequence: int, whose: str = "") -> None:
         """Compares a tensor with what was sent: its dtype and shape, and its stamp in all its places.
 
-        Raises:
-            CheckError: it is another one; ``what``, ``sequence`` and ``whose`` name it there.
+        Raises CheckError if it is another one, named by ``what``, ``sequence`` and ``whose``.
         """
         if tensor.dtype is not self._dtype or tensor.shape != self._shape or not tensor.is_contiguous():
             asked = f"{self._dtype}{list(self._shape)} in one piece"

@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shmring.engine import protocol
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
-from shmring.engine.protocol import (
-    ChatMessage,
-    EncodeRequest,
-    GenerateRequest,
-    MediumPart,
-    Picture,
-    SamplingParams,
-    Text,
-    TextPart,
-)
 
 #: Tokens of a prompt, and answers that are written at the same time.
 CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
@@ -45,9 +36,7 @@ class _Step(NamedTuple):
     requests: int
 
 
-def measure_steps(
-    model: str, cases: Sequence[Sequence[int]] = CASES, answer_tokens: int = _TOKENS, name: str = "transformers"
-) -> dict[str, float]:
+def measure_steps(model: str, name: str) -> dict[str, float]:
     """Measures everything once; returns numbers by what they are of. Of the executor ``vllm``, answers to texts alone."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {"max_num_seqs": 32}
@@ -58,14 +47,14 @@ def measure_steps(
     gc.collect()
     gc.freeze()  # as the engine does when it has started: looking through all that was imported stops a step for 0.1 s and more
     found: dict[str, float] = {}
-    for prompt, streams in cases:
-        found |= _measure_case(executor, prompt, streams, answer_tokens)
+    for prompt, streams in CASES:
+        found |= _measure_case(executor, prompt, streams, _TOKENS)
     if name == "vllm":
         return found
     joining = [_question("What is it?", 8, _picture(seed)) for seed in range(_JOINING)]
-    steps = _execute(executor, [_question("x" * 32, 4 * answer_tokens) for _ in range(_STREAMS)], joining)
+    steps = _execute(executor, [_question("x" * 32, 4 * _TOKENS) for _ in range(_STREAMS)], joining)
     found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(step.wall_s for step in steps[1:])
-    texts = [EncodeRequest([Text(chr(97 + caller) * _CHARACTERS)] * _TEXTS) for caller in range(_CALLERS)]
+    texts = [protocol.EncodeRequest([protocol.Text(chr(97 + caller) * _CHARACTERS)] * _TEXTS) for caller in range(_CALLERS)]
     steps = _execute(executor, texts)
     found[f"embeddings/s of CPU, {_CALLERS} callers"] = _CALLERS * _TEXTS / sum(step.cpu_s for step in steps)
     executor.close()
@@ -86,15 +75,15 @@ def _measure_case(executor: Executor, prompt: int, streams: int, answer_tokens: 
     }
 
 
-def _question(text: str, max_tokens: int, picture: Picture | None = None) -> GenerateRequest:
-    parts = ([] if picture is None else [MediumPart(0)]) + [TextPart(text)]
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest([ChatMessage("user", parts)], [] if picture is None else [picture], sampling)
+def _question(text: str, max_tokens: int, picture: protocol.Picture | None = None) -> protocol.GenerateRequest:
+    parts = ([] if picture is None else [protocol.MediumPart(0)]) + [protocol.TextPart(text)]
+    sampling = protocol.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return protocol.GenerateRequest([protocol.ChatMessage("user", parts)], [] if picture is None else [picture], sampling)
 
 
-def _picture(seed: int) -> Picture:
+def _picture(seed: int) -> protocol.Picture:
     generator = torch.Generator().manual_seed(seed)
-    return Picture(torch.randint(0, 256, (600, 800, 3), dtype=torch.uint8, generator=generator))
+    return protocol.Picture(torch.randint(0, 256, (600, 800, 3), dtype=torch.uint8, generator=generator))
 
 
 def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any] = ()) -> list[_Step]:
@@ -120,4 +109,4 @@ def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any]
 
 
 if __name__ == "__main__":
-    json.dump(measure_steps(sys.argv[1], name=sys.argv[2]), sys.stdout)
+    json.dump(measure_steps(sys.argv[1], sys.argv[2]), sys.stdout)

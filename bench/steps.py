@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +25,11 @@ import torch
 from bench import columns
 from bench.children import BenchError
 from bench.columns import compare
-from bench.command_line import DIRECTORY, benchmark, measuring, missing_program
+from bench.command_line import DIRECTORY, benchmark, missing_program
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.repetitions import Repetitions
-from bench.results import Coverage, Findings
+from bench.results import Findings
 
 _LIMIT_S = 900  # for a process to measure everything
 
@@ -52,23 +51,19 @@ def write_model(directory: Path) -> None:
 
 
 class _Peer(NamedTuple):
-    """What is measured: a checkout, in an environment."""
+    """A checkout, in an environment."""
 
     checkout: Path
     python: str = sys.executable
     executor: str = "transformers"
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
-
-
-@benchmark("steps", repetitions="Of each checkout.", seconds=False)
+@benchmark("steps")
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
-@click.option("--model", default=None, type=DIRECTORY, help="A directory that holds a LLaVA.  [default: one that is made up]")
 @click.option(
     "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
 )
-def steps_command(timing: Timing, beside: Path | None, model: Path | None, vllm: Path | None) -> Findings:
+def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Findings:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
     peers = {_OURS: _Peer(ROOT)}
     if beside is not None:
@@ -80,27 +75,22 @@ def steps_command(timing: Timing, beside: Path | None, model: Path | None, vllm:
             raise click.UsageError(missing)
         peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
     runs = Repetitions[str, dict[str, float]]({_CASE: list(peers)}, timing.repetitions)
-    with tempfile.TemporaryDirectory() as scratch, measuring(runs.steps) as progress:
-        if model is None:
-            model = Path(scratch) / "llava"
-            write_model(model)
-        runs.measure([_CASE], lambda _, name: _measure(peers[name], model), progress)
-    return report(runs.measured.get(_CASE, {}), runs.coverage())
-
-
-def report(runs: Mapping[str, Sequence[Mapping[str, float]]], coverage: Coverage) -> Findings:
-    """Returns what a run has found: a row for each number of each peer."""
-    numbers = dict.fromkeys(what for of_peer in runs.values() for run in of_peer for what in run)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "llava"
+        write_model(model)
+        runs.measure([_CASE], lambda _, name: _measure(peers[name], model))
+    found = runs.measured.get(_CASE, {})
+    numbers = dict.fromkeys(what for of_peer in found.values() for run in of_peer for what in run)
     measured = {
-        what: {name: found for name, of_peer in runs.items() if (found := [run[what] for run in of_peer if what in run])}
+        what: {name: of_runs for name, of_peer in found.items() if (of_runs := [run[what] for run in of_peer if what in run])}
         for what in numbers
     }
     shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
-    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=coverage)
+    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=runs.coverage())
 
 
 def _measure(peer: _Peer, model: Path) -> dict[str, float]:
-    command = [peer.python, "-P", str(PROGRAM), str(model.resolve()), peer.executor]
+    command = [peer.python, "-P", str(PROGRAM), str(model), peer.executor]
     environment = os.environ | {"PYTHONPATH": str(peer.checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=peer.checkout, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:

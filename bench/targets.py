@@ -35,12 +35,7 @@ Numbers = Iterator[tuple[str, float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A target that is missed on some machines, for a reason that a decision gives, with what was tried.
-
-    Attributes:
-        decision: its number in ``docs/decisions/``.
-        limit: how far it is missed there. What misses that, too, is news.
-    """
+    """A target that is missed on some machines as far as this, for a reason that a decision gives. What misses that is news."""
 
     decision: int
     limit: float

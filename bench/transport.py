@@ -2,9 +2,8 @@
 
 A case is a size, a number of producers, and how many messages each has in flight. The processes of all peers for the cases of
 one size live at the same time, and their repetitions take turns. A peer that is not installed, can't do a case or fails in it
-is reported as such. Each repetition warms up first, is timed at the receiver, and checks every message
-(:mod:`bench.messages`). Beside shmring, copies of as many bytes are timed, too: a shared machine's memory is not equally fast
-for long.
+is reported as such. Beside shmring, copies of as many bytes are timed, too: a shared machine's memory is not equally fast for
+long.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from bench import columns
 from bench.columns import Column, cross
-from bench.command_line import benchmark, measuring, repeatable, size_option
+from bench.command_line import benchmark, repeatable, size_option
 from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
@@ -80,7 +79,7 @@ def quick_plan() -> Plan:
 def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> Iterator[tuple[Measured, Coverage]]:
     """Measures cases, a size after the other; yields what there is after each, lest a run that is ended was for nothing."""
     runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with measuring(runs.steps) as progress, Groups(peers, timing) as groups:
+    with Groups(peers, timing) as groups:
         for nbytes in dict.fromkeys(case.nbytes for case in cases):
             of_size = [case for case in cases if case.nbytes == nbytes]
             groups.prepare(runs, of_size)
@@ -91,7 +90,7 @@ def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> It
                     return Measurement(*copies(case.nbytes).measure(_COPIES_S), np.empty(0, np.int64))
                 return groups.run(case, name)
 
-            runs.measure(of_size, once, progress, _TITLES)
+            runs.measure(of_size, once, _TITLES)
             yield runs.measured, runs.coverage()
 
 
@@ -131,7 +130,6 @@ _ONE_BY_ONE: Mapping[str, Column] = {
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
-    """Returns what a run has found."""
     tables = []
     for producers, window in dict.fromkeys((case.producers, case.window) for case in measured):
         group = {case: of for case, of in measured.items() if (case.producers, case.window) == (producers, window)}
@@ -189,8 +187,8 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
 # -- commands --------------------------------------------------------------------------------------------------------------
 
 
-@benchmark("transport", repetitions="Of each case and peer, interleaved.")
-@size_option("4KiB to 256MiB", ITEM_NBYTES, "a stamp")
+@benchmark("transport")
+@size_option("4KiB to 256MiB", ITEM_NBYTES)
 @repeatable("--producers", "producers", click.IntRange(1, 127), "Processes", "1, 8")
 @repeatable("--window", "windows", click.IntRange(1, 1024), "Messages in flight of one producer", "16, 1")
 @repeatable("--peer", "peers", PEERS, "Beside shmring")
@@ -200,12 +198,9 @@ def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, Non
         yield report(measured, coverage, timing)
 
 
-@benchmark("quick", repetitions="Of each case and peer.")
+@benchmark("quick")
 def quick_command(timing: Timing) -> Generator[Findings, None, None]:
-    """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it.
-
-    Ends with 1 if a target that this measures is missed both times, with 3 if a measurement failed.
-    """
+    """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it."""
     for measured, coverage in measure(quick_plan(), timing):
         yield (findings := report(measured, coverage, timing))
     missed = {target: verdict for target, verdict in zip(TARGETS, findings.targets, strict=True) if verdict.fails}

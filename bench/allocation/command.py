@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import click
 import msgspec
 
 from bench import columns
-from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failures
+from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failure
 from bench.allocation.traces import LIFETIMES
 from bench.columns import Column, compare, cross
-from bench.command_line import benchmark, measuring
+from bench.command_line import benchmark
 from bench.machine import ROOT
 from bench.repetitions import Measured, Repetitions
 from bench.results import Findings
@@ -79,21 +79,18 @@ class Stored(msgspec.Struct, frozen=True):
     fill: Fill
 
 
-class _StoredRun(msgspec.Struct, frozen=True):
-    results: list[Stored]
-
-
-def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored] = ()) -> Findings:
-    """Measures what a plan says, with a line before each step; and compares it with a stored run."""
+def measure(plan: Plan, stored: Sequence[Stored] = ()) -> Findings:
+    """Measures what a plan says, and compares it with a stored run."""
     fills = Repetitions[Filled, Fill](plan.fills(), 1)
 
     def fill(filled: Filled, name: str) -> Fill:
         # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
         seeds = max(10, min(plan.seeds, plan.seeds * _SLAB_NBYTES // filled.slab_nbytes))
-        shares = sorted(first_failures(FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes, range(seeds)))
+        place = FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes
+        shares = sorted(first_failure(*place, seed) for seed in range(seeds))
         return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
 
-    fills.measure(list(fills.subjects), fill, progress, _TITLES)
+    fills.measure(list(fills.subjects), fill, _TITLES)
     costs = Repetitions[int, float](dict.fromkeys(plan.live, tuple(TIMED)), plan.batches, _live)
     for live in plan.live:
         timed = {name: Timed(subject, live) for name, subject in TIMED.items()}
@@ -101,7 +98,7 @@ def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Stored
         def cost(live: int, name: str, timed: dict[str, Timed] = timed) -> float:
             return timed[name].batch_us()
 
-        costs.measure([live], cost, progress, _TITLES)
+        costs.measure([live], cost, _TITLES)
     return Findings(
         mode="allocator",
         tables=[
@@ -191,11 +188,6 @@ _NOTES = [
 @benchmark("allocator")
 @click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
 def allocator_command(quick: bool) -> Findings:
-    """How full the slab gets, and what placing a slot costs.
-
-    Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json, or a target is missed.
-    """
-    plan = QUICK if quick else Plan()
-    steps = sum(map(len, plan.fills().values())) + len(plan.live) * len(TIMED) * plan.batches
-    with measuring(steps) as progress:
-        return measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_StoredRun).results)
+    """How full the slab gets, also beside the stored run (bench/results/allocator.json), and what placing a slot costs."""
+    stored = msgspec.json.decode(STORED.read_bytes(), type=Findings).results
+    return measure(QUICK if quick else Plan(), msgspec.convert(stored, list[Stored]))

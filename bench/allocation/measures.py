@@ -1,10 +1,9 @@
 """What is measured of who places slots: how full a slab gets, and what an operation costs.
 
-**Fill** (:func:`first_failures`) is the bytes that were asked for over the slab's: what headers, rounding and gaps take is
-lost. At the first failure the slab is as full as the policy can make it with what has come and gone before; many seeds give a
-mean, a 1st percentile and a minimum. A trace's next slot may be a large one, so even a slab whose content could be moved
-together is not quite full then: that is the limit beside the policies. It is one of the mean: on a single trace a policy that
-fails earlier, at a smaller slot, may be fuller than one that fails later.
+**Fill** (:func:`first_failure`) is the bytes that were asked for over the slab's: what headers, rounding and gaps take is
+lost. At the first failure the slab is as full as the policy can make it with what has come and gone before. The limit beside
+the policies is one of the mean: on a single trace a policy that fails earlier, at a smaller slot, may be fuller than one that
+fails later.
 
 **Time** (:class:`Timed`) is that of one allocation or one free, with so many slots live; slots come and go at random, and the
 free runs between them are as many as that leaves. Counted is the time of the thread on its core, so that what else the machine
@@ -89,12 +88,8 @@ TIMED = {
 # -- fill ----------------------------------------------------------------------------------------------------------------
 
 
-def first_failures(subject: Subject, lifetime: Lifetime, slab_nbytes: int, seeds: Sequence[int]) -> list[float]:
-    """Returns how full a slab gets in each of many traces, replayed until a slot finds no place."""
-    return [_first_failure(subject, lifetime, slab_nbytes, seed) for seed in seeds]
-
-
-def _first_failure(subject: Subject, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
+def first_failure(subject: Subject, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
+    """Returns how full a slab gets in a trace, which is replayed until a slot finds no place."""
     policy = subject.create(_FIRST, slab_nbytes // BLOCK_NBYTES)
     places: dict[int, tuple[int, int, int]] = {}
     live_nbytes = 0

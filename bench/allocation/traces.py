@@ -1,11 +1,8 @@
 """What is replayed: slots of drawn sizes that come one after another, and go again after drawn times.
 
-Time is counted in arrivals. How long a slot stays grows with time, so that the slots that are there at once would take from
-half of the slab up to more than all of it: every trace fills any slab at last, after the slab's content has come and gone
-four or five times, and the first slot that finds no place says how full the slab could get. A trace is drawn from its seed
-alone, and is the same for all policies.
-
-Some slots are aborted: they go within two arrivals. In a storm of aborts, half of everything that is there goes at once.
+Time is counted in arrivals. How long a slot stays grows with time, so that every trace fills any slab at last, and the first
+slot that finds no place says how full the slab could get. A trace is drawn from its seed alone, and is the same for all
+policies.
 """
 
 from __future__ import annotations

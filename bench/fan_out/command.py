@@ -5,23 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from bench import columns, command_line
-from bench.children import BenchError
 from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
-from bench.fan_out.host import Outcome
 from bench.fan_out.measuring import Cell, Run
 from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, PUBLISHED, WAYS
 from bench.machine import ROOT
 from bench.modes import Timing
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions, median
-from bench.results import Coverage, Findings, format_nbytes, format_rate
+from bench.results import Coverage, Findings, Status, format_nbytes, format_rate
 from bench.targets import Numbers, Target, medians, ratios
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
@@ -38,7 +36,6 @@ Case = tuple[int, int]
 
 
 def title(case: Case) -> str:
-    """Returns a case in words."""
     workers, nbytes = case
     return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
 
@@ -51,7 +48,6 @@ def measurable(subject: str, nbytes: int) -> bool:
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
-    """Returns what is measured of a subject in a case."""
     is_central = workers == CENTRAL and nbytes == SMALL
     return Cell(
         subject,
@@ -157,13 +153,11 @@ _COLUMNS = (
 )
 
 
-def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
-    """Returns what a run has found; ``left_out`` are sentences about what was not there to be measured."""
+def report(measured: Measured, coverage: Coverage) -> Findings:
     notes = [
         "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
         "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
         "Awake, idle: CPU of all workers in the second after a message, and without messages, of one core.",
-        *(f"Not measured: {sentence}." for sentence in left_out),
     ]
     return Findings(
         mode="fan-out",
@@ -177,19 +171,10 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
-class Host(Program):
-    """A host of cells, in the environment of a Python."""
-
-    def __init__(self, python: str) -> None:
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-        super().__init__([python, "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
-
-    def play(self, cell: Cell) -> Run:
-        """Measures a cell; raises BenchError if that failed."""
-        outcome = self.order(cell, Outcome)
-        if outcome.run is None:
-            raise BenchError(outcome.error)
-        return outcome.run
+def host(python: str | Path) -> Program:
+    """Returns a host of cells, in the environment of a Python."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return Program([str(python), "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
 
 
 def _missing(environment: Path) -> dict[str, str]:
@@ -207,31 +192,23 @@ def _missing(environment: Path) -> dict[str, str]:
 @command_line.benchmark("fan-out")
 @command_line.repeatable("--workers", "workers", click.IntRange(1, 32), "Processes", "1, 2, 4, 8")
 @command_line.size_option("256, 4KiB, 1MiB, 64MiB")
-@command_line.repeatable("--subject", "subjects", WAYS, "What sends", "all that are there")
+@command_line.repeatable("--subject", "subjects", WAYS, "What sends")
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 def fan_out_command(
     timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path
 ) -> Findings:
-    """Messages to workers: how many a second, when the last worker has one, and what they cost.
-
-    Ends with 1 if a target is missed, with 3 if something could not be measured.
-    """
-    missing = _missing(environment)
-    if chosen := [subject for subject in subjects if subject in missing]:
-        raise click.UsageError("; ".join(missing[subject] for subject in chosen))
-    there = [subject for subject in WAYS if subject not in missing and (not subjects or subject in subjects)]
+    """Messages to workers: how many a second, when the last worker has one, and what they cost."""
+    chosen = [subject for subject in WAYS if not subjects or subject in subjects]
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
-    of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
+    of_cases = {case: [subject for subject in chosen if measurable(subject, case[1])] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
-    with (
-        command_line.measuring(runs.steps) as progress,
-        Host(sys.executable) as own,
-        Host(str(environment / "bin" / "python")) as of_vllm,
-    ):
+    for subject, reason in _missing(environment).items():
+        runs.fail(cases, [subject], reason, Status.EXCLUDED)
+    with host(sys.executable) as own, host(environment / "bin" / "python") as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
-            host = of_vllm if WAYS[subject].needs == "vllm" else own
-            return host.play(planned(subject, *case, timing.timed_s))
+            its_host = of_vllm if WAYS[subject].needs == "vllm" else own
+            return its_host.order(planned(subject, *case, timing.timed_s), Run)
 
-        runs.measure(cases, play, progress, TITLES)
-    return report(runs.measured, runs.coverage(), [] if subjects else list(dict.fromkeys(missing.values())))
+        runs.measure(cases, play, TITLES)
+    return report(runs.measured, runs.coverage())

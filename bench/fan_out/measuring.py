@@ -9,20 +9,21 @@ turn, fails the cell.
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
+import multiprocessing
 import os
 import signal
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, NoReturn
+from multiprocessing.context import ForkProcess
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import torch
+import uvloop
 from numpy.typing import NDArray
 
 from bench.meter import cpu_s_of
@@ -43,12 +44,9 @@ _STOPPED_STEPS = 32  # of each: less than it may have unread
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One repetition of a case, of one subject.
+    """One repetition of a case, of one of :data:`bench.fan_out.ways.WAYS`.
 
     Attributes:
-        subject: one of :data:`bench.fan_out.ways.WAYS`.
-        workers: how many.
-        nbytes: of the tensor in each message.
         seconds: of the flood, and of the gathers.
         steps: messages of the pace.
         gathers, sleeps: whether replies are measured, too, and after pauses.
@@ -115,7 +113,6 @@ class Stamps:
         return False
 
     def is_ready(self, rank: int) -> None:
-        """A worker has joined."""
         self.times[rank, 0] = 1
 
 
@@ -177,8 +174,8 @@ def wait_until_ready(stamps: Stamps) -> None:
 
 
 class _Measurement:
-    def __init__(self, way: Way, pids: Sequence[int]) -> None:
-        self._way, self._cell, self._times, self._pids = way, way.cell, way.stamps.times, pids
+    def __init__(self, way: Way, workers: Sequence[ForkProcess]) -> None:
+        self._way, self._cell, self._times, self._workers = way, way.cell, way.stamps.times, workers
         self._sent = 0
 
     async def run(self) -> Run:
@@ -208,9 +205,8 @@ class _Measurement:
         while not (arrived := self._times[ranks, self._sent]).all():
             if time.monotonic() > until_s:
                 raise TimeoutError(f"message {self._sent} did not come to all workers")
-            for pid in self._pids:
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    raise RuntimeError("a worker has died")
+            if not all(worker.is_alive() for worker in self._workers):
+                raise RuntimeError("a worker has died")
             time.sleep(0.0003)
         return int(arrived.max())
 
@@ -242,7 +238,7 @@ class _Measurement:
         self._settle()
         workers_s = self._workers_s() - workers_s
         last_us = statistics.median((int(self._times[:, number].max()) - began_ns) / 1e3 for began_ns, number in late_us)
-        worker_us = workers_s / steps / len(self._pids) * 1e6
+        worker_us = workers_s / steps / self._cell.workers * 1e6
         return {"last_us": last_us, "engine_us": max(0.0, engine_s) / steps * 1e6, "worker_us": worker_us}
 
     async def _gather(self) -> dict[str, float]:
@@ -274,8 +270,7 @@ class _Measurement:
         return {"asleep_us": statistics.median(taken_s) * 1e6, "asleep_engine_us": statistics.median(engine_s) * 1e6}
 
     def _workers_s(self) -> float:
-        """CPU time of all workers so far."""
-        return cpu_s_of(self._pids)
+        return cpu_s_of(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def _rest(self) -> dict[str, float]:
         async def percent() -> float:
@@ -291,69 +286,51 @@ class _Measurement:
 
     async def _stop(self) -> dict[str, float]:
         """The others are the first ranks; the last one is stopped."""
-        others = slice(0, self._cell.workers - 1)
+        others, stopped = slice(0, self._cell.workers - 1), self._workers[-1].pid
+        assert stopped is not None, "it was started"
         late_us: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(_ROUNDS):
             for is_stopped in late_us:
                 if is_stopped:
-                    os.kill(self._pids[-1], signal.SIGSTOP)
+                    os.kill(stopped, signal.SIGSTOP)
                 try:
                     for _ in range(_STOPPED_STEPS):
                         await self._way.pause(_GAP_S)
                         began_ns = await self._send()
                         late_us[is_stopped].append((self._settle(others) - began_ns) / 1e3)
                 finally:
-                    os.kill(self._pids[-1], signal.SIGCONT)
+                    os.kill(stopped, signal.SIGCONT)
                 self._settle()
         return {"stopped_ratio": statistics.median(late_us[True]) / statistics.median(late_us[False])}
 
 
 @contextlib.contextmanager
-def _workers(way: Way) -> Iterator[list[int]]:
-    """Yields the pids of worker processes, which have ended afterwards."""
-    pids: list[int] = []
+def _workers(way: Way) -> Iterator[list[ForkProcess]]:
+    """Yields worker processes, which have ended afterwards."""
+    workers = [ForkProcess(target=way.work, args=(rank,)) for rank in range(way.cell.workers)]
     try:
-        for rank in range(way.cell.workers):
-            pid = os.fork()
-            if not pid:
-                end_after(functools.partial(way.work, rank))
-            pids.append(pid)
-        yield pids
+        for worker in workers:
+            worker.start()
+        yield workers
         until_s = time.monotonic() + PATIENCE_S
-        while pids:
-            if os.waitpid(pids[-1], os.WNOHANG)[0]:
-                pids.pop()
-            elif time.monotonic() > until_s:
+        for worker in workers:
+            worker.join(max(0.0, until_s - time.monotonic()))
+            if worker.is_alive():
                 raise TimeoutError("a worker did not end")
-            else:
-                time.sleep(0.001)
     finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        for left in multiprocessing.active_children():
+            left.kill()
+            left.join()
 
 
-def end_after(work: Callable[[], object]) -> NoReturn:
-    """Does the work of a process that was forked, which ends with it."""
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:  # noqa: BLE001 # who forked it finds that it has failed, and this says why
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def measure(way: Way) -> Run:
+    """Measures a cell."""
 
+    async def in_engine() -> Run:
+        async with way.serving():
+            found = await _Measurement(way, workers).run()
+            await way.send(END)
+            return found
 
-def measure(way: Way, run: Callable[[Coroutine[Any, Any, Run]], Run]) -> Run:
-    """Measures a cell, in a coroutine that ``run`` runs: ``asyncio.run`` or the like."""
-    with _workers(way) as pids:
-
-        async def in_engine() -> Run:
-            async with way.serving():
-                found = await _Measurement(way, pids).run()
-                await way.send(END)
-                return found
-
-        return run(in_engine())
+    with _workers(way) as workers:
+        return uvloop.run(in_engine())

@@ -73,7 +73,6 @@ _BETWEEN = (
 
 
 def report(results: Results) -> Findings:
-    """Lays a run out as people and ``bench report`` read it."""
     copied = f"from host memory to the GPU, medians of {results.plan.repetitions} interleaved runs, every request checked"
     between = "from submit in one process until usable on the GPU in the other, every message checked"
     measured = {size: {**results.ways.get(size, {}), **results.routes.get(size, {})} for size in results.plan.sizes}
@@ -173,13 +172,9 @@ class Plan:
     latencies: int = 50
     messages: int = 50
 
-    def steps(self) -> int:
-        """Returns how often :func:`run` reports progress."""
-        return 2 + self.repetitions * len(self.sizes) * (len(self.ways) + len(self.routes))
 
-
-def run(plan: Plan, progress: Callable[[str], None]) -> Results:
-    """Measures what a plan says, with a line before each step; raises BenchError if the process that copies did not start."""
+def run(plan: Plan) -> Results:
+    """Measures what a plan says; raises BenchError if the process that copies did not start."""
     ways = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.ways)), plan.repetitions, format_nbytes)
     routes = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.routes)), plan.repetitions, format_nbytes)
 
@@ -187,17 +182,17 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         """What could not be opened is absent, by name."""
         for name, reason in absent.items():
             runs.fail(plan.sizes, [name], reason)
-        runs.measure(plan.sizes, lambda nbytes, name: process.measure(name, nbytes, *amounts), progress, TITLES)
+        runs.measure(plan.sizes, lambda nbytes, name: process.measure(name, nbytes, *amounts), TITLES)
         with contextlib.suppress(BenchError):  # who hangs now takes nothing with it that was measured
             process.finish()
 
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        progress("starting: copies")
+        click.echo("starting: copies", err=True)
         copying = functools.partial(copies.openers, directory, plan.sizes, plan.ways)
         with Process("copies", copying, copies.measure) as process:
             gpu, absent = process.open()
             measure(ways, process, absent, plan.timed_s, plan.latencies)
-        progress("starting: engine and frontend")
+        click.echo("starting: engine and frontend", err=True)
         shared = {name: ROUTES[name].create_shared() for name in plan.routes}
         answering = functools.partial(handovers.openers, "answering", directory, max(plan.sizes), shared)
         try:
@@ -219,16 +214,15 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@command_line.benchmark("gpu", repetitions="Interleaved.", seconds=False)
-@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES, "its marks")
+@command_line.benchmark("gpu")
+@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES)
 @command_line.repeatable("--from", "ways", WAYS, "To the GPU")
 def gpu_command(timing: Timing, **choices: Any) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
-    Ends with 1 if a target is missed, with 2 where there is no GPU, with 3 if something could not be measured.
+    Ends with 2 where there is no GPU.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    plan = Plan(**command_line.chosen({"repetitions": timing.repetitions}, **choices))
-    with command_line.measuring(plan.steps()) as progress:
-        return report(run(plan, progress))
+    timed = {"repetitions": timing.repetitions, "timed_s": timing.timed_s}
+    return report(run(Plan(**command_line.chosen(timed, **choices))))

@@ -9,11 +9,7 @@ What is compared, each as its users do it:
   memory, so it copies each tensor into memory of its own, and that to the GPU. torch has as many threads as it takes by itself,
   which is more than vLLM leaves it: cloning is the faster for it.
 
-**Bandwidth**: as many requests as may be in flight are in host memory; timed is bringing one after another to the GPU until the
-last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
-
-**Latency**: one request at a time, on a GPU that has nothing else to do: how long bringing it holds the loop, and from its
-begin until its data is usable.
+Checking what has arrived, and preparing the next requests, is not timed. What is, is said below the tables (:mod:`.command`).
 """
 
 from __future__ import annotations

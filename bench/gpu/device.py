@@ -33,9 +33,6 @@ class Gpu:
     """The first GPU that this process sees, by way of torch; all on the calling thread's current stream. Makes a context on it.
 
     All measuring is done by these calls, so that a test can put host memory in its place.
-
-    Attributes:
-        device: where tensors go.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import torch
@@ -79,26 +79,28 @@ async def _home(count: Callable[[], int], pause_s: float = 0.0) -> None:
         await asyncio.sleep(pause_s)
 
 
-async def _to_cpu(ends: _Ends) -> float:
+async def _to_cpu(_: Timing) -> float:
     taken_us = []
-    async for claim in _to(ends, REQUESTS):
-        started_ns = time.thread_time_ns()
-        await claim.to("cuda")
-        taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
+    async with _opened() as ends:
+        async for claim in _to(ends, REQUESTS):
+            started_ns = time.thread_time_ns()
+            await claim.to("cuda")
+            taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
     return statistics.median(taken_us[_WARM_UP:])
 
 
-async def _to_calls(ends: _Ends) -> float:
+async def _to_calls(_: Timing) -> float:
     counts: list[float] = []
 
     def count(frame: object, event: str, argument: object) -> None:
         counts[-1] += event in ("call", "c_call")
 
-    async for claim in _to(ends, _COUNTED):
-        counts.append(-1)  # of what ends the counting
-        sys.setprofile(count)
-        await claim.to("cuda")
-        sys.setprofile(None)
+    async with _opened() as ends:
+        async for claim in _to(ends, _COUNTED):
+            counts.append(-1)  # of what ends the counting
+            sys.setprofile(count)
+            await claim.to("cuda")
+            sys.setprofile(None)
     return statistics.median(counts[_WARM_UP:])
 
 
@@ -118,34 +120,25 @@ async def _hand_over(ends: _Ends, turns_at_work: int | None) -> None:
         await submission.wait()
 
 
-def _hand_overs(turns_at_work: int | None = None) -> Callable[[_Ends], Awaitable[float]]:
-    async def measured(ends: _Ends) -> float:
-        for _ in range(_WARM_UP):
-            await _hand_over(ends, turns_at_work)
-        started_ns = time.process_time_ns()
-        for _ in range(REQUESTS):
-            await _hand_over(ends, turns_at_work)
-        await _home(lambda: ends.client.statistics().device_slots_in_use, pause_s=0.001)
-        return (time.process_time_ns() - started_ns) / REQUESTS / 1e3
-
-    return measured
-
-
-def _case(measure: Callable[[_Ends], Awaitable[float]]) -> Callable[[Timing], Coroutine[Any, Any, float]]:
-    """Measures with fresh ends."""
-
-    async def measured(timing: Timing) -> float:
+def _hand_overs(turns_at_work: int | None = None) -> Callable[[Timing], Coroutine[Any, Any, float]]:
+    async def measured(_: Timing) -> float:
         async with _opened() as ends:
-            return await measure(ends)
+            for _number in range(_WARM_UP):
+                await _hand_over(ends, turns_at_work)
+            started_ns = time.process_time_ns()
+            for _number in range(REQUESTS):
+                await _hand_over(ends, turns_at_work)
+            await _home(lambda: ends.client.statistics().device_slots_in_use, pause_s=0.001)
+            return (time.process_time_ns() - started_ns) / REQUESTS / 1e3
 
     return measured
 
 
 #: What is measured, in words; how; what it may be, and of what. See :class:`bench.cost.Case`.
 CASES = (
-    ("claim.to of one tensor of 64 KB, CPU", _case(_to_cpu), 25.0, "us"),
-    ("claim.to of one tensor of 64 KB, calls", _case(_to_calls), 25.0, "calls"),
-    ("hand-over through the device slab, CPU of both ends", _case(_hand_overs()), 40.0, "us"),
-    ("hand-over through the device slab, its GPU briefly at work, CPU of both ends", _case(_hand_overs(0)), None, "us"),
-    ("hand-over through the device slab, its GPU at work for longer, CPU of both ends", _case(_hand_overs(3)), None, "us"),
+    ("claim.to of one tensor of 64 KB, CPU", _to_cpu, 25.0, "us"),
+    ("claim.to of one tensor of 64 KB, calls", _to_calls, 25.0, "calls"),
+    ("hand-over through the device slab, CPU of both ends", _hand_overs(), 40.0, "us"),
+    ("hand-over through the device slab, its GPU briefly at work, CPU of both ends", _hand_overs(0), None, "us"),
+    ("hand-over through the device slab, its GPU at work for longer, CPU of both ends", _hand_overs(3), None, "us"),
 )

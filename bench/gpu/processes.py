@@ -1,8 +1,8 @@
 """The processes of a run: one for the copies, and an engine and a frontend for the hand-overs.
 
-The parent makes no CUDA context, and its progress bar takes no turn of a process that is measured. A child opens what it is to
-measure once, since pinning half a gigabyte takes longer than copying it; says so; and measures what it is asked for, each time
-bounded by the parent. What fails is a result, in words: the next may still work.
+The parent makes no CUDA context. A child opens what it is to measure once, since pinning half a gigabyte takes longer than
+copying it; says so; and measures what it is asked for, each time bounded by the parent. What fails is a result, in words: the
+next may still work.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Process(Children):
         return answer
 
     def finish(self) -> None:
-        """Has everything closed."""
         self._answer(None, _END_LIMIT_S, "closing")
 
     def _answer(self, message: object, limit_s: float, what: str) -> Any:

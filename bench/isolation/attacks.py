@@ -18,17 +18,11 @@ from bench.serving.media import picture_part, video_part
 MODEL = "shmring-fingerprints"
 
 _MB = 1 << 20
+_INPUTS = f'{{"model":"{MODEL}","input":['
 
 
 class Attack(NamedTuple):
-    """A heavy caller.
-
-    Attributes:
-        title: what it sends.
-        connections: at a time.
-        body: makes what each of them posts to ``/v1/embeddings``.
-        hangs_up: whether it does so as soon as that is sent.
-    """
+    """A heavy caller: what each of its connections posts to ``/v1/embeddings``; it may hang up as soon as that is sent."""
 
     title: str
     connections: int
@@ -37,7 +31,6 @@ class Attack(NamedTuple):
 
 
 def small_request() -> bytes:
-    """Returns the body of the caller who waits: a short text."""
     return _encoded(input="hello")
 
 
@@ -62,10 +55,6 @@ def _filled(before: str, item: str, after: str, nbytes: int) -> bytes:
     return (before + ",".join([item] * (nbytes // (len(item) + 1))) + after).encode()
 
 
-def _lists(nbytes: int) -> bytes:
-    return _filled(f'{{"model":"{MODEL}","input":[', "[]", "]}", nbytes)
-
-
 def _every() -> Iterator[Attack]:
     yield Attack("2000 texts as parts", 4, lambda: _texts(2000))
     yield Attack("2000 texts as parts", 40, lambda: _texts(2000))
@@ -73,12 +62,12 @@ def _every() -> Iterator[Attack]:
     yield Attack("64 pictures of 64 x 64", 4, lambda: _parts([_picture(64, 64)] * 64))
     yield Attack("64 different pictures of 64 x 64", 4, lambda: _parts([_picture(64, 64, seed) for seed in range(64)]))
     yield Attack("64 pictures of 64 x 64", 40, lambda: _parts([_picture(64, 64)] * 64))
-    yield Attack("empty lists, 1 MB", 4, lambda: _lists(1 * _MB))
-    yield Attack("empty lists, 16 MB", 1, lambda: _lists(16 * _MB))
+    yield Attack("empty lists, 1 MB", 4, lambda: _filled(_INPUTS, "[]", "]}", 1 * _MB))
+    yield Attack("empty lists, 16 MB", 1, lambda: _filled(_INPUTS, "[]", "]}", 16 * _MB))
     yield Attack("empty messages, 16 MB", 1, lambda: _filled(
         f'{{"model":"{MODEL}","messages":[', '{"role":"user","content":[]}', "]}", 16 * _MB
     ))  # fmt: skip
-    yield Attack("numbers, 40 MB", 1, lambda: _filled(f'{{"model":"{MODEL}","input":[', "1", "]}", 40 * _MB))
+    yield Attack("numbers, 40 MB", 1, lambda: _filled(_INPUTS, "1", "]}", 40 * _MB))
     yield Attack("a text of 15 MB", 1, lambda: _texts(1, "ab cd " * (15 * _MB // 6)))
     yield Attack("a text of quotes, 1 MB", 4, lambda: _filled(f'{{"model":"{MODEL}","input":["', r"\"\"", '"]}', 1 * _MB))
     yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up=True)

@@ -15,9 +15,8 @@ service. An engine is not told beforehand what it will receive, so dtype and sha
 header.
 
 Every message is a sample of its own, received and checked by itself; what messages share are wakes. The producer fills its
-window without going back to its loop, and iceoryx2 makes no system call for a notification while one is pending. When this
-was written, there was one wake for about 14 messages with 16 in flight, and one for each with one in flight: 8 and 25
-microseconds of CPU a message on each side. Nothing spins: after the last sample the loop sleeps until its descriptor is ready.
+window without going back to its loop, and iceoryx2 makes no system call for a notification while one is pending. Nothing
+spins: after the last sample the loop sleeps until its descriptor is ready.
 
 iceoryx2 leaves a management segment and directories behind, by intent. Here all names have a prefix of their own, so that
 what is left can be told from other users' and is removed.
@@ -139,8 +138,7 @@ class Iceoryx2Loaned(Iceoryx2):
 class _Reception:
     """Takes samples in the loop when the listener's descriptor says that there are some: few enough at a time for other work.
 
-    Attributes:
-        finished: done when the last message has been taken.
+    It is finished when the last message has been taken.
     """
 
     def __init__(self, cell: Cell, intake: Intake, subscriber: Any, listener: Any) -> None:

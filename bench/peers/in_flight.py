@@ -42,7 +42,6 @@ class Window:
         self._in_flight += 1
 
     async def drain(self) -> None:
-        """Waits until nothing is in flight."""
         if self._in_flight:
             await self._wait_until(0)
 
@@ -63,15 +62,12 @@ class Window:
 
 
 class Shared(NamedTuple):
-    """What the processes of a windowed peer inherit.
+    """What the processes of a windowed peer inherit."""
 
-    Attributes:
-        own: what the transport itself needs.
-        pipes: for each producer the end that it reads, and the end that the consumer writes to.
-    """
-
-    own: Any
-    pipes: list[tuple[Connection, Connection]]
+    own: Any  # what the transport itself needs
+    pipes: list[
+        tuple[Connection, Connection]
+    ]  # for each producer the end that it reads, and the one that the consumer writes to
 
 
 class Intake:

@@ -49,15 +49,11 @@ _LEAVE_POLL_S = 0.01  # a hundred times a second, when nothing is measured any m
 
 
 class ShmringCopy(Peer):
-    """See the head of this file.
-
-    Attributes:
-        busy_poll_s: of both ends' configurations.
-    """
+    """See the head of this file."""
 
     name = "shmring"
     title = "shmring, one copy"
-    busy_poll_s: ClassVar[float] = 0.0
+    busy_poll_s: ClassVar[float] = 0.0  # of both ends
 
     def idle_s(self, cell: Cell) -> float:
         """Returns for how long both ends stay connected after the last message, to see what that costs."""
@@ -164,6 +160,5 @@ def answer(payload: Any, desk: Desk) -> dict[str, Any]:
 
 
 async def request(client: shmring.Client, header: Header, tensor: torch.Tensor) -> Answer:
-    """Asks one question."""
     reply = await client.request({"header": header, "tensor": tensor})
     return Answer(Header(*reply["header"]), reply["tensor"])

@@ -103,7 +103,6 @@ class _Lane:
 
     @staticmethod
     def nbytes(cell: Cell) -> int:
-        """Returns how much shared memory it has."""
         lines = -(-cell.nbytes // _LINE_NBYTES)
         return cell.window * (_DESCRIPTION_NBYTES + (lines + 2) * _LINE_NBYTES)
 

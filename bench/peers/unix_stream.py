@@ -76,7 +76,6 @@ class Messages(asyncio.BufferedProtocol):
         self._filled = 0
 
     def send(self, body: bytes) -> None:
-        """Writes a message."""
         self.transport.writelines((_PREFIX.pack(len(body)), body))
 
     def send_paced(self, body: bytes) -> Awaitable[object] | None:

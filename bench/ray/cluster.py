@@ -4,9 +4,7 @@
 :class:`Order` with a :class:`Measurement`.
 
 The plain actor is what is written without shmring. Ray pickles a torch tensor that is an argument, and passes a numpy array on
-in its object store; so both are measured. Handler and actor read one number of the tensor, and answer with it.
-
-CPU is that of all processes of the cluster: raylets, the head's, and workers, whether or not they have to do with a request.
+in its object store; so both are measured.
 """
 
 from __future__ import annotations
@@ -32,15 +30,7 @@ _ENGINE = "bench"
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do.
-
-    Attributes:
-        place: of the caller: ``same`` node as the engine and the actor, or ``other``.
-        way: one of :class:`Caller`'s.
-        nbytes: of the tensor.
-        window: requests in flight.
-        warm_up_s, timed_s: for how long.
-    """
+    """What to do: the caller on the ``same`` node as the engine and the actor, or the ``other``, asks in one of its ways."""
 
     place: str
     way: str
@@ -51,19 +41,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """Of the requests of an order.
-
-    Attributes:
-        per_s: requests.
-        cpu_ms: of a request, of all processes.
-    """
+    """Requests a second; and CPU of a request, of all processes."""
 
     per_s: float
     cpu_ms: float
 
 
 async def handler(claim: Any) -> None:
-    """The engine's."""
     await claim.done(float(claim.payload["x"].view(-1)[0]))
 
 
@@ -71,7 +55,6 @@ class Plain:
     """The actor."""
 
     async def echo(self, x: Any) -> float:
-        """Reads a tensor or an array."""
         return float(x.reshape(-1)[0])
 
 
@@ -171,7 +154,6 @@ class Nodes:
         assert near == [True, False], near
 
     def carry_out(self, order: Order) -> Measurement:
-        """Measures."""
         asking = self._callers[order.place].ask
         what = order.way, order.nbytes, order.window
         self._get(asking.remote(*what, order.warm_up_s))
@@ -181,7 +163,6 @@ class Nodes:
         return Measurement(count / took_s, 1e3 * (cpu_s_of(pids) - before_s) / count)
 
     def close(self) -> None:
-        """Ends everything."""
         import ray
 
         ray.shutdown()
@@ -205,7 +186,6 @@ def settled(**variables: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Carries orders out until nobody gives any."""
     with settled(), contextlib.closing(Nodes()) as nodes:
         for order, answer in orders(Order):
             answer(nodes.carry_out(order))

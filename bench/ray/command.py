@@ -56,13 +56,10 @@ def _title(case: Case | Question) -> str:
     return f"{case.place} node, {case.title}"
 
 
-def _windows(nbytes: int) -> tuple[int, int]:
-    return 1, min(_WINDOW, _MOST_NBYTES // nbytes)
-
-
+_WINDOWS = {nbytes: (1, min(_WINDOW, _MOST_NBYTES // nbytes)) for nbytes in _SIZES}
 #: What is measured in each case.
 CASES: Mapping[Case | Question, tuple[str, ...]] = {
-    **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _windows(nbytes)},
+    **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _WINDOWS[nbytes]},
     **{Case(place, 0): (_CONNECTING,) for place in WAYS},
     **{Question(*question): (serving.ON_RAY, serving.ALONE) for question in _REQUESTS},
 }
@@ -128,8 +125,6 @@ _SERVING_COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table for each node, of connecting, of Ray Serve, and the verdicts on the targets."""
-
     def of(place: str, *, connecting: bool = False) -> Measured:
         return {case: runs for case, runs in measured.items() if case[0] == place and bool(case[1]) is not connecting}
 
@@ -160,10 +155,10 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     return Findings(mode="ray", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
-@command_line.benchmark("ray", repetitions="Of each case and way, in alternating order.")
+@command_line.benchmark("ray")
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
-    """Engines in a Ray cluster, beside calls of an actor with a tensor; fails if a measured target is missed."""
+    """Engines in a Ray cluster, beside calls of an actor with a tensor."""
     runs = Repetitions[Case | Question, cluster.Measurement](CASES, timing.repetitions, _title)
     python = str(environment / "bin" / "python")
     tensors, questions = (
@@ -177,8 +172,7 @@ def ray_command(timing: Timing, environment: Path) -> Findings:
         calls = cluster.Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
         return tensors.order(calls, cluster.Measurement)
 
-    with command_line.measuring(runs.steps) as progress:
-        for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
-            with program:
-                runs.measure([case for case in CASES if isinstance(case, kind)], measure, progress)
+    for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
+        with program:
+            runs.measure([case for case in CASES if isinstance(case, kind)], measure)
     return report(runs.measured, runs.coverage(), command_line.versions(environment, "ray", "torch", "numpy"))

@@ -3,8 +3,7 @@
 ``python -m bench.ray.serving`` runs in an environment that has Ray Serve, as a :class:`bench.programs.Program`. It answers an
 :class:`Order` with a :class:`Measurement`.
 
-Ray Serve is set up as docs/clusters.md recommends: direct ingress, and no second thread for the application. Its CPU is that of
-all processes of a cluster of one node.
+Ray Serve is set up as docs/clusters.md recommends.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from bench.ray.cluster import family, family_of, settled
 from bench.serving.client import Client
 from bench.serving.load import Requests
 from bench.serving.media import media_parts
-from bench.serving.plan import Load, Media, ServerOptions
+from bench.serving.plan import NOTHING_KEPT, Load, Media
 from bench.serving.run import serving
 
 ALONE, ON_RAY = "shmring serve", "Ray Serve"
-_ALONE = ServerOptions(executor="fingerprints", api_servers=1, slab_nbytes="128MiB", further=("--decoders=1",))
+_ALONE = ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=128MiB", "--decoders=1", NOTHING_KEPT)
 _ON_RAY = {"executor": "fingerprints", "slab-nbytes": "128MiB", "decoders": 1, "mm-processor-cache-gb": 0}
 _VARIABLES = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -54,11 +53,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measurement(cluster.Measurement, frozen=True):
-    """Of the requests of an order.
-
-    Attributes:
-        added_ms: of CPU, without what these processes take in a second before, in which nobody asks anything.
-    """
+    """With the CPU that is added to what these processes take in a second before, in which nobody asks anything."""
 
     added_ms: float
 
@@ -97,7 +92,7 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
         media=_MEDIA if order.has_picture else None,
     )
     async with Client(url, load.endpoint, _TIMEOUT_S) as client:
-        requests = Requests(load, _ALONE.model, media_parts(load))
+        requests = Requests(load, "shmring-fingerprints", media_parts(load))
         await requests.warm_up(client)
         began_s, before_s = time.perf_counter(), cpu_s_of(pids)
         await asyncio.sleep(_IDLE_S)
@@ -113,7 +108,6 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
 
 
 def main() -> None:
-    """Carries orders out until nobody gives any."""
     with settled(**_VARIABLES), serving(_ALONE) as [alone], _on_ray() as (url, nodes):
         for order, answer in orders(Order):
             if order.way == ON_RAY:

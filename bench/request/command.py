@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import click
 
 from bench import columns
 from bench.columns import compare
-from bench.command_line import benchmark, chosen, measuring, repeatable, size_option
+from bench.command_line import benchmark, chosen, repeatable, size_option
 from bench.groups import Groups
 from bench.messages import Measurement
 from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.repetitions import Measured, Repetitions, ratio
+from bench.repetitions import Measured, Repetitions
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.scaling import BASES, VARIANTS
 from bench.results import Coverage, Findings
@@ -24,7 +24,7 @@ from bench.targets import Target, medians, ratios
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 _CASES = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
-_SCALED = Case(_SIZES[0], window=32, reply_nbytes=64)  # one of each client, where all of them ask
+SCALED = Case(_SIZES[0], window=32, reply_nbytes=64)  # one of each client, where all of them ask
 
 _TITLES = {name: peer.title for name, peer in (REQUEST_PEERS | VARIANTS).items()}
 _SPEED = "messages_per_s"
@@ -47,8 +47,6 @@ _SCALING_COLUMNS = (
     columns.over("both", BASES.__getitem__, "both_us"),
 )
 
-# -- targets -----------------------------------------------------------------------------------------------------------
-
 _CASE = {"64 KB": Case(64 << 10, reply_nbytes=64)}
 _WHAT = "request/reply, 16 in flight, one client"
 TARGETS = (
@@ -57,21 +55,17 @@ TARGETS = (
 )
 
 
-def _scaled(variant: str) -> Target:
-    def numbers(measured: Measured) -> Iterator[tuple[str, float | None]]:
-        for case in measured:
-            yield case.title, ratio(measured, case, variant, BASES[variant], "both_us")
-
-    return Target(f"CPU time per request with {_TITLES[variant]}", "4 KB", 1.2, "x", numbers, at_least=False)
-
-
-SCALING_TARGETS = tuple(_scaled(variant) for variant, base in BASES.items() if variant != base)
-
-# -- the command -------------------------------------------------------------------------------------------------------
+SCALING_TARGETS = tuple(
+    Target(
+        f"CPU time per request with {_TITLES[variant]}", "4 KB", 1.2, "x",
+        ratios(variant, base, "both_us", {SCALED.title: SCALED}), at_least=False,
+    )
+    for variant, base in BASES.items()
+    if variant != base
+)  # fmt: skip
 
 
 def report(measured: Measured, coverage: Coverage, timing: Timing, scaling: bool = False) -> Findings:
-    """Returns what a run has found."""
     notes = [
         f"Every request and every reply is checked. Medians of interleaved repetitions of {timing.timed_s:g} s. engine, "
         "client: microseconds of CPU of the whole process for each request, with copies and the benchmark's own checks."
@@ -104,15 +98,15 @@ def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -
     if scaling:
         if peers or any(dimensions.values()):
             raise click.UsageError("--scaling measures shmring alone, in a case of its own: no choice of cases or peers")
-        return {_SCALED: list(VARIANTS)}
+        return {SCALED: list(VARIANTS)}
     names = [name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]
     values = chosen(_CASES, **dimensions)
     cases = itertools.product(values["clients"], values["in_flight"], values["sizes"])
     return {Case(nbytes, number, in_flight, reply_nbytes=64): names for number, in_flight, nbytes in cases}
 
 
-@benchmark("request", repetitions="Interleaved.")
-@size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES, "a float32")
+@benchmark("request")
+@size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES)
 @repeatable("--in-flight", "in_flight", click.IntRange(1, 1024), "Of each client", "1, 16, 64")
 @repeatable("--clients", "clients", click.IntRange(1, MAX_CLIENTS), "Processes", "1, 4")
 @repeatable("--peer", "peers", REQUEST_PEERS, "Beside shmring")
@@ -121,8 +115,8 @@ def request_command(timing: Timing, scaling: bool, **choices: Any) -> Generator[
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
     cases = plan(scaling=scaling, **choices)
     runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with measuring(runs.steps) as progress, Groups(REQUEST_PEERS | VARIANTS, timing) as groups:
+    with Groups(REQUEST_PEERS | VARIANTS, timing) as groups:
         for case in cases:
             groups.prepare(runs, [case])
-            runs.measure([case], groups.run, progress, _TITLES)
+            runs.measure([case], groups.run, _TITLES)
             yield report(runs.measured, runs.coverage(), timing, scaling)

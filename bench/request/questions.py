@@ -1,12 +1,11 @@
 """What clients ask, what the engine answers, and the check of both.
 
-A question is a message (:mod:`bench.messages`) that has a reply: a tensor of float32 with stamps, under the question's header.
-The engine checks each as the consumer of a stream does, but that a client's questions may come in another order, and none
-twice; it answers with a tensor that has the same stamps, and the client checks those. What is lost ends a run by the limit of
-time.
+A question is a message (:mod:`bench.messages`) that has a reply: a tensor of float32 with the same stamps, under the question's
+header. The engine checks each as the consumer of a stream does, but that a client's questions may come in another order, and
+none twice. What is lost ends a run by the limit of time.
 
 A client has as many tasks as requests in flight; each asks, waits for its reply, checks it, and asks again, as the handlers of
-a server do. Phases are those of streams, so all clients warm up, and are timed, at the same time.
+a server do.
 
 Invariants: a question's memory is not written between its sending and its reply, so that a transport may send from it at
 any time in between; and each reply is memory of its own, as the results of a model are.
@@ -31,13 +30,7 @@ MAX_CLIENTS = 64
 
 
 class Case(messages.Case, frozen=True, kw_only=True):
-    """A kind of request, of a tensor of float32.
-
-    Attributes:
-        producers: client processes that ask.
-        window: requests that each client has in flight.
-        reply_nbytes: size of a reply's tensor, a multiple of 4.
-    """
+    """A kind of request, of a tensor of float32, whose ``producers`` are clients; the reply's size is a multiple of 4, too."""
 
     reply_nbytes: int
 
@@ -101,8 +94,7 @@ class Desk(Sink):
     def answer(self, header: Header, tensor: torch.Tensor) -> torch.Tensor:
         """Checks a question, and returns the content of its reply, of which only the stamps are initialised.
 
-        Raises:
-            CheckError: it is not what was sent, or came before.
+        Raises CheckError if it is not what was sent, or came before.
         """
         last = self.take(header, tensor)
         sequence, _, _, client = header

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 
 import click
 
 from bench import columns
 from bench.columns import Column, compare
-from bench.command_line import benchmark, measuring
-from bench.machine import Machine
+from bench.command_line import benchmark
 from bench.modes import Timing
 from bench.repetitions import Number
 from bench.results import Findings, Verdict
@@ -48,19 +49,17 @@ def _columns(first: str) -> Sequence[Column]:
 
 
 def report(preset: str, load: Load, results: Results) -> Findings:
-    """Returns a run as it is shown and stored."""
-    server, (first, _) = PRESETS[preset].server, results.runs.subjects[LOAD]
+    first, _ = results.runs.subjects[LOAD]
     notes = [
         f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
-        f"{results.client}, on the same machine.",
+        f"aiohttp {version('aiohttp')}, on the same machine.",
         "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
         f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
         "requests/s, divided by those of the row in the same repetition.",
-        f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
-        f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further),
+        f"Servers: {'; '.join(shlex.join(['shmring', 'serve', *server]) for server in PRESETS[preset].servers.values())}",
         *_counted(results),
         *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
-        *_shares(results),
+        *_generator(results),
     ]
     return Findings(
         mode="serve",
@@ -85,17 +84,11 @@ def _counted(results: Results) -> Iterator[str]:
         )
 
 
-def _shares(results: Results) -> Iterator[str]:
-    """How busy the machine was, and who of it."""
+def _generator(results: Results) -> Iterator[str]:
     for name, runs in _loads(results).items():
-        duration_s = sum(run.duration_s for run in runs)
-        shares = {part: sum(run.cpu_s[part] for run in runs) / duration_s for part in runs[0].cpu_s}
-        shares["load generator"] = sum(run.generator_cpu_s for run in runs) / duration_s
-        text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
-        cores = Machine.here().cores
-        yield f"CPU while the {name} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
-        if shares["load generator"] > _BUSY_SHARE:
-            yield f"The load generator was busy {shares['load generator']:.0%} of the {name} load: it may be what was measured."
+        share = sum(run.generator_cpu_s for run in runs) / sum(run.duration_s for run in runs)
+        doubt = ": it may be what was measured" if share > _BUSY_SHARE else ""
+        yield f"The load generator was busy {share:.0%} of the {name} load{doubt}."
 
 
 def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
@@ -108,15 +101,10 @@ def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
         yield Target("kept content: bytes copied", at, 0, "bytes", lambda _: copied, at_least=False).judge(results)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
-
-
-@benchmark("serve", repetitions="Of the load on each server, in turn.", seconds=False)
+@benchmark("serve")
 @click.option("--preset", required=True, type=click.Choice(list(PRESETS)), help="The load, both servers and the target.")
 @click.option("--scale", default=1.0, type=FiniteRange(min=0, min_open=True), help="Multiplies requests and their concurrency.")
 def serve_command(timing: Timing, preset: str, scale: float) -> Findings:
     """Loads two HTTP servers in turn: throughput, TTFT, TPOT, end-to-end times, CPU, failures."""
     load, servers = PRESETS[preset].load.scaled(scale), PRESETS[preset].servers
-    with measuring(run.steps(servers, timing.repetitions)) as progress:
-        results = run.run(load, servers, timing.repetitions, progress)
-    return report(preset, load, results)
+    return report(preset, load, run.run(load, servers, timing.repetitions))

@@ -1,11 +1,8 @@
 """Asks servers, so many requests at a time, whatever became of those before; and what that has shown.
 
 Latencies are those of requests with a whole answer, in milliseconds, from when a request's turn had come, which is when the one
-before it ended: what a caller waits for includes what the generator was late by. The words are those of ``vllm bench serve``:
-
-- TTFT, time to the first token: until the first event with text came;
-- TPOT, time per output token: from there to the end, over the tokens after the first; one number for each request;
-- E2E: until the answer was whole.
+before it ended: what a caller waits for includes what the generator was late by. The words (TTFT, TPOT, E2E) are those of
+``vllm bench serve``.
 """
 
 from __future__ import annotations
@@ -31,11 +28,7 @@ _WARM_UP_CONCURRENCY = 4
 
 
 class Requests(NamedTuple):
-    """What a load asks of a model.
-
-    Attributes:
-        parts: of messages, which requests take in turn: the JSON of media. None: text alone.
-    """
+    """What a load asks of a model, with the parts of messages (the JSON of media) that requests take in turn, if any."""
 
     load: Load
     model: str
@@ -47,7 +40,6 @@ class Requests(NamedTuple):
         await ask_all(map(self.body, range(first, first + WARM_UP_REQUESTS)), [[client]] * _WARM_UP_CONCURRENCY)
 
     async def play(self, client: Client) -> Measurement:
-        """Sends the load; see :func:`play`."""
         return await play(map(self.body, range(self.load.requests)), [[client]] * self.load.max_concurrency)
 
     def body(self, number: int) -> bytes:

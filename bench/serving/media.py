@@ -59,9 +59,6 @@ def _part(kind: str, form: str, file: bytes) -> dict[str, object]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
-# -- making them ----------------------------------------------------------------------------------------------------------
-
-
 def picture(size: tuple[int, int], generator: _Generator) -> bytes:
     """Returns a JPEG file of this width and height."""
     encoded = io.BytesIO()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -11,15 +11,10 @@ Endpoint = Literal["chat", "embeddings"]
 
 
 class Media(NamedTuple):
-    """A medium of each request: of so many different ones, which requests take in turn.
+    """A medium of each request: of so many different ones, which requests take in turn."""
 
-    Attributes:
-        size: width and height in pixels.
-        frames: of a clip of 10 frames a second (H.264, MP4); 0: it is a picture (JPEG).
-    """
-
-    size: tuple[int, int]
-    frames: int = 0
+    size: tuple[int, int]  # width and height in pixels
+    frames: int = 0  # of a clip of 10 frames a second (H.264, MP4); 0: it is a picture (JPEG)
     distinct: int = 64
 
     @property
@@ -29,12 +24,9 @@ class Media(NamedTuple):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, all of it due at once.
+    """What is sent, all of it due at once; text alone, if it has no media.
 
-    Attributes:
-        endpoint: ``chat`` streams its answers; ``embeddings`` has one for each medium.
-        max_concurrency: requests at a time.
-        media: None: text alone.
+    Answers of ``chat`` are streamed. ``embeddings`` has one for each medium.
     """
 
     requests: int
@@ -55,53 +47,30 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **counts)
 
 
-class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that is started for the run: arguments of ``shmring serve``, of which ``further`` are as they are written there.
-
-    Attributes:
-        engines: that requests are divided between.
-        copied: media are decoded into private memory, and copied when they are sent (``--disable-mm-shm``).
-        kept: what was prepared is kept, and used again (``--mm-processor-cache-gb``); else each request's media are prepared.
-    """
-
-    executor: str = "synthetic"
-    executor_options: str = "{}"
-    api_servers: int = 2
-    engines: int = 1
-    slab_nbytes: str = "1GiB"
-    copied: bool = False
-    kept: bool = False
-    further: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> str:
-        """What it calls its model."""
-        return f"shmring-{self.executor}"
+#: How a server is started for the run: with these arguments of ``shmring serve``.
+Server = tuple[str, ...]
 
 
 class Preset(NamedTuple):
     """A load, a server, and two of it that are compared; and the target: requests a second of the first one to those of the
     second, at any scale of the load.
-
-    Attributes:
-        compared: names of the two, and how they differ from the server.
     """
 
     load: Load
-    server: ServerOptions
-    compared: Mapping[str, Mapping[str, Any]]
+    server: Server
+    compared: Mapping[str, Server]  # by name: what each of the two has besides
     what: str
     limit: float
 
     @property
-    def servers(self) -> dict[str, ServerOptions]:
-        """What is compared, by name."""
-        return {name: msgspec.structs.replace(self.server, **changes) for name, changes in self.compared.items()}
+    def servers(self) -> dict[str, Server]:
+        return {name: (*self.server, *besides) for name, besides in self.compared.items()}
 
 
-_COPIED: Mapping[str, Mapping[str, Any]] = {"slab": {}, "copied": {"copied": True}}
-_ENGINES: Mapping[str, Mapping[str, Any]] = {"2 engines": {"engines": 2}, "1 engine": {}}
-_KEPT: Mapping[str, Mapping[str, Any]] = {"kept": {"kept": True}, "not kept": {}}
+_SYNTHETIC = "--executor=synthetic"
+NOTHING_KEPT = "--mm-processor-cache-gb=0"  # each request's media are prepared
+_ENGINES: Mapping[str, Server] = {"2 engines": ("--data-parallel-size=2",), "1 engine": ()}
+_KEPT: Mapping[str, Server] = {"kept": (), "not kept": (NOTHING_KEPT,)}
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -109,8 +78,8 @@ PRESETS: Mapping[str, Preset] = {
     # inside messages, and measured 9.62 against 9.59 requests/s. It does not say how large its frames were; these are 360p.
     "pr32104": Preset(
         Load(requests=1000, max_concurrency=400, output_tokens=128, media=Media((640, 360), frames=10)),
-        ServerOptions(api_servers=3, further=('--mm-processor-kwargs={"num_frames": 10}',)),
-        _COPIED,
+        ("--api-server-count=3", _SYNTHETIC, NOTHING_KEPT, '--mm-processor-kwargs={"num_frames": 10}'),
+        {"slab": (), "copied": ("--disable-mm-shm",)},
         "decoded into slots: requests/s of copying there",
         1.0,
     ),
@@ -118,7 +87,7 @@ PRESETS: Mapping[str, Preset] = {
     # second is theirs, and not that of the machine's cores.
     "engines-wait": Preset(
         Load(requests=400, max_concurrency=32, output_tokens=8),
-        ServerOptions(executor_options='{"step_s": 0.02, "max_batch_size": 4}'),
+        (_SYNTHETIC, '--executor-options={"step_s": 0.02, "max_batch_size": 4}', NOTHING_KEPT),
         _ENGINES,
         "two engines whose steps wait 20 ms, two frontends: requests/s of one",
         1.9,
@@ -126,7 +95,7 @@ PRESETS: Mapping[str, Preset] = {
     # Engines whose steps compute, and want the cores that the other one has.
     "engines-compute": Preset(
         Load(requests=400, max_concurrency=32, endpoint="embeddings", media=Media((512, 512))),
-        ServerOptions(executor="fingerprints"),
+        ("--executor=fingerprints", NOTHING_KEPT),
         _ENGINES,
         "two engines whose steps compute: requests/s of one",
         1.0,
@@ -134,7 +103,7 @@ PRESETS: Mapping[str, Preset] = {
     # One photograph that everybody asks about.
     "repeated": Preset(
         Load(requests=40, max_concurrency=4, media=Media((4000, 3000), distinct=1)),
-        ServerOptions(),
+        (_SYNTHETIC,),
         _KEPT,
         "kept content: requests/s of a new picture",
         5.0,
@@ -143,7 +112,7 @@ PRESETS: Mapping[str, Preset] = {
     # is no worse than without, within what two equal servers differ by.
     "twice-the-slab": Preset(
         Load(requests=400, max_concurrency=8, media=Media((1024, 768), distinct=200)),
-        ServerOptions(slab_nbytes="240MiB"),
+        (_SYNTHETIC, "--slab-nbytes=240MiB"),
         _KEPT,
         "kept content: requests/s of without",
         0.97,

@@ -2,9 +2,6 @@
 
 All servers run all the time, of which those that are not asked sleep, and get the same load one after the other, again and
 again (:mod:`bench.repetitions`). Requests and media are the same for all, and made before.
-
-A server (:mod:`shmring.frontend.serve_process`) has a directory for all that it leaves on the disk. It is stopped in every way
-out of the block.
 """
 
 from __future__ import annotations
@@ -12,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import click
 import msgspec
 
 from bench.children import BenchError
@@ -28,13 +24,15 @@ from bench.repetitions import Repetitions
 from bench.serving.client import Client
 from bench.serving.load import Measurement, Requests
 from bench.serving.media import media_parts
-from bench.serving.plan import Load, ServerOptions
+from bench.serving.plan import Load, Server
 from shmring.frontend import serve_process
 from shmring.frontend.serve_process import ServerProcess
 
 logger = logging.getLogger("bench.serving")
 
 LOAD = "the load"  # the one case of a run
+
+_MODEL = "bench"
 
 _PROGRAM = serve_process.PROGRAM
 _START_LIMIT_S = 120.0  # importing torch in each process takes 10 s on a busy machine
@@ -56,14 +54,14 @@ def cpu_s(server: ServerProcess) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(*options: ServerOptions) -> Iterator[list[ServerProcess]]:
+def serving(*arguments: Server) -> Iterator[list[ServerProcess]]:
     """Runs servers on free ports of the loopback interface; when the block is left, nothing of them is.
 
     They are started together, since each takes some seconds. Raises BenchError if one did not start, ended too early, or ended
     with an error.
     """
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(_started(each)) for each in options]
+        servers = [stack.enter_context(_started(each)) for each in arguments]
         for server in servers:
             try:
                 server.wait_until_ready(_START_LIMIT_S)
@@ -73,11 +71,12 @@ def serving(*options: ServerOptions) -> Iterator[list[ServerProcess]]:
 
 
 @contextlib.contextmanager
-def _started(options: ServerOptions) -> Iterator[ServerProcess]:
+def _started(arguments: Server) -> Iterator[ServerProcess]:
     # Not in the default place for temporary files: that may be too long a path for a socket.
     with tempfile.TemporaryDirectory(prefix=f"shmring-serve-{os.getpid()}-", dir="/tmp") as directory:
         server = ServerProcess.start(
-            _arguments(options, directory),
+            # Nothing is in flight when it is stopped, or nobody wants to wait for it.
+            ["--host=127.0.0.1", "--port=0", "--name=bench", f"--socket-dir={directory}", "--shutdown-timeout=0", *arguments],
             program=_PROGRAM,
             environment=os.environ | {"TMPDIR": directory},  # frontends keep their counters in files
             errors=Path(directory, "stderr"),
@@ -97,65 +96,31 @@ def _started(options: ServerOptions) -> Iterator[ServerProcess]:
             raise BenchError(f"the server ended with exit code {code}")
 
 
-def _arguments(options: ServerOptions, directory: str) -> list[str]:
-    return [
-        "--host=127.0.0.1",
-        "--port=0",
-        "--name=bench",
-        f"--socket-dir={directory}",
-        f"--api-server-count={options.api_servers}",
-        f"--data-parallel-size={options.engines}",
-        f"--slab-nbytes={options.slab_nbytes}",
-        f"--executor={options.executor}",
-        f"--executor-options={options.executor_options}",
-        "--shutdown-timeout=0",  # nothing is in flight, or nobody wants to wait for it
-        *["--mm-processor-cache-gb=0"] * (not options.kept),
-        *["--disable-mm-shm"] * options.copied,
-        *options.further,
-    ]
-
-
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
 class Results(NamedTuple):
-    """A run.
-
-    Attributes:
-        runs: of the load, on each server.
-        client: what sent the requests.
-        request_nbytes: of the first one's body.
-        counters: what frontends have counted, by server.
-    """
+    """A run: of the load on each server; a body's size, and what the frontends of each server have counted."""
 
     runs: Repetitions[str, Measurement]
-    client: str
     request_nbytes: int
     counters: dict[str, dict[str, int]]
 
 
-def steps(servers: Mapping[str, ServerOptions], repetitions: int) -> int:
-    """Returns how often :func:`run` reports progress."""
-    return 3 + len(servers) * (1 + repetitions)
-
-
-def run(load: Load, servers: Mapping[str, ServerOptions], repetitions: int, progress: Callable[[str], None]) -> Results:
-    """Loads servers in turn, with a line before each step. Whether it returns or raises, no process and no file is left."""
+def run(load: Load, servers: Mapping[str, Server], repetitions: int) -> Results:
+    """Loads servers in turn. Whether it returns or raises, no process and no file is left."""
     runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions)
-    progress("making media")
-    (model,) = {server.model for server in servers.values()}
-    requests = Requests(load, model, media_parts(load))
-    progress(f"starting {len(servers)} servers")
-    with serving(*servers.values()) as started:
+    click.echo("making media", err=True)
+    requests = Requests(load, _MODEL, media_parts(load))
+    click.echo(f"starting {len(servers)} servers", err=True)
+    with serving(*((*server, f"--served-model-name={_MODEL}") for server in servers.values())) as started:
         running = dict(zip(servers, started, strict=True))
         for name, server in running.items():
-            progress(f"{name}: warming up")
+            click.echo(f"{name}: warming up", err=True)
             _ask(server, load, requests.warm_up)
-        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]), progress)
-        progress("reading the servers' counters")
+        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]))
         return Results(
             runs,
-            client=f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}",
             request_nbytes=len(requests.body(0)),
             counters={name: _ask(server, load, Client.counters) for name, server in running.items()},
         )

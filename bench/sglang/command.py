@@ -7,7 +7,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -84,7 +84,6 @@ _LEFT = Target(
 
 
 def report(measured: Measured, left: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table of times, one of the MB that kills leave, and the verdicts on the targets."""
     title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
     tables = [
         compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS),
@@ -119,7 +118,7 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
             yield ends
 
 
-def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: Callable[[str], None]) -> None:
+def _measure(runs: Repetitions[Case, Measurement], environment: Path) -> None:
     for ranks in dict.fromkeys(case.ranks for case in CASES):
         of_ranks = [case for case in CASES if case.ranks == ranks]
         with contextlib.ExitStack() as stack:
@@ -128,7 +127,7 @@ def _measure(runs: Repetitions[Case, Measurement], environment: Path, progress: 
             def measure(case: Case, way: str, ends: Mapping[str, Program] = ends) -> Measurement:
                 return ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]), Measurement)
 
-            runs.measure(of_ranks, measure, progress)
+            runs.measure(of_ranks, measure)
 
 
 def _kill(end: str, way: str, environment: Path) -> float:
@@ -155,14 +154,13 @@ def _segments() -> dict[str, int]:
     return segments
 
 
-@command_line.benchmark("sglang", repetitions="Of each case and way, in alternating order.", seconds=False)
+@command_line.benchmark("sglang")
 @command_line.environment_option("sglang", "SGLang")
 def sglang_command(timing: Timing, environment: Path) -> Findings:
-    """Both ends of SGLang, its tensors by its own way and through shmring; fails if a measured target is missed."""
+    """Both ends of SGLang, its tensors by its own way and through shmring."""
     runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
     kills = Repetitions[str, float](dict.fromkeys(KILLS, tuple(WAYS)), 1, lambda end: f"kill -9 of the {end}")
-    with command_line.measuring(runs.steps + kills.steps) as progress:
-        _measure(runs, environment, progress)
-        kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment), progress)
+    _measure(runs, environment)
+    kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment))
     coverage = runs.coverage() + kills.coverage()
     return report(runs.measured, kills.measured, coverage, command_line.versions(environment, "sglang", "torch"))

@@ -5,8 +5,7 @@ an :class:`Order` with a :class:`Measurement`, or says that an end was killed.
 
 What is SGLang's: the pointers that tensors are wrapped in (with ``SHMRING_SGLANG=1`` the plug-in replaces them, by the same
 entry point and hooks as in a server), their encoding for ZMQ, the broadcast to other ranks by gloo, and the barrier before
-tensors are materialized and the agreement after it. A rank then copies the tensor to memory that stands for a GPU's. There is
-no HTTP, no processor and no model. Ranks sleep until a message comes, where SGLang's look for one all the time.
+tensors are materialized and the agreement after it. Ranks sleep until a message comes; SGLang's look for one all the time.
 """
 
 from __future__ import annotations
@@ -34,12 +33,9 @@ _WARM_UP = 3  # messages before anything is timed
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do: send so many tensors of a size, one after the other; or kill an end while they are under way.
+    """What to do: send so many tensors of a size, one after the other.
 
-    Attributes:
-        nbytes: of each tensor.
-        count: tensors.
-        kill: ``scheduler``, ``tokenizer`` or ``rank``: which end is killed when a fifth of them was received.
+    Or kill an end, ``scheduler``, ``tokenizer`` or ``rank``, when a fifth of them was received.
     """
 
     nbytes: int
@@ -63,7 +59,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def cpu_ms(self) -> float:
-        """Of both together."""
         return self.tokenizer_ms + self.ranks_ms
 
 
@@ -164,8 +159,7 @@ class _Tokenizer:
         self._tensors, self._done = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._done.bind(f"ipc://{directory}/done")
         self._tensors.connect(f"ipc://{directory}/tensors")
-        for _ in range(ranks):
-            self._done.recv()
+        self.hear(1)
 
     async def connect(self) -> None:
         """The plug-in connects with the first request."""
@@ -192,8 +186,7 @@ class _Tokenizer:
             source.fill_(number % 251)
             began_s, cpu_s = time.monotonic(), time.process_time()
             inline += not self.send(source, number % 251)
-            for _ in range(self._ranks):
-                self._done.recv()
+            self.hear(1)
             await asyncio.sleep(0)  # the event loop goes on, as a server's does
             times_s.append(time.monotonic() - began_s)
             used_s += time.process_time() - cpu_s
@@ -216,7 +209,7 @@ class _Tokenizer:
         return sum(msgspec.json.decode(self._done.recv(), type=float) for _ in range(self._ranks))
 
     def hear(self, count: int) -> None:
-        """Waits until so many tensors were copied by all ranks."""
+        """Waits until all ranks have said so often that they are up, or have copied a tensor."""
         for _ in range(count * self._ranks):
             self._done.recv()
 

@@ -45,7 +45,6 @@ _COLUMNS = (
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
     tables = [
         compare(fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS)
         for fleet, cases in fleets(list(measured)).items()
@@ -119,15 +118,15 @@ TARGETS = (
 _SIDES = [str(side) for side in SIDES]
 
 
-@command_line.benchmark("vllm", repetitions="Of each case and way, in alternating order; 7 with --workers.", seconds=False)
+@command_line.benchmark("vllm")
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @command_line.repeatable("--way", "ways", WAYS, "Of tensors")
 @command_line.repeatable("--side", "sides", _SIDES, "Of pictures")
 @command_line.repeatable("--kind", "kinds", KINDS, "Of requests")
-@click.option("--workers", "with_workers", is_flag=True, help="Instead: what goes to two tensor-parallel workers, and back.")
+@click.option("--workers", "with_workers", is_flag=True, help="Instead, 7 times: to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
 def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: Path, **choices: tuple[str, ...]) -> Findings:
-    """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
+    """Real vLLM with its tensors inline, through torch_shm and through shmring."""
     if with_workers:
         if quick or any(choices.values()):
             raise click.UsageError("--workers measures all that there is of them")
@@ -138,23 +137,19 @@ def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: P
     cases = [case for case in all_cases if str(case.fleet.side) in choices["sides"] and case.kind in choices["kinds"]]
     chosen = [way for way in WAYS if way in choices["ways"]]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)
-    starts = len(runs.parts(_STARTS)) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
-    with command_line.measuring(starts + runs.steps) as progress:
-        for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
-            start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways(chosen)}
-            _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, progress, part)
+    for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
+        start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways(chosen)}
+        _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, part)
     return report(runs.measured, runs.coverage(), _versions(environment))
 
 
 def _measure_workers(timing: Timing, environment: Path) -> Findings:
-    """Measures all that :mod:`bench.vllm.workers` has."""
     runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, tuple(workers.WAYS)), timing.repetitions)
     start = {
         name: functools.partial(_server, workers.FLEET, way, environment, workers.OPTIONS, in_process=False)
         for name, way in workers.WAYS.items()
     }
-    with command_line.measuring(len(start) + runs.steps) as progress:
-        _measure(runs, workers.KINDS, start, workers.warm_up, workers.measure, progress)
+    _measure(runs, workers.KINDS, start, workers.warm_up, workers.measure)
     return workers.report(runs.measured, runs.coverage(), _versions(environment))
 
 
@@ -164,7 +159,6 @@ def _measure(
     start: Mapping[str, Callable[[], AbstractContextManager[Server]]],
     warm_up: Callable[[Server], object],
     measure: Callable[[Any, Server], Any],
-    progress: Callable[[str], None],
     part: slice = slice(None),
 ) -> None:
     """Measures cases on servers, which are started for them, each by its way.
@@ -174,7 +168,7 @@ def _measure(
     servers: dict[str, Server] = {}
     with contextlib.ExitStack() as stack:
         for way in start:
-            progress(f"starting vLLM: {way}")
+            click.echo(f"starting vLLM: {way}", err=True)
             if not runs.has_failed(cases, way):
                 servers[way] = stack.enter_context(start[way]())
         for way, server in servers.items():
@@ -184,7 +178,7 @@ def _measure(
             except Exception as error:  # noqa: BLE001 # it has its place among the results
                 runs.fail(cases, [way], str(error)[-300:])
         for case in cases:
-            runs.measure([case], lambda case, way: measure(case, servers[way]), progress, part=part)
+            runs.measure([case], lambda case, way: measure(case, servers[way]), part=part)
 
 
 @contextlib.contextmanager

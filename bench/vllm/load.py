@@ -1,8 +1,7 @@
 """What ``bench vllm`` measures: ways, servers, and the requests that they get; and asking, so many at a time.
 
-TTFT is the time to the first token, as for ``bench serve``. How long an API server's event loop is held up is seen from
-outside, and in the same way whatever the server is: beside the load, ``/health`` is asked for twenty times a second, which
-the loop answers without waiting for anything.
+How long an API server's event loop is held up is seen from outside, and in the same way whatever the server is: beside the
+load, ``/health`` is asked for twenty times a second, which the loop answers without waiting for anything.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ FULL += [Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 
 
 def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:
-    """Returns the cases of each fleet."""
     return {fleet: [case for case in cases if case.fleet == fleet] for fleet in dict.fromkeys(case.fleet for case in cases)}
 
 
@@ -159,7 +157,6 @@ async def _warm_up(fleet: Fleet, server: Server) -> None:
 
 
 def measure(case: Case, server: Server) -> Measurement:
-    """Asks a server, once."""
     return until_terminated(_measure(case, server))
 
 

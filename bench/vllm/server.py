@@ -37,11 +37,7 @@ def model(side: int, installation: Path | None = None) -> Path:
 
 
 class Server(OtherServer):
-    """A running server. Made by :func:`serve`. With one API server, its launcher is that as well.
-
-    Attributes:
-        side: of pictures, in pixels.
-    """
+    """A running server for pictures of so many pixels a side. With one API server, its launcher is that as well."""
 
     def __init__(self, process: Process, port: int, directory: Path, side: int) -> None:
         super().__init__(process, port, directory)
@@ -58,7 +54,6 @@ class Server(OtherServer):
         return {kind: cpu_s_of(process.pid for process in of_kind) for kind, of_kind in processes.items()}
 
     def engine(self, index: int = 0) -> dict[str, Any]:
-        """What an engine core's half says now."""
         return self.report_of(f"{RING}-{index}")
 
 
@@ -74,20 +69,15 @@ def serve(
     installation: Path | None = None,
     waits: bool = True,
 ) -> Iterator[Server]:
-    """Starts a server, yields it when it answers, and ends it with all of its processes.
+    """Starts a server, yields it when it answers, and ends it with all of its processes; raises RuntimeError if it never does.
 
     Args:
         directory, environment: see :func:`bench.servers.started`; it gets no variable of this process that begins with
             ``SHMRING_VLLM``.
-        side: of the pictures that its model takes.
-        api_servers: how many.
         options: of ``vllm serve``, beside those that keep the tiny model tiny.
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
         waits: whether to wait until it answers; if not, call :func:`bench.servers.wait_until_it_answers`.
-
-    Raises:
-        RuntimeError: it did not start.
     """
     port = free_port()
     executable = (installation or Path(sys.prefix)) / "bin" / "vllm"

@@ -1,7 +1,6 @@
 """``bench vllm --workers``: what goes from an engine core to two tensor-parallel workers, and back.
 
-The requests are asked one at a time: what is compared is CPU, and how soon each process hears of the next step. Digests of all
-answers and their logprobs say whether the ways compute the same.
+What is compared is CPU, and how soon each process hears of the next step. Digests say whether the ways compute the same.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class WorkersRun(msgspec.Struct, frozen=True):
 
     @property
     def all_ms(self) -> float:
-        """CPU of all processes."""
         return sum(self.cpu_ms.values())
 
     @property
@@ -78,7 +76,6 @@ def warm_up(server: Server) -> None:
 
 
 def measure(kind: Kind, server: Server) -> WorkersRun:
-    """Asks a server, once."""
     time.sleep(_QUIET_S)
     before = server.cpu_s_of(*_PROCESSES)
     began_s = time.perf_counter()
@@ -155,7 +152,6 @@ TARGETS = (
 
 
 def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    """Returns the report of a run."""
     return Findings(
         mode="vllm",
         tables=[compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)],

@@ -19,20 +19,21 @@ from bench.results import Status
 SMALL = CASES[:3]
 
 
-def test_every_way_has_a_cost() -> None:
-    lines: list[str] = []
-    findings = measure(SMALL, Timing(2, 0.05, 0.01), lines.append)
+def test_every_way_has_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = measure(SMALL, Timing(2, 0.05, 0.01))
+    lines = capsys.readouterr().err.splitlines()
     rows = findings.tables[0].rows
     titles = [f"{case}: CPU per message" for case in ("4 KB, inline", "64 KB, copied", "64 KB, in place")]
     assert [row[0] for row in rows] == titles
     assert all(1 < float(row[2]) < 10_000 for row in rows)
-    assert lines[:4:3] == [f"{titles[0]}, both ends, repetition {number} of 2" for number in (1, 2)]  # interleaved
+    begun = [f"{step} of 6: {titles[0]}, both ends, repetition {number} of 2" for step, number in ((1, 1), (4, 2))]
+    assert lines[:4:3] == begun, "they are interleaved"
     assert len(lines) == 6
     assert findings.failures == 0
 
 
 def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
-    findings = measure((Case.of_message(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01), lambda line: None)
+    findings = measure((Case.of_message(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01))
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
     assert (gap.case, gap.status) == ("-4 KB, broken: CPU per message", Status.FAILED)

@@ -27,10 +27,11 @@ def test_what_has_fewer_repetitions_than_planned_is_a_gap() -> None:
     assert Coverage.of(plan, {("small", "ours"): 3, ("small", "theirs"): 3, ("large", "ours"): 2}).complete
 
 
-def test_subjects_that_a_case_lacks_are_named_up_to_a_few() -> None:
-    peers = list("abcdef")
-    coverage = Coverage.of([Planned("x", peers, 1), Planned("y", peers, 1)], {("y", "a"): 1})
-    assert list(coverage.lines()) == [("x", "all 6", "missing"), ("y", "b, c, d and 2 more", "missing")]
+def test_cases_that_lack_the_same_share_a_row() -> None:
+    coverage = Coverage.of([Planned("x", ["a", "b"], 1), Planned("y", ["a", "b"], 1), Planned("z", ["b"], 1)], {("z", "b"): 1})
+    assert list(coverage.lines()) == [("x; y", "a", "missing"), ("x; y", "b", "missing")]
+    coverage = Coverage.of([Planned("x", ["a"], 1), Planned("y", ["a"], 1)], {})
+    assert list(coverage.lines()) == [("all", "a", "missing")]
 
 
 def test_sources_with_uncommitted_changes_are_said_to_be() -> None:
@@ -54,5 +55,5 @@ def test_a_report_says_what_a_stored_result_lacks(tmp_path: Path) -> None:
     assert "the plan is not known" in said
     text = (tmp_path / "benchmarks.md").read_text()
     planned, unplanned = (part.partition("\n#")[0] for part in text.split("Not measured:\n")[1:])
-    assert "| 4 KB, 2 producers, window 16; 64 KB, 2 producers, window 16 | all 2 | missing |" in planned
+    assert "| 4 KB, 2 producers, window 16; 64 KB, 2 producers, window 16 | shmring | missing |" in planned
     assert "plan of this result is not known" in unplanned

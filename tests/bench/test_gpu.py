@@ -155,9 +155,7 @@ def cells(measured: Measured) -> list[tuple[int, str]]:
 
 @pytest.mark.usefixtures("threads")
 def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
-    lines: list[str] = []
-    results = run(TINY, lines.append)
-    assert len(lines) == TINY.steps()
+    results = run(TINY)
     assert results.gpu == NAME
     assert gaps(results) == {}
     assert sorted(cells(results.ways)) == sorted(itertools.product(TINY.sizes, TINY.ways))
@@ -172,7 +170,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> None:
-    results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
+    results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)))
     assert {name for _, name in cells(results.routes)} == {"device-slab"}
     assert gpu.cuda.copied == []
     assert gpu.cuda.calls["cuStreamQuery"] > 12, "each message asks whether it needs a fence"
@@ -183,7 +181,7 @@ def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> 
 def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory) -> None:
     gpu.cuda.fail("host_register", 9)
     gpu.memory.failing = "allocate"
-    results = run(TINY, lambda line: None)
+    results = run(TINY)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "host-slot-both", "device-slab"]
     assert len(gaps(results)) == 2 * (1 + 3), "at each size: a way, and three routes"
@@ -202,7 +200,7 @@ def test_what_fails_at_a_size_is_absent_there(monkeypatch: pytest.MonkeyPatch) -
 
     small = Contender.of_memory("small ones only", lambda gpu, nbytes: gpu.page_locked(nbytes), lambda gpu, nbytes: bring)
     monkeypatch.setitem(WAYS, "clone", small)
-    results = run(dataclasses.replace(TINY, ways=("clone",), routes=()), lambda line: None)
+    results = run(dataclasses.replace(TINY, ways=("clone",), routes=()))
     assert set(gaps(results)) == {("64 KB", "clone")}
     assert all(reason.startswith("RuntimeError: out of memory (bring, line ") for reason in gaps(results).values())
     assert cells(results.ways) == [(4 * KB, "clone")]
@@ -215,7 +213,7 @@ def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monk
             raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu, "finish", finish)
-    results = run(dataclasses.replace(TINY, sizes=(4 * KB,), ways=()), lambda line: None)
+    results = run(dataclasses.replace(TINY, sizes=(4 * KB,), ways=()))
     reasons = gaps(results)
     assert {name for _, name in reasons} == set(ROUTES)
     assert all("an illegal memory access" in reason for reason in reasons.values())
@@ -234,7 +232,7 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
 
     measured = Process.measure
     monkeypatch.setattr(Process, "measure", measure)
-    results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
+    results = run(dataclasses.replace(TINY, repetitions=1))
     missing = {("64 KB", name) for name in ("clone", *ROUTES)}
     assert gaps(results) == dict.fromkeys(missing, "GPU: its processes were ended after a failure")
     assert len(cells(results.ways)) == 5
@@ -255,7 +253,7 @@ def test_after_a_measurement_that_fails_another_may_work() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
     plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, latencies=3, messages=3)
-    results = run(plan, lambda line: None)
+    results = run(plan)
     assert gaps(results) == {}
     assert (len(cells(results.ways)), len(cells(results.routes))) == (2 * len(WAYS), 2 * len(ROUTES))
 

@@ -30,7 +30,7 @@ from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.repetitions import Measured, Repetitions
-from bench.request.command import plan, report, request_command
+from bench.request.command import SCALED, plan, report, request_command
 from bench.request.questions import Case, Client, Desk
 from bench.request.scaling import ConnectedClients, SlotsInUse
 from bench.results import Coverage, Findings
@@ -379,7 +379,7 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
 
 def test_the_report_of_scaling_compares_with_the_first_of_each_group() -> None:
     cpu_us = {"clients-1-1": 10.0, "clients-32-32": 12.1, "slots-10": 20.0, "slots-10000": 24.0}
-    report = found({one(): {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}}, scaling=True)
+    report = found({SCALED: {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}}, scaling=True)
     assert [(target.what, target.measured, target.met) for target in report.targets] == [
         ("CPU time per request with 32 clients connected, one asks", "", None),
         ("CPU time per request with 32 clients connected, all ask", "1.21 x", False),

@@ -200,7 +200,7 @@ def test_processes_that_do_not_start_again_are_ended(pretended: type[Pretended],
     runs = transport.Repetitions[Case, Measurement](cases(4096, 8192), 1, lambda case: case.title)
     with groups.Groups(PEERS, TIMING) as running:
         running.prepare(runs, [Case(4096), Case(8192)])
-        runs.measure([Case(4096), Case(8192)], running.run, lambda line: None)
+        runs.measure([Case(4096), Case(8192)], running.run)
         assert ended == ["inline-msgpack"] * 2
     assert [gap.reason for gap in runs.coverage().gaps] == ["inline-msgpack broke", "no memory"]
 
