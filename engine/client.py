@@ -22,17 +22,14 @@ from shmring.engine.protocol import (
     Calls,
     EncodeReply,
     EncodeRequest,
-    FinishReason,
     GenerateReply,
     GenerateRequest,
     Medium,
     ModelDescription,
-    TokenLogprobs,
-    ToolCall,
 )
 from shmring.engine.tracing import current_headers
 
-__all__ = ["EncodeOutput", "EngineClient", "EngineState", "GenerateOutput", "MediaMemory"]
+__all__ = ["EncodeOutput", "EngineClient", "EngineState", "MediaMemory"]
 
 #: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
 EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
@@ -57,23 +54,6 @@ class EncodeOutput(msgspec.Struct):
     embeddings: torch.Tensor
     prompt_tokens: int
     finished: bool
-
-
-class GenerateOutput(msgspec.Struct):
-    """What :meth:`EngineClient.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    completion_tokens: int
-    finish_reason: FinishReason | None
-    finished: bool
-    tool_calls: list[ToolCall] = []
-    reasoning: str = ""
-    index: int = 0
-    logprobs: list[TokenLogprobs] = []
-    first_token_at: float = 0.0
 
 
 class MediaMemory:
@@ -327,9 +307,9 @@ class EngineClient:
         self._check_running()
         return MediaMemory(self.ring, self.ring.choose())
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[GenerateOutput, None]:
+    ) -> AsyncGenerator[GenerateReply, None]:
         """Yields an answer, piece by piece. Leaving the loop early, or being cancelled, aborts the request.
 
         Pieces come as the engine makes them; for a caller that reads slowly, several become one, as for a request that says so
@@ -347,31 +327,13 @@ class EngineClient:
             TimeoutError: it took longer.
         """
         self._check_running()
-        replies = self.ring.stream(
+        return self.ring.stream(
             _completed(request, timeout),
             timeout=timeout,
             reply_type=GenerateReply,
             request_id=request_id,
             retry=self._retries,
         )
-        try:
-            async for reply in replies:
-                yield GenerateOutput(
-                    request_id,
-                    reply.text,
-                    reply.token_ids,
-                    reply.prompt_tokens,
-                    reply.completion_tokens,
-                    reply.finish_reason,
-                    finished=reply.finish_reason is not None,
-                    tool_calls=reply.tool_calls,
-                    reasoning=reply.reasoning,
-                    index=reply.index,
-                    logprobs=reply.logprobs,
-                    first_token_at=reply.first_token_at,
-                )
-        finally:
-            await replies.aclose()
 
     async def encode(
         self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None

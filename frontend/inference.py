@@ -20,11 +20,12 @@ import torch
 from msgspec import UNSET
 
 import shmring
-from shmring.engine.client import EngineClient, GenerateOutput
+from shmring.engine.client import EngineClient
 from shmring.engine.protocol import (
     CAPABILITIES,
     EncodeRequest,
     FinishReason,
+    GenerateReply,
     GenerateRequest,
     Medium,
     ModelDescription,
@@ -104,15 +105,15 @@ class Answer:
         self,
         count: int,
         prompts: int,
-        first: GenerateOutput,
-        others: AsyncGenerator[GenerateOutput, None],
+        first: GenerateReply,
+        others: AsyncGenerator[GenerateReply, None],
         facts: Facts,
         arrived_at: float,
         statistics: AnswerStatistics,
     ) -> None:
         self.count = count
         self.prompts = prompts
-        self._first: GenerateOutput | None = first
+        self._first: GenerateReply | None = first
         self._last = first
         self._tokens = {
             first.index: (first.prompt_tokens, first.completion_tokens)
@@ -133,7 +134,7 @@ class Answer:
         """Iterates over all pieces, the first one included; once."""
         return self
 
-    async def __anext__(self) -> GenerateOutput:
+    async def __anext__(self) -> GenerateReply:
         first, self._first = self._first, None
         if first is not None:
             return first
@@ -265,10 +266,10 @@ class Inference:
 
     def _outputs(
         self, requests: Sequence[GenerateRequest], request_id: str, admitted: Admitted
-    ) -> AsyncGenerator[GenerateOutput, None]:
+    ) -> AsyncGenerator[GenerateReply, None]:
         """Asks the engine, and yields all pieces: answers to the second prompt are numbered behind those to the first."""
 
-        def ask(number: int) -> AsyncGenerator[GenerateOutput, None]:
+        def ask(number: int) -> AsyncGenerator[GenerateReply, None]:
             return self._engine.generate(requests[number], request_id=request_id, timeout=_seconds_left(admitted))
 
         return ask(0) if len(requests) == 1 else _merged(ask, len(requests), requests[0].sampling.n)
@@ -288,7 +289,7 @@ class Inference:
             await self._model.check(request.model, "tokenize")
             return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
 
-    async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateOutput:
+    async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateReply:
         admitted.release_turn()
         outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
         async with contextlib.aclosing(outputs):
@@ -441,8 +442,8 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
 
 
 async def _merged(
-    ask: Callable[[int], AsyncGenerator[GenerateOutput, None]], prompts: int, answers: int
-) -> AsyncGenerator[GenerateOutput, None]:
+    ask: Callable[[int], AsyncGenerator[GenerateReply, None]], prompts: int, answers: int
+) -> AsyncGenerator[GenerateReply, None]:
     """Yields the pieces of the answers to several prompts as they come. The first failure of one ends all.
 
     Args:
@@ -450,7 +451,7 @@ async def _merged(
         prompts: how many there are.
         answers: to each of them.
     """
-    pieces: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(1)
+    pieces: asyncio.Queue[GenerateReply | Exception | None] = asyncio.Queue(1)
     free = asyncio.Semaphore(_PROMPTS_AT_A_TIME)
 
     async def answer(number: int) -> None:
@@ -492,10 +493,10 @@ class _Parts:
         self._form = form
         self._keep = keep
         self._characters = 0
-        self.pieces: list[GenerateOutput] = []
+        self.pieces: list[GenerateReply] = []
         self.logprobs: Any = None
 
-    def add(self, piece: GenerateOutput) -> Any:
+    def add(self, piece: GenerateReply) -> Any:
         """Takes the next piece; returns how likely its tokens were, as the form says it, or None."""
         logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
         # A text may be held back, if it may become a stop text; its tokens are told at once.
@@ -519,7 +520,7 @@ class _Parts:
         return self.pieces[-1].finish_reason
 
 
-def _part_of(parts: Sequence[_Parts], piece: GenerateOutput) -> _Parts:
+def _part_of(parts: Sequence[_Parts], piece: GenerateReply) -> _Parts:
     """Returns what a piece belongs to. Raises shmring.RemoteError if that is no answer of the request, by an executor's bug."""
     if not 0 <= piece.index < len(parts):
         raise shmring.RemoteError("NoReply", f"the engine answers {piece.index}, where it was asked for {len(parts)} answers")

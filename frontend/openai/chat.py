@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, TokenLogprobs
+from shmring.engine.protocol import ChatMessage, FinishReason, GenerateReply, GenerateRequest, MediumPart, TokenLogprobs
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.body_scan import MAX_VALUES, has_too_many_values
 from shmring.frontend.errors import ApiError
@@ -313,7 +312,7 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
     return ChatMessage(message.role, parts, calls, message.tool_call_id)
 
 
-def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason, index: int, logprobs: ChatLogprobs | None) -> Choice:
+def _choice(pieces: Sequence[GenerateReply], reason: FinishReason, index: int, logprobs: ChatLogprobs | None) -> Choice:
     text = "".join(piece.text for piece in pieces)
     reasoning = "".join(piece.reasoning for piece in pieces)
     calls = called([call for piece in pieces for call in piece.tool_calls])
@@ -321,9 +320,7 @@ def _choice(pieces: Sequence[GenerateOutput], reason: FinishReason, index: int, 
     return Choice(message, reason, index, logprobs)
 
 
-def _piece(
-    output: GenerateOutput | None, reason: FinishReason | None, index: int, logprobs: ChatLogprobs | None
-) -> ChunkChoice:
+def _piece(output: GenerateReply | None, reason: FinishReason | None, index: int, logprobs: ChatLogprobs | None) -> ChunkChoice:
     if output is None:
         return ChunkChoice(Delta(), reason, index)
     delta = Delta(

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import FinishReason, GenerateRequest, TokenLogprobs
+from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, TokenLogprobs
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
@@ -129,13 +128,13 @@ def check_prompt(prompt: str | int | Sequence[str | int | list[int]], param: str
 
 
 def _choice(
-    pieces: Sequence[GenerateOutput], reason: FinishReason, index: int, logprobs: CompletionLogprobs | None
+    pieces: Sequence[GenerateReply], reason: FinishReason, index: int, logprobs: CompletionLogprobs | None
 ) -> CompletionChoice:
     return CompletionChoice("".join(piece.text for piece in pieces), reason, index, logprobs)
 
 
 def _piece(
-    output: GenerateOutput | None, reason: FinishReason | None, index: int, logprobs: CompletionLogprobs | None
+    output: GenerateReply | None, reason: FinishReason | None, index: int, logprobs: CompletionLogprobs | None
 ) -> CompletionChoice:
     return CompletionChoice(output.text if output is not None else "", reason, index, logprobs)
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
+from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, SamplingParams, TokenLogprobs
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import INT64, Priority
@@ -148,9 +147,9 @@ class AnswerForm(Generic[_Request]):
     engine_requests: Callable[[_Request], tuple[list[GenerateRequest], list[MediaSource]]]
     whole: Callable[..., msgspec.Struct]
     event: Callable[..., msgspec.Struct]
-    choice: Callable[[Sequence[GenerateOutput], FinishReason, int, Any], msgspec.Struct]
+    choice: Callable[[Sequence[GenerateReply], FinishReason, int, Any], msgspec.Struct]
     opening: Callable[[int], msgspec.Struct] | None
-    piece: Callable[[GenerateOutput | None, FinishReason | None, int, Any], msgspec.Struct]
+    piece: Callable[[GenerateReply | None, FinishReason | None, int, Any], msgspec.Struct]
     logprobs: Callable[[Sequence[TokenLogprobs], int], Any]
 
 

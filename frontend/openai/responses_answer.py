@@ -14,8 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shmring.engine.client import GenerateOutput
-from shmring.engine.protocol import FinishReason
+from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ErrorBody
 from shmring.frontend.openai.responses_request import FunctionTool, Reasoning, ResponsesRequest, TextConfig, ToolChoice
@@ -189,7 +188,7 @@ class ResponsesWriter:
         yield self._event("response.created", response=self.answer)
         yield self._event("response.in_progress", response=self.answer)
 
-    def add(self, piece: GenerateOutput) -> Iterator[ResponsesEvent]:
+    def add(self, piece: GenerateReply) -> Iterator[ResponsesEvent]:
         """Yields the events of a piece."""
         if piece.reasoning:
             yield from self._grow(ReasoningItem, piece.reasoning)
@@ -201,7 +200,7 @@ class ResponsesWriter:
             yield from self._close("completed")
             yield from self._call(call)
 
-    def finish(self, last: GenerateOutput, reason: FinishReason) -> Iterator[ResponsesEvent]:
+    def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[ResponsesEvent]:
         """Yields the last events."""
         answer = self.answer
         if not answer.output:

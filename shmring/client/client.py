@@ -203,12 +203,6 @@ class Client(ClientCalls):
         check_retry(retry, engine)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
-        async def next_reply(submission: Submission) -> list[Any]:
-            if submission._need_not_wait():
-                return [await submission.next(reply_type)]
-            with self._deadlines.within(timeout, submission._why_no_reply, until_s=until_s):
-                return [await submission.next(reply_type)]
-
         while True:
             submission = self._submit_at_once(payload, request_id, key, engine)
             if submission is None:
@@ -217,7 +211,11 @@ class Client(ClientCalls):
             try:
                 while True:
                     try:
-                        reply = await next_reply(submission)
+                        if submission._need_not_wait():
+                            reply = [await submission.next(reply_type)]
+                        else:
+                            with self._deadlines.within(timeout, submission._why_no_reply, until_s=until_s):
+                                reply = [await submission.next(reply_type)]
                     except StopAsyncIteration:
                         return
                     except EngineDeadError:

@@ -278,16 +278,16 @@ async def test_a_full_line_refuses_at_once(socket_dir: Path) -> None:
 async def test_an_answer_streams_and_its_slot_is_released_after_its_first_step(socket_dir: Path) -> None:
     gate = Gate(Counting())
     async with engine_and_client(gate, socket_dir) as (core, client):
-        stream = client.generate(question(3), request_id="mine")
+        stream = client.generate(question(3))
         gate.let(1)
         first = await anext(stream)
-        assert (first.request_id, first.text, first.token_ids, first.finished) == ("mine", "1 ", [1], False)
+        assert (first.text, first.token_ids, first.finish_reason) == ("1 ", [1], None)
         assert core.ring.statistics().slots_in_use == 0, "decoding reads no media"
         assert client.ring.statistics().slots_submitted == 0
         gate.let()
         rest = [output async for output in stream]
         assert [output.text for output in rest] == ["2 ", "3 "]
-        assert (rest[-1].finish_reason, rest[-1].completion_tokens, rest[-1].finished) == ("length", 3, True)
+        assert (rest[-1].finish_reason, rest[-1].completion_tokens) == ("length", 3)
         assert core.metrics.generated_tokens == 3
         await until(lambda: executor_of(core).forgotten == [1])
 
@@ -296,7 +296,7 @@ async def test_tokens_of_a_text_are_not_generated_ones(socket_dir: Path) -> None
     async with engine_and_client(Counting(), socket_dir) as (core, client):
         request = msgspec.structs.replace(question(3), media=[], messages=[], prompt="a text", tokenize=True)
         outputs = [output async for output in client.generate(request)]
-        assert outputs[-1].finished
+        assert outputs[-1].finish_reason is not None
         assert (core.metrics.generated_tokens, core.metrics.finished_requests) == (0, 1)
         assert not any([*core.times.prefill.counts, *core.times.decode.counts])
 

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 import shmring
 from shmring.engine.__main__ import main
-from shmring.engine.client import EngineClient, GenerateOutput
-from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateRequest, SamplingParams, Text, TextPart
+from shmring.engine.client import EngineClient
+from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateReply, GenerateRequest, SamplingParams, Text, TextPart
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import DRAIN_SIGNAL, Orders
 from shmring.processes.process import Process
@@ -95,7 +95,7 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(start: Start, socket_dir
     assert list(socket_dir.iterdir()) == []
 
 
-def asking(client: EngineClient, max_tokens: int) -> AsyncGenerator[GenerateOutput, None]:
+def asking(client: EngineClient, max_tokens: int) -> AsyncGenerator[GenerateReply, None]:
     message = ChatMessage("user", [TextPart("hello")])
     return client.generate(GenerateRequest([message], sampling=SamplingParams(max_tokens=max_tokens)))
 
@@ -110,8 +110,8 @@ async def test_what_it_has_is_carried_out_before_it_ends(
         first = await anext(outputs)
         engine.signal(number)
         *_, last = [output async for output in outputs]
-        assert not first.finished
-        assert (last.finished, last.completion_tokens) == (True, 50)
+        assert first.finish_reason is None
+        assert (last.finish_reason, last.completion_tokens) == ("length", 50)
         await engine.died()
         assert nursery.exit_code_of(engine) == 0
     assert list(socket_dir.iterdir()) == []
