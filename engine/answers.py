@@ -6,8 +6,7 @@ one fails its own request, with a text that tells the executor's author what is 
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import torch
 
 from shmring.engine.executors.interface import StepOutput
@@ -54,7 +53,7 @@ def _checked_embeddings(output: StepOutput, reply: EncodeReply) -> StepOutput | 
         return RuntimeError(f"the executor counted {reply.prompt_tokens} prompt tokens")
     if embeddings.dtype is torch.float32:
         return output
-    return dataclasses.replace(output, reply=EncodeReply(embeddings.float(), reply.prompt_tokens))
+    return msgspec.structs.replace(output, reply=EncodeReply(embeddings.float(), reply.prompt_tokens))
 
 
 def without_frames(error: Exception) -> Exception:

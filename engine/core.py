@@ -44,7 +44,7 @@ logger = logging.getLogger("shmring.engine.core")
 
 _Result = TypeVar("_Result")
 
-_FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
+_FORGETTING_S = 0.05  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
 
@@ -111,7 +111,7 @@ class EngineCore:
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
         self._work = asyncio.Event()  # there may be work
-        self._boundary = asyncio.Condition()  # notified between two steps
+        self._boundary = asyncio.Condition()  # of who waits for a pause: notified between two steps, and when the pause ends
         self._ring: shmring.Ring | None = None
         self._recent_steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
@@ -245,8 +245,8 @@ class EngineCore:
         batch = list(self._scheduler)
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = len(batch)
-        async with self._boundary:
-            self._boundary.notify_all()
+        if self._paused:
+            await self._tell_of_boundary()
         # A method may be called as soon as a pause has ended; it does not find requests that the pause has given up.
         if batch or (self._to_forget and (self._paused or not await self._work_comes_soon())):
             await self._step(batch)
@@ -278,7 +278,7 @@ class EngineCore:
             self._to_forget[request.number] = request.claim.name
 
     async def _step(self, batch: list[EngineRequest]) -> None:
-        names = {request.number: request.claim.name for request in batch}
+        names = [request.claim.name for request in batch]
         step = [StepInput(request.number, request.payload, self._scheduler.begun(request)) for request in batch]
         outputs = await self._execute(step, names)
         now = time.monotonic()
@@ -291,7 +291,7 @@ class EngineCore:
                 self._deliver(request, output, now)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
-        if not output.keep_inputs:
+        if not output.keep_inputs and not request.claim.released:
             request.claim.release()
         if request.over:
             return  # aborted or out of time during the step; it is removed before the next one
@@ -330,7 +330,7 @@ class EngineCore:
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
 
-    async def _execute(self, batch: list[StepInput], names: Mapping[int, str]) -> Sequence[StepOutput | Exception]:
+    async def _execute(self, batch: list[StepInput], names: Sequence[str]) -> Sequence[StepOutput | Exception]:
         to_forget, self._to_forget = self._to_forget, {}
         started = time.monotonic()
         is_step = bool(batch)
@@ -425,6 +425,11 @@ class EngineCore:
         """Goes on admitting."""
         self._paused = self._giving_up = False
         self._work.set()
+        await self._tell_of_boundary()
+
+    async def _tell_of_boundary(self) -> None:
+        async with self._boundary:
+            self._boundary.notify_all()
 
     async def is_paused(self) -> bool:
         """Whether it is paused."""
@@ -516,14 +521,15 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapp
 
 
 def _execute(
-    executor: Executor, to_forget: Mapping[int, str], batch: list[StepInput], names: Mapping[int, str]
+    executor: Executor, to_forget: Mapping[int, str], batch: list[StepInput], names: Sequence[str]
 ) -> Sequence[StepOutput | Exception]:
     """One step, on the executor's thread. Its errors have no frames, which would keep the batch's slots.
 
     Args:
         executor: computes.
-        to_forget, names: the names of requests that have ended, and of those of the step, by number; for the log.
+        to_forget: the names of requests that have ended, by number.
         batch: the step.
+        names: of its requests, for the log.
     """
     for number, name in to_forget.items():
         concerned.set(name)
@@ -543,8 +549,8 @@ def _execute(
     raise ExecutorDeadError(reason)
 
 
-def _execute_batch(executor: Executor, batch: list[StepInput], names: Mapping[int, str]) -> Sequence[StepOutput | Exception]:
-    concerned.set(_listed([names[part.request_id] for part in batch]))
+def _execute_batch(executor: Executor, batch: list[StepInput], names: Sequence[str]) -> Sequence[StepOutput | Exception]:
+    concerned.set(_listed(names))
     try:
         outputs = list(executor.execute(batch))
     except ExecutorDeadError:
@@ -558,7 +564,7 @@ def _execute_batch(executor: Executor, batch: list[StepInput], names: Mapping[in
         if len(outputs) != len(batch):
             return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
         return [checked(output, part.payload) for output, part in zip(outputs, batch, strict=True)]
-    return [output for part in batch for output in _execute_batch(executor, [part], names)]
+    return [output for part, name in zip(batch, names, strict=True) for output in _execute_batch(executor, [part], [name])]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ __all__ = ["run"]
 
 logger = logging.getLogger("shmring.engine")
 
+_GARBAGE = 10_000  # as in a frontend
 _STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
 
 
@@ -125,6 +126,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
         )
         gc.collect()
         gc.freeze()  # as in frontends
+        gc.set_threshold(_GARBAGE)
         if link is not None:
             link.say_ready()
         await _run_until(core, stop, settings.shutdown_timeout_s)

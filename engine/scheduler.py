@@ -235,7 +235,10 @@ class Scheduler(Generic[_Request]):
             self._enter_line(request)
 
     def _enter_line(self, request: _Request) -> None:
-        self._lines.setdefault(request.priority, _Line()).add(request)
+        line = self._lines.get(request.priority)
+        if line is None:
+            line = self._lines[request.priority] = _Line()
+        line.add(request)
 
     def _leave_line(self, request: _Request) -> bool:
         """Takes a request out of the line; returns whether it was there."""

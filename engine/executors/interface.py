@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from shmring.engine.overload import OverloadedError
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
 
@@ -84,8 +86,7 @@ class ExecutorOptions:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(msgspec.Struct, frozen=True):
     """A request's part in a step.
 
     Attributes:
@@ -100,8 +101,7 @@ class StepInput:
     answers: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """The output of a step for one request.
 
     Attributes:

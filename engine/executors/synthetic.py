@@ -125,7 +125,7 @@ class SyntheticExecutor:
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        media = sum(len(_media_of(part.payload)) for part in batch)
+        media = sum(len(_media_of(part.payload)) for part in batch if part.payload is not None)
         if seconds := self._options.step_s + self._options.item_s * media:
             time.sleep(seconds)
         return [self._advance(part) for part in batch]
