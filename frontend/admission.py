@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -161,9 +161,9 @@ class AdmissionMiddleware:
         self._app = app
         self._admission = admission
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Admits a request, and lets the application answer it."""
-        await self._admission.handle(scope, receive, send, self._app)
+        return self._admission.handle(scope, receive, send, self._app)
 
 
 class Admission:

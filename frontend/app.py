@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -165,20 +165,20 @@ def create_app(
 
 
 class _Router(Router):
-    """Starlette's, which tries the pattern of one route after the other; here, most routes are found by their path."""
+    """Starlette's, which tries the pattern of one route after the other; here, most routes are found by method and path."""
 
     def __init__(self, routes: Sequence[ObservedRoute], **keywords: Any) -> None:
         super().__init__(routes, **keywords)
         plain = [route for route in routes if not route.param_convertors]
         self._found = {(method, route.path): route for route in plain for method in route.methods or ()}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]  # no frame
         """Has a route answer."""
         route = None if scope.get("root_path") else self._found.get((scope.get("method", ""), scope.get("path", "")))
         if route is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await route.handle(scope, receive, send)
+            return super().__call__(scope, receive, send)
+        route.note(scope)
+        return route.app(scope, receive, send)
 
 
 class _ErrorAnswers:
@@ -267,11 +267,11 @@ class _Routes:
             await asyncio.to_thread(check_whole, request)
         return request, _ignoring(parser.ignored_fields(request, body))
 
-    async def chat(self, http_request: Request) -> Response:
-        return await self._generate(CHAT_FORM, http_request)
+    def chat(self, http_request: Request) -> Awaitable[Response]:
+        return self._generate(CHAT_FORM, http_request)
 
-    async def complete(self, http_request: Request) -> Response:
-        return await self._generate(COMPLETION_FORM, http_request)
+    def complete(self, http_request: Request) -> Awaitable[Response]:
+        return self._generate(COMPLETION_FORM, http_request)
 
     async def _generate(self, form: AnswerForm[_Generation], http_request: Request) -> Response:
         request, notes = await self._read(form.parser, http_request)
@@ -340,11 +340,11 @@ class _Routes:
         pieces, facts = await self._inference.embed(request, admitted_of(scope), request_id_of(scope))
         return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
 
-    async def score(self, http_request: Request) -> Response:
-        return await self._score(SCORE_PARSER, http_request)
+    def score(self, http_request: Request) -> Awaitable[Response]:
+        return self._score(SCORE_PARSER, http_request)
 
-    async def rerank(self, http_request: Request) -> Response:
-        return await self._score(RERANK_PARSER, http_request)
+    def rerank(self, http_request: Request) -> Awaitable[Response]:
+        return self._score(RERANK_PARSER, http_request)
 
     async def _score(self, parser: BodyParser[Any], http_request: Request) -> Response:
         request, notes = await self._read(parser, http_request)

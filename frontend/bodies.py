@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from shmring.frontend.body_scan import BodyScan
+from shmring.frontend.body_scan import BodyScan, has_too_many_values, too_many_values
 from shmring.frontend.errors import ApiError, unavailable
 from shmring.frontend.settings import FrontendSettings
 
@@ -78,7 +78,8 @@ class BodyShare:
 
     def release(self) -> None:
         """Gives everything back. A second call does nothing."""
-        self._memory.release(self)
+        if self.nbytes:
+            self._memory.release(self)
 
 
 class BodyMemory:
@@ -186,6 +187,11 @@ class BodyReader:
                 came free in time.
             HungUp: the caller has gone.
         """
+        if 0 < announced_nbytes <= _FREE_NBYTES and _is_there(receive):  # as nearly all are: no memory, no time, no long text
+            chunk, _ = _piece_of(await receive())
+            if has_too_many_values(chunk):
+                raise too_many_values()
+            return Body(chunk, {})
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
         scan = BodyScan(announced_nbytes)
@@ -195,8 +201,10 @@ class BodyReader:
                 chunk, more = await _receive(receive, pace, share)
                 nbytes += len(chunk)
                 self._check_size(nbytes)
-                await self._grow(share, max(0, nbytes - _FREE_NBYTES - share.nbytes), pace)
-                pace.advance(len(chunk), share.overdraws)
+                if (lacking_nbytes := nbytes - _FREE_NBYTES - share.nbytes) > 0:
+                    await self._grow(share, lacking_nbytes, pace)
+                if more:
+                    pace.advance(len(chunk), share.overdraws)
                 body += scan.add(chunk)
             body += scan.finish()
         except ApiError as error:
@@ -217,8 +225,6 @@ class BodyReader:
             left -= len(chunk)
 
     async def _grow(self, share: BodyShare, nbytes: int, pace: _Pace) -> None:
-        if not nbytes:
-            return
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 with pace.paused():
@@ -244,6 +250,10 @@ async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[byt
     except TimeoutError:
         # Only closing the connection stops a slow caller from sending more.
         raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
+    return _piece_of(message)
+
+
+def _piece_of(message: Message) -> tuple[bytes, bool]:
     if message["type"] != "http.request":
         raise HungUp
     return message.get("body", b""), message.get("more_body", False)

@@ -21,7 +21,7 @@ import secrets
 
 from shmring.frontend.errors import ApiError
 
-__all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "has_too_many_values", "is_cut"]
+__all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "has_too_many_values", "is_cut", "too_many_values"]
 
 #: Of a body. The largest one of use has 4096 parts with media, which take four values each. So many of the most costly kinds
 #: are decoded in some 5 ms.
@@ -103,8 +103,7 @@ class BodyScan:
         self._strings += strings
         self._values += _count_values(outside)
         if self._values > MAX_VALUES or self._strings > _MAX_STRINGS:
-            message = f"the request's body has more than the {MAX_VALUES} values that are accepted"
-            raise ApiError(413, message, code="too_many_values")
+            raise too_many_values()
         if ended < len(piece):  # there a string begins
             self._text = bytearray()
             self._continue(self._text, piece[ended + 1 :])
@@ -172,6 +171,12 @@ def _without_strings(json: bytes) -> tuple[bytes, int, int]:
 def _count_values(json: bytes) -> int:
     """Returns how many values are behind commas, or the first in brackets or braces."""
     return sum(map(json.count, (b",", b"[", b"{")))
+
+
+def too_many_values() -> ApiError:
+    """Returns the error for a body that has too many values."""
+    message = f"the request's body has more than the {MAX_VALUES} values that are accepted"
+    return ApiError(413, message, code="too_many_values")
 
 
 def _too_long() -> ApiError:

@@ -10,11 +10,14 @@ uvicorn says that a caller has hung up only to who waits for it. Here it is a ca
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from shmring.core.compiled import done
 
 __all__ = ["Cycle"]
 
@@ -40,14 +43,25 @@ class Cycle(RequestResponseCycle):
         if on_hang_up is not None:
             on_hang_up()
 
-    async def send(self, message: Any) -> None:
+    def send(self, message: Any) -> Awaitable[None]:  # type: ignore[override]  # mostly, there is nothing to wait for
         """Sends the head of the answer, or a part of its body.
+
+        Returns:
+            What waits, if the caller reads slowly.
 
         Raises:
             RuntimeError: the application has a bug.
         """
         if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+            return self._send_when_read(message)
+        self._send(message)
+        return done
+
+    async def _send_when_read(self, message: Any) -> None:
+        await self.flow.drain()
+        self._send(message)
+
+    def _send(self, message: Any) -> None:
         if self.disconnected:
             return
         if self.response_complete or (message["type"] == "http.response.start") is self.response_started:
@@ -58,14 +72,14 @@ class Cycle(RequestResponseCycle):
             self._send_head(message["status"], [*self.default_headers, *message["headers"]])
 
     def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if _NOT_IN_A_HEADER.search(b"".join([value for _, value in headers])):
+        if _NOT_IN_A_HEADER.search(b"".join(itertools.chain.from_iterable(headers))):
             raise RuntimeError("a header has a control character")
         named = dict(headers)
         closes = b"close" in named.get(b"connection", b"")
         self.keep_alive = self.keep_alive and not closes
-        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+        lines = list(map(b": ".join, headers))
         if not self.keep_alive and not closes:
-            lines.append(b"connection: close\r\n")
+            lines.append(b"connection: close")
         self.chunked_encoding = False
         if b"content-length" in named:
             self.expected_content_length = int(named[b"content-length"])
@@ -74,11 +88,11 @@ class Cycle(RequestResponseCycle):
         elif self.scope["method"] != "HEAD" and status not in (204, 304):
             self.chunked_encoding = True
             if b"transfer-encoding" not in named:
-                lines.append(b"transfer-encoding: chunked\r\n")
+                lines.append(b"transfer-encoding: chunked")
         lines.append(b"\r\n")
         self.response_started = True
         self.waiting_for_100_continue = False
-        head = b"".join(lines)
+        head = STATUS_LINE[status] + b"\r\n".join(lines)
         if b"content-length" in named:
             self._head = head
         else:

@@ -197,12 +197,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of its URL."""
-        self._count(len(url))
-        super().on_url(url)
+        self._head_nbytes += len(url)
+        if self._head_nbytes > _MAX_OVERHEAD_NBYTES:
+            raise _too_large()
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One of its headers, or of its trailers."""
-        self._count(len(name) + len(value) + _FIELD_NBYTES)
+        self._head_nbytes += len(name) + len(value) + _FIELD_NBYTES
+        if self._head_nbytes > _MAX_OVERHEAD_NBYTES:
+            raise _too_large()
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -349,11 +353,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         super().resume_writing()
-
-    def _count(self, nbytes: int) -> None:
-        self._head_nbytes += nbytes
-        if self._head_nbytes > _MAX_OVERHEAD_NBYTES:
-            raise _too_large()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._end)

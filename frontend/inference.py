@@ -36,7 +36,7 @@ from shmring.engine.tracing import note
 from shmring.frontend.admission import Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
-from shmring.frontend.key_usage import count_tokens
+from shmring.frontend.key_usage import running_usage
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.metrics import AnswerStatistics
 from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest
@@ -168,8 +168,11 @@ class Answer:
     def _count_tokens(self) -> None:
         """Counts them for the key, once; also if the caller hung up, as far as the engine has sent them."""
         tokens, self._tokens = self._tokens, {}
+        if (usage := running_usage()) is None:
+            return
         of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
-        count_tokens(sum(of_prompts.values()), sum(completion_tokens for _, completion_tokens in tokens.values()))
+        generated_tokens = sum(completion_tokens for _, completion_tokens in tokens.values())
+        usage.count_tokens(sum(of_prompts.values()), generated_tokens)
 
 
 class Inference:
@@ -359,7 +362,8 @@ class Inference:
                 filled.clear()
         self._statistics.success["stop",] += 1
         self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
-        count_tokens(prompt_tokens, 0)
+        if (usage := running_usage()) is not None:
+            usage.count_tokens(prompt_tokens, 0)
         return embeddings, prompt_tokens, facts
 
     def _media(

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shmring.frontend.errors import ApiError
 from shmring.frontend.keys import KeyOwner
 
-__all__ = ["KeyLimits", "KeyStatistics", "OwnerUsage", "UsageTable", "count_tokens", "hold_slab", "usages_of"]
+__all__ = ["KeyLimits", "KeyStatistics", "OwnerUsage", "UsageTable", "hold_slab", "running_usage", "usages_of"]
 
 # The cells of an owner in a frontend's row: requests now, bytes now, and requests in the even and the odd minutes. Such a cell
 # also says which minute it is, so that a frontend without requests need not clear it.
@@ -232,10 +232,9 @@ def hold_slab(nbytes: int, stack: contextlib.ExitStack) -> None:
         stack.callback(usage.let_go, nbytes)
 
 
-def count_tokens(prompt: int, generated: int) -> None:
-    """Counts the tokens of the running request's answer, if its key has an owner."""
-    if (usage := _current.get()) is not None:
-        usage.count_tokens(prompt, generated)
+def running_usage() -> OwnerUsage | None:
+    """Returns what the owner of the running request's key uses; None: it has no owner."""
+    return _current.get()
 
 
 class KeyLimits:

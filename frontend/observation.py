@@ -38,6 +38,7 @@ _MAX_PATH_CHARACTERS = 200  # of what a line repeats
 _HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
 _SHUTTING_DOWN = unavailable("the server is shutting down", "shutting_down")
+_STREAMED = (b"content-type", CONTENT_TYPE.encode("ascii"))
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -81,16 +82,15 @@ class Observation:
         status = _HUNG_UP
         streaming = complete = False
 
-        async def observed_send(message: Message) -> None:
+        def observed_send(message: Message) -> Awaitable[None]:
             nonlocal status, streaming, complete
             if message["type"] == "http.response.start":
                 status = scope["state"]["status"] = message["status"]
-                streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
-                others = [header for header in message["headers"] if header[0] != b"x-request-id"]
-                message["headers"] = [*others, *_headers_of(scope), (b"x-request-id", request_id.encode("ascii"))]
+                streaming = _STREAMED in message["headers"]
+                message["headers"] = [*message["headers"], *_headers_of(scope), (b"x-request-id", request_id.encode("ascii"))]
             else:
                 complete = not message.get("more_body", False)
-            await send(message)
+            return send(message)
 
         started = time.perf_counter()
         self._http.in_flight += 1
@@ -185,8 +185,12 @@ class ObservedRoute(Route):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        scope.setdefault("state", {})["route"] = self.path_format
+        self.note(scope)
         await super().handle(scope, receive, send)
+
+    def note(self, scope: Scope) -> None:
+        """Notes that it answers a request."""
+        scope.setdefault("state", {})["route"] = self.path_format
 
 
 def answer_has_begun(scope: Scope) -> bool:
@@ -206,8 +210,8 @@ def request_id_of(scope: Scope) -> str:
 
 def _headers_of(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Headers of an answer, whatever it is: how far its key is from its limits."""
-    headers: dict[str, str] = scope["state"].get("headers", {})
-    return [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
+    headers: dict[str, str] | None = scope["state"].get("headers")
+    return [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()] if headers else []
 
 
 def _requested_id(scope: Scope) -> str | None:

@@ -97,6 +97,8 @@ class Engines:
     @property
     def connected(self) -> bool:
         """Whether an engine is attached now."""
+        if self.only is not None:
+            return self.only.session is not None
         return any(attachment.session is not None for attachment in self.attachments.values())
 
     @property

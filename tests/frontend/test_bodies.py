@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend import bodies
 from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
+from shmring.frontend.body_scan import MAX_VALUES
 from shmring.frontend.errors import ApiError
 from shmring.frontend.settings import FrontendSettings
 
@@ -93,6 +96,29 @@ async def test_a_small_body_is_read_even_when_the_memory_is_used_up(begin: Begin
         reading.sender.hang_up()
         with pytest.raises(HungUp):
             await reading.task
+
+
+@pytest.mark.parametrize("values", [1, MAX_VALUES])
+async def test_a_short_body_that_is_there_is_read_at_once_unless_it_has_too_many_values(
+    monkeypatch: pytest.MonkeyPatch, values: int
+) -> None:
+    monkeypatch.setattr(bodies, "_FREE_NBYTES", 64 << 10)
+    monkeypatch.setattr(bodies, "_Pace", None)  # nobody needs one
+    body = b"[" + b"," * values
+    cycle = RequestResponseCycle.__new__(RequestResponseCycle)
+    cycle.disconnected = cycle.response_complete = cycle.waiting_for_100_continue = cycle.more_body = False
+    cycle.body, cycle.message_event = bytearray(body), asyncio.Event()
+    cycle.message_event.set()
+    cycle.flow = FlowControl(asyncio.Transport())
+    reader = reader_of()
+    share = BodyShare(reader.memory)
+    if values == 1:
+        assert await reader.read(cycle.receive, share, len(body)) == (body, {})
+    else:
+        with pytest.raises(ApiError) as raised:
+            await reader.read(cycle.receive, share, len(body))
+        assert (raised.value.status, raised.value.code) == (413, "too_many_values")
+    assert share.nbytes == 0
 
 
 async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order(begin: Begin, eventually: Any) -> None:
