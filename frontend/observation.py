@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +21,7 @@ from shmring.engine.tracing import Attributes, begin_request, end_request
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
 from shmring.frontend.metrics import HttpStatistics
-from shmring.frontend.responses import error_response
+from shmring.frontend.responses import error_response, random_digits
 from shmring.frontend.sse import CONTENT_TYPE, event
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Observation:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _requested_id(scope) or os.urandom(16).hex()
+        request_id = _requested_id(scope) or random_digits()
         scope.setdefault("state", {})["request_id"] = request_id
         concerned.set(request_id)
         # Others are monitoring, and quick.

@@ -13,9 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from shmring.frontend.errors import ApiError
 
-__all__ = ["JsonPieces", "JsonResponse", "error_response", "new_id"]
+__all__ = ["JsonPieces", "JsonResponse", "error_response", "new_id", "random_digits"]
 
 _SENT_NBYTES = 256 << 10  # in a turn of the loop
+
+_DRAWN_NBYTES = 4096  # of random digits; a system call for each name takes longer than the rest of it
+_unused_digits: list[str] = []
 
 
 class JsonResponse(Response):
@@ -68,4 +71,15 @@ def error_response(error: ApiError) -> Response:
 
 def new_id(prefix: str) -> str:
     """Returns a name for an answer, or for a part of it, that nothing else has."""
-    return f"{prefix}{os.urandom(12).hex()}"
+    return f"{prefix}{random_digits()[:24]}"
+
+
+def random_digits() -> str:
+    """Returns 32 hexadecimal digits that nothing else has. Any thread may ask."""
+    try:
+        return _unused_digits.pop()
+    except IndexError:
+        digits = os.urandom(_DRAWN_NBYTES).hex()
+        first, *others = (digits[start : start + 32] for start in range(0, len(digits), 32))
+        _unused_digits.extend(others)
+        return first

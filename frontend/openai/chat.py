@@ -313,8 +313,8 @@ def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSo
 
 
 def _choice(pieces: Sequence[GenerateReply], reason: FinishReason, index: int, logprobs: ChatLogprobs | None) -> Choice:
-    text = "".join(piece.text for piece in pieces)
-    reasoning = "".join(piece.reasoning for piece in pieces)
+    text = "".join([piece.text for piece in pieces])
+    reasoning = "".join([piece.reasoning for piece in pieces])
     calls = called([call for piece in pieces for call in piece.tool_calls])
     message = ResponseMessage(text or (None if calls else ""), tool_calls=calls or UNSET, reasoning=reasoning or UNSET)
     return Choice(message, reason, index, logprobs)
