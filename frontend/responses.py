@@ -19,6 +19,7 @@ _SENT_NBYTES = 256 << 10  # in a turn of the loop
 
 _DRAWN_NBYTES = 4096  # of random digits; a system call for each name takes longer than the rest of it
 _unused_digits: list[str] = []
+os.register_at_fork(after_in_child=_unused_digits.clear)
 
 
 class JsonResponse(Response):
