@@ -44,7 +44,7 @@ logger = logging.getLogger("shmring.engine.core")
 
 _Result = TypeVar("_Result")
 
-_FORGETTING_S = 0.05  # after the last step; under load, the next one comes sooner
+_FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
 

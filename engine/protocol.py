@@ -401,8 +401,8 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
         tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
-        stream: whether its caller reads the answer as it is made. If not, pieces come when the answer is complete, or once a
-            second. With media, the first one comes at once.
+        stream: whether its caller reads the answer as it is made. If not, what follows the first piece comes when the answer is
+            complete, or once a second.
     """
 
     messages: list[ChatMessage] = []
@@ -461,7 +461,6 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
         reasoning: what is new of what the model wrote for itself, where that is told apart.
         index: which of the request's ``n`` answers it is a piece of.
         logprobs: of each of ``token_ids``, if they were asked for.
-        first_token_at: on the first piece, if it was kept: when it was made, by ``time.monotonic()``, the clock of the host.
     """
 
     text: str
@@ -473,7 +472,6 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
-    first_token_at: float = 0.0
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

@@ -4,9 +4,10 @@ A step must not wait for a frontend that reads slowly. So replies are sent at on
 kept in order, pieces of an answer joined into one, until a task has sent them. Kept replies are bounded: an answer's text by
 its ``max_tokens``, logprobs by a limit for a request, embeddings by the inputs of the request.
 
-Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So the pieces
-of such an answer are kept until it ends, or for a second: then their tokens are counted also if the caller hangs up. The first
-one says when it was made. It is sent at once if the request has media, which are no longer needed then.
+Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So only the
+first piece of such an answer is sent at once: it says that the request's media are no longer needed, when the first token
+came, and that no other engine is to be asked if this one dies. Later pieces are kept until the answer ends, or for a second:
+their tokens are counted also if the caller hangs up.
 
 Source: vLLM's ``RequestOutputKind.FINAL_ONLY``.
 """
@@ -67,7 +68,8 @@ class EngineRequest:
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
         self._is_streamed = not isinstance(payload, GenerateRequest) or payload.stream
-        self._send_at = 0.0  # what is kept of an answer that is not streamed; 0: there was nothing so far
+        self._begun: set[int] = set()  # the answers whose first piece was sent, where they are not streamed
+        self._send_at = 0.0  # the next piece of such an answer
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._open: dict[int, GenerateReply] = {}  # of the unsent, the last piece of each answer, which others are joined to
         self._complete = False
@@ -175,11 +177,9 @@ class EngineRequest:
         if not isinstance(reply, GenerateReply):
             return True
         now = time.monotonic()
-        if not self._send_at:
-            reply.first_token_at = now
-            self._send_at = now if self.nbytes else now + _INTERVAL_S
-        if now < self._send_at:
+        if reply.index in self._begun and now < self._send_at:
             return True
+        self._begun.add(reply.index)
         self._send_at = now + _INTERVAL_S
         return False
 

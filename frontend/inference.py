@@ -120,14 +120,11 @@ class Answer:
         }  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
-        now = time.monotonic()
-        self._first_at = first.first_token_at or now
-        self._last_at = {first.index: now}
+        self._first_at = time.monotonic()
+        self._last_at = {first.index: self._first_at}
         self._statistics = statistics
         self.facts = facts
         statistics.first_token.add(self._first_at - arrived_at)
-        if first.first_token_at and (others_count := len(first.token_ids) - 1) > 0:
-            statistics.inter_token.add((now - self._first_at) / others_count, others_count)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
     def __aiter__(self) -> Self:
