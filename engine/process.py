@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -23,14 +22,13 @@ from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
 from shmring.engine.settings import EngineSettings, server_name
-from shmring.engine.supervision import Stop, SupervisorLink
+from shmring.engine.supervision import Stop, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
 
 __all__ = ["run"]
 
 logger = logging.getLogger("shmring.engine")
 
-_GARBAGE = 10_000  # as in a frontend
 _STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
 
 
@@ -124,9 +122,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
             description.model,
             slab_nbytes,
         )
-        gc.collect()
-        gc.freeze()  # as in frontends
-        gc.set_threshold(_GARBAGE)
+        seldom_look_for_garbage()
         if link is not None:
             link.say_ready()
         await _run_until(core, stop, settings.shutdown_timeout_s)

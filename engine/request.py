@@ -245,10 +245,8 @@ def _may_join(piece: GenerateReply, reply: GenerateReply) -> bool:
         return False  # how many tokens reasoning took is said where it ends
     if (piece.text and reply.reasoning) or (piece.tool_calls and (reply.text or reply.reasoning)):
         return False
-    length = len(piece.text) + len(piece.reasoning)
-    if piece.tool_calls:
-        length += sum(len(call.arguments) for call in piece.tool_calls)
-    return length < _PIECE_LENGTH and len(piece.token_ids) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
+    length = len(piece.text) + len(piece.reasoning) + sum(len(call.arguments) for call in piece.tool_calls)
+    return max(length, len(piece.token_ids)) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
 
 
 def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:

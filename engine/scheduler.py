@@ -235,10 +235,7 @@ class Scheduler(Generic[_Request]):
             self._enter_line(request)
 
     def _enter_line(self, request: _Request) -> None:
-        line = self._lines.get(request.priority)
-        if line is None:
-            line = self._lines[request.priority] = _Line()
-        line.add(request)
+        self._lines.setdefault(request.priority, _Line()).add(request)
 
     def _leave_line(self, request: _Request) -> bool:
         """Takes a request out of the line; returns whether it was there."""

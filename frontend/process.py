@@ -7,7 +7,6 @@ imports.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -22,7 +21,7 @@ import uvloop
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.settings import engine_names
-from shmring.engine.supervision import DRAIN_SIGNAL, SupervisorLink
+from shmring.engine.supervision import DRAIN_SIGNAL, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.app import create_app
 from shmring.frontend.key_usage import UsageTable
@@ -32,10 +31,6 @@ from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
 
 __all__ = ["run"]
-
-# New objects after which garbage is looked for. Requests in flight have thousands, and leave next to no garbage: with Python's
-# 700, a twentieth of a frontend's time went there.
-_GARBAGE = 10_000
 
 
 def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoReturn:
@@ -103,9 +98,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
             shutdown_timeout_s=settings.shutdown_timeout_s,
             on_started=lambda: None if link is None else link.say_ready(),
         )
-        gc.collect()
-        gc.freeze()  # what was imported and made is no garbage: looking through it stops the loop for 0.1 s now and then
-        gc.set_threshold(_GARBAGE)
+        seldom_look_for_garbage()
         if settings.listen_fd is not None:
             await server.serve(repeated(socket.socket(fileno=settings.listen_fd)))
         else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ray import serve
 from ray.exceptions import RayError
 
+from shmring.engine.supervision import seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.ray_options import settings_of_arguments
 
@@ -38,7 +38,6 @@ _CONNECT_TIMEOUT_S = 60.0  # the engine's ring is there
 _HEALTH_TIMEOUT_S = 5.0  # for an answer of the engine's loop, which no step blocks
 _FAILING_S = 0.2  # in which requests that have lost their engine are answered
 _ENDING_S = 10.0  # beside the time for running requests: the engine may be in a step
-_GARBAGE = 10_000  # as in a frontend of `shmring serve`
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
@@ -100,9 +99,7 @@ class _Replica:
         self._end_with_engine(where.pid)
         config = ClientConfig(socket_dir=where.socket_dir, connect_timeout_s=_CONNECT_TIMEOUT_S)
         self._client = await EngineClient.connect(where.ring, config, description="frontend")
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GARBAGE)
+        seldom_look_for_garbage()
 
     def _end_with_engine(self, pid: int) -> None:
         loop = asyncio.get_running_loop()

@@ -65,9 +65,8 @@ class Shared(NamedTuple):
     """What the processes of a windowed peer inherit."""
 
     own: Any  # what the transport itself needs
-    pipes: list[
-        tuple[Connection, Connection]
-    ]  # for each producer the end that it reads, and the one that the consumer writes to
+    # For each producer the end that it reads, and the one that the consumer writes to.
+    pipes: list[tuple[Connection, Connection]]
 
 
 class Intake:
