@@ -203,7 +203,7 @@ FAULTS = (
             "an end may list any number of generations",
             "if count[0] > MAX_LISTED",
             "if False",
-            "tests/core/test_messages.py::test_the_slots_that_come_back_with_an_end_are_bounded",
+            "tests/core/test_messages.py::test_a_record_has_limits",
         ),
         (
             "a request may have any number",
