@@ -296,3 +296,19 @@ def test_a_part_of_the_core_uses_what_stands_before_it(place: int) -> None:
     behind = set().union(*(defined_in(path) for path in CORE_PARTS[place + 1 :]))
     assert used & behind == set()
     assert {name for path in CORE_PARTS for name in defined_in(path) & used if name.startswith("_")} == set()
+
+
+def test_nothing_is_unpickled_but_between_the_processes_of_vllms_engine_core() -> None:
+    """(What the plug-in for Ray sends is unpickled by Ray.)"""
+    unpickles = re.compile(
+        r"(?:pickle|marshal|dill|joblib|torch)\.(?:loads?|Unpickler)\(|import (?:loads?|Unpickler)\b|\bshelve\b"
+    )
+    sources = [
+        path
+        for name in ("shmring", "engine", "frontend")
+        for path in (ROOT / name).rglob("*.py*")
+        if path.suffix in (".py", ".pyx")
+    ]
+    assert len(sources) > 200
+    found = {str(path.relative_to(ROOT)) for path in sources if unpickles.search(path.read_text())}
+    assert found == {"shmring/integrations/vllm/parcels.py"}
