@@ -262,7 +262,9 @@ class Client(ClientCalls):
             del packed
             try:
                 session = await self._engines.session_with(attachment, engine)
-                return await session.sending.submit_in_turn(payload, request_id)
+                is_given = holder is not None or key is not None or engine is not None
+                sending = session.sending.submit_in_turn(payload, request_id)
+                return await self._engines.while_it_responds(session, sending, is_given=is_given)
             except EngineDeadError:  # before it was sent
                 if on_gpu or self._engines.leaves_no_other(engine):
                     raise
@@ -357,7 +359,8 @@ class Client(ClientCalls):
             key: 32 bytes.
             payload_type: a msgspec type to decode the payload into.
             timeout: seconds to wait for the engine.
-            engine: where it is looked for; None: at all engines that are attached, the least loaded first.
+            engine: where it is looked for; None: at all engines that are attached, the least loaded first. An engine that reads
+                nothing is passed over while another one reads.
 
         Returns:
             The content; None if it is not there.
@@ -372,7 +375,8 @@ class Client(ClientCalls):
             for attachment in await self._engines.searched(engine):
                 try:
                     session = await self._engines.session_with(attachment, engine)
-                    kept = await session.kept.find(key, payload_type)
+                    finding = session.kept.find(key, payload_type)
+                    kept = await self._engines.while_it_responds(session, finding, is_given=engine is not None)
                 except EngineDeadError:
                     if self._engines.leaves_no_other(engine):
                         raise

@@ -2,7 +2,8 @@
 
 The first of these that applies decides where a request goes: the slot in which tensors of its payload lie, since only that
 slot's engine can read them there; the engine that its caller names; its key; the route (:mod:`shmring.client.routing`). With
-one engine, there is nothing to decide.
+one engine, there is nothing to decide. What the route has chosen is chosen again if that engine reads nothing, another one
+does, and nothing was sent yet.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _Result = TypeVar("_Result")
 _MAX_ENGINES = 256  # each is asked for its load with every request; far more than one machine has accelerators
 #: For the others, when one engine is attached: an engine that listens and does not answer must not delay the client.
 _OTHERS_S = 1.0
+_LOOK_S = 0.05  # between two looks whether an engine, at which something waits, responds
 
 
 class Engines:
@@ -308,10 +310,37 @@ class Engines:
         while True:
             attachment = await self.pick_in_time(key, engine)
             try:
-                return await attempt(await self.session_with(attachment, engine))
+                session = await self.session_with(attachment, engine)
+                return await self.while_it_responds(session, attempt(session), is_given=engine is not None or key is not None)
             except EngineDeadError:
                 if self.leaves_no_other(engine):
                     raise
+
+    async def while_it_responds(self, session: Session, work: Awaitable[_Result], *, is_given: bool) -> _Result:
+        """Awaits something at an engine, unless that engine reads nothing and another one would do.
+
+        Args:
+            session: with the engine.
+            work: waits there; it leaves nothing behind if it is cancelled.
+            is_given: whether no other engine would do.
+
+        Raises:
+            EngineDeadError: the work was given up, and another engine may be chosen.
+        """
+        if is_given or self.only is not None:
+            return await work
+        bound, name = asyncio.timeout(None), session.engine_name
+        looking = _Looking(self, name, bound)
+        try:
+            async with bound:
+                return await work
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise EngineDeadError(f"the engine {name!r} reads nothing", engine=name) from None
+        finally:
+            looking.end()
+            del bound, looking
 
     async def session_with(self, attachment: Attachment, engine: str | None) -> Session:
         """Returns the session with a chosen engine. If that engine has gone and no other would do, this waits for the next one
@@ -360,14 +389,16 @@ class Engines:
         return sessions
 
     async def searched(self, engine: str | None) -> list[Attachment]:
-        """Returns the engines where kept content is looked for: the one that is named, or all, the least loaded first."""
+        """Returns the engines where kept content is looked for: the one that is named, or all. Those that respond come first,
+        and of these the least loaded."""
         if engine is not None:
             return [self.given(engine)]
         if self.only is not None:
             return [self.only]
         await self.some_engine()
         loads = self.loads()
-        return [self.attachments[name] for name in sorted(loads, key=lambda name: loads[name].in_flight)]
+        names = sorted(loads, key=lambda name: (not loads[name].responds, loads[name].in_flight))
+        return [self.attachments[name] for name in names]
 
     def leaves_no_other(self, engine: str | None) -> bool:
         """Whether no other engine would do, when an engine has died: it was named, or is the only one."""
@@ -424,6 +455,35 @@ class Engines:
     def _attached(self, engine: str | None) -> list[Attachment]:
         """Returns the engines that are attached: this one, or all."""
         return [each for each in self.attachments.values() if each.session is not None and engine in (None, each.name)]
+
+
+class _Looking:
+    """Looks now and then whether an engine responds, or another one does while it does not; then a timeout ends.
+
+    Args:
+        engines: to which the engine belongs.
+        name: of the engine.
+        bound: the timeout.
+    """
+
+    def __init__(self, engines: Engines, name: str, bound: asyncio.Timeout) -> None:
+        self._engines = engines
+        self._name = name
+        self._bound = bound
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        loads = self._engines.loads()
+        load = loads.get(self._name)
+        if load is not None and not load.responds and any(other.responds for other in loads.values()):
+            self._bound.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def end(self) -> None:
+        """Looks no longer."""
+        self._timer.cancel()
 
 
 def _check_names(names: Sequence[str]) -> None:

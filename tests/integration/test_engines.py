@@ -189,6 +189,32 @@ async def test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on(
     assert {submission.engine for submission in burst} == set(NAMES)
 
 
+async def test_what_is_not_sent_to_an_engine_that_stops_goes_to_another(client: shmring.Client, engines: Engines) -> None:
+    """A choice that was not fulfilled is made again: for a search, for slots, and for payloads that wait for space."""
+    stopped, other = (engines.processes[name] for name in NAMES)
+    with await client.keep(bytes(32), {"x": content(100, 0)}, engine="vision-1"):
+        pass
+    held = [await client.slot(60 << 10, engine=name) for name in NAMES]  # the leases that they have are full
+    stopped.signal(signal.SIGSTOP)
+    await stopped.stopped()
+    found = await client.find(bytes(32), timeout=30)
+    assert found is not None
+    assert found.payload["x"].tolist() == content(100, 0).tolist()
+    found.close()
+    slots = await asyncio.gather(*(client.slot(20 << 10, timeout=30) for _ in range(4)))
+    assert {slot.engine for slot in slots} == {"vision-1"}
+    waiting = client.slot(20 << 10, timeout=0.5, engine="vision-0")
+    with pytest.raises(TimeoutError):  # who names it waits for it
+        await waiting
+    answers = await asyncio.gather(*(client.request({"mode": "answer", "x": content(20_000, 1)}, timeout=30) for _ in range(4)))
+    assert {answer["pid"] for answer in answers} == {other.pid}
+    for slot in (*held, *slots):
+        slot.close()
+    stopped.signal(signal.SIGCONT)
+    async with client.slot(20 << 10, timeout=30, engine="vision-0"):
+        pass
+
+
 async def test_when_all_are_killed_requests_fail_and_later_ones_wait_for_the_next(
     client: shmring.Client, engines: Engines
 ) -> None:
