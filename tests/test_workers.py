@@ -162,6 +162,41 @@ async def test_the_order_is_the_same_for_all_and_that_of_the_calls(
     assert is_whole(ring)
 
 
+@pytest.mark.both_loops
+async def test_a_worker_that_reads_nothing_holds_up_no_message_to_others(serve: Any, join: Any, eventually: Any) -> None:
+    """A message waits for the workers that it goes to, and for earlier messages to these."""
+    ring = await serve(**{**OPTIONS, "worker_backlog": 1})
+    silent, other = [await join(rank) for rank in (0, 1)]
+    await ring.broadcast("unread", to=[0])
+    to_silent = asyncio.ensure_future(ring.broadcast("first", to=[0]))
+    await eventually(lambda: ring._shell.workers._changes.is_waited_in)
+    assert await ring.broadcast("other's", to=[1]) == (1,)
+    with await other.receive() as message:
+        assert message.payload == "other's"
+    assert ring.broadcast_nowait("without waiting", to=[1]) == (1,)
+    with pytest.raises(shmring.WouldBlock):
+        ring.broadcast_nowait("behind the first", to=[0])
+    with await other.receive() as message:
+        assert message.payload == "without waiting"
+    to_both = asyncio.ensure_future(ring.broadcast("second"))
+    to_other = asyncio.ensure_future(ring.broadcast("third", to=[1]))
+    await eventually(lambda: len(ring._shell.workers._line) == 2)
+    with pytest.raises(shmring.WouldBlock):
+        ring.broadcast_nowait("behind the second", to=[1])
+    to_both.cancel()  # which lets the third go on
+    assert await to_other == (1,)
+    with await other.receive() as message:
+        assert message.payload == "third"
+    assert not to_silent.done()
+    for expected in ("unread", "first"):
+        with await silent.receive() as message:
+            assert message.payload == expected
+    assert await to_silent == (0,)
+    await asyncio.wait([to_both])
+    await eventually(lambda: not ring._shell.workers.end.is_crowded)
+    assert await ring.broadcast("all") == (0, 1)
+
+
 async def test_a_message_goes_to_some(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     workers = [await join(rank) for rank in (5, 0, 2)]
@@ -1525,7 +1560,7 @@ async def test_who_breaks_the_rules_while_a_gather_waits_fails_it(serve: Any, jo
         await ring.broadcast(number, to=[1])
     messages = [await honest.receive() for _ in range(16)]
     gathering = asyncio.ensure_future(ring.gather(long, to=[0, 1]))
-    await eventually(lambda: ring._shell.workers._change is not None)  # it waits for the honest one to leave something
+    await eventually(lambda: ring._shell.workers._changes.is_waited_in)  # it waits for the honest one to leave something
     poke(hostile.incoming, 0, b"\xff" * 256)
     for message in messages:
         message.leave()

@@ -218,7 +218,7 @@ cdef class FanOutEnd:
         look_s: how long it looks for replies before it waits for them. Nothing else runs in the loop meanwhile.
 
     Attributes:
-        is_crowded: whether senders wait in line, and come first; the shell sets it.
+        is_crowded: whether senders wait, and some of them come first (``shell.is_behind``); the shell sets it.
         is_open: whether messages may be sent; the shell sets it.
         broadcasts, gathered, copied_nbytes, in_place_nbytes, late_answers: counted so far.
     """
@@ -449,7 +449,7 @@ cdef class FanOutEnd:
         cdef Mapping memory = self._memory  # for as long as the copy takes, whatever ends meanwhile
         cdef uint64_t mask
         cdef bint is_sent
-        if self.is_crowded or parcel.packed.slot_nbytes > self._at_once_nbytes:
+        if parcel.packed.slot_nbytes > self._at_once_nbytes or (self.is_crowded and self.shell.is_behind(parcel)):
             return False
         self.book.sweep_oldest()
         mask = self._mask(parcel)

@@ -2,8 +2,9 @@
 
 Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.compiled.FanOutEnd`, as
 :class:`~shmring.ring.shell.Shell` is around the :class:`~shmring.core.compiled.EngineEnd`. A message that finds memory, place
-and room is sent there, at once. Another message, or one that takes long to copy, stands in line here, and no message overtakes
-it. So messages are sent in the order of the calls. A sender that is cancelled passes its turn on.
+and room is sent there, at once. Another message, or one that takes long to copy, stands in line here, and no message to one
+of its workers overtakes it. So each worker gets its messages in the order of the calls, and no message waits for a worker to
+which it does not go. A sender that is cancelled passes its turn on.
 
 An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of
 claims are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a
@@ -49,7 +50,7 @@ from shmring.core.messages import (
 )
 from shmring.core.printable import printable, printable_lines
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
-from shmring.line import Line, give
+from shmring.line import Line
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
@@ -177,9 +178,9 @@ class Workers:
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
-        self._line: Line[None] = Line()  # of senders that wait for their turn
-        self._is_sending = False
-        self._change: asyncio.Future[None] | None = None  # of the sender that waits for workers
+        self._line: Line[None] = Line()  # of senders that wait for their turn, by their parcels
+        self._sending: dict[Parcel, None] = {}  # of senders that have their turn, in order
+        self._changes: Line[None] = Line()  # of senders that wait for workers
         self._joined: Line[None] = Line()  # of tasks that wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
 
@@ -252,9 +253,10 @@ class Workers:
             del future  # it holds its error, whose traceback holds this frame, and those of callers with views of requests
 
     async def _send(self, parcel: Parcel) -> None:
+        """Sends a message. Meanwhile later messages to its workers wait, and no others."""
         try:
             self.check_loop()
-            await self._take_turn()
+            await self._take_turn(parcel)
             try:
                 while not self.end.reserve_memory(parcel):
                     self._check_open()
@@ -269,29 +271,45 @@ class Workers:
                         break
                     await self._changed(lambda: self._want_room(parcel))
             finally:
-                self._pass_turn()
+                self._pass_turn(parcel)
         finally:
             self.end.discard(parcel)
 
-    async def _take_turn(self) -> None:
-        if not self._is_sending and not self._line.is_waited_in:
-            self._is_sending = self.end.is_crowded = True
+    async def _take_turn(self, parcel: Parcel) -> None:
+        if not self.is_behind(parcel):
+            self._sending[parcel] = None
+            self.end.is_crowded = True
             return
-        await self._line.wait(lambda _: self._pass_turn())
+        place = self._line.enter(parcel)
+        try:
+            await self._line.stay(place, lambda _: self._pass_turn(parcel), lambda _: self._give_turns())
+        finally:
+            del place
 
-    def _pass_turn(self) -> None:
-        if not self._line.give_first(None):
-            self._is_sending = self.end.is_crowded = False
+    def is_behind(self, parcel: Parcel) -> bool:
+        """For the end: whether a message that goes to one of its workers was to be sent before, and is not sent yet."""
+        return any(_meet(parcel, other) for other in (*self._sending, *self._line.values()))
+
+    def _pass_turn(self, parcel: Parcel) -> None:
+        self._sending.pop(parcel, None)
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Messages to the same workers are sent one after the other, and others beside them."""
+        before = [*self._sending]
+        for place, parcel in self._line.waiting():
+            if any(other.to is None for other in before):
+                break
+            if not any(_meet(parcel, other) for other in before):
+                self._sending[parcel] = None
+                place.set_result(None)
+            before.append(parcel)
+        self.end.is_crowded = bool(before)
 
     async def _changed(self, want: Callable[[], bool]) -> None:
         """Waits until a worker rings. Returns at once if the workers did what is wanted while ``want`` asked them."""
-        if not want():
-            return
-        self._change = future = self.loop.create_future()
-        try:
-            await future
-        finally:
-            self._change = None
+        if want():
+            await self._changes.wait(lambda _: None)
 
     def _want_room(self, parcel: Parcel) -> bool:
         """Asks the workers that are in the way to ring; returns False if no worker is in the way (any more)."""
@@ -320,8 +338,7 @@ class Workers:
         if self.book.outstanding:
             self.book.sweep()
         self._settle()
-        if self._change is not None and not self._change.done():
-            self._change.set_result(None)
+        self._changes.give_all(None)
 
     def _settle(self) -> None:
         """Removes the workers that are gone."""
@@ -566,8 +583,7 @@ class Workers:
         self.book.gone.clear()
         self._line.give_all(None)
         self._joined.give_all(None)
-        if self._change is not None:
-            give(self._change, None)
+        self._changes.give_all(None)
         if self._looking is not None:
             self._looking.cancel()
         if self._fd >= 0:
@@ -600,6 +616,11 @@ class Workers:
     def memory_nbytes(self) -> int:
         """Memory that is reserved for broadcasts."""
         return 0 if self._memory is None else self._memory.nbytes
+
+
+def _meet(parcel: Parcel, other: Parcel) -> bool:
+    """Whether both messages go to one worker, perhaps."""
+    return parcel.to is None or other.to is None or not set(parcel.to).isdisjoint(other.to)
 
 
 def _ranks(to: Iterable[int] | None) -> Sequence[int] | None:

@@ -292,6 +292,18 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         turns_wait=True,
         without=_NEVER | _OF_FRONTENDS | {Kind.RELEASE},
     ),
+    # A worker that has stopped, beside one to whom others are sent.
+    "stopped worker": msgspec.structs.replace(
+        _WITH_WORKERS,
+        processes=0,
+        stops=True,
+        broadcast_blocks_wanted=(0,),
+        worker_backlog=1,
+        max_calls=3,
+        max_disturbances=0,
+        sendings=(Sending.WAITS,),
+        without=_NEVER | {Kind.WORKER_JOINS},
+    ),
     # Frontends that come again, and engines that die and start.
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
 }

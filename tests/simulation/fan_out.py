@@ -337,12 +337,19 @@ class FanOut(Workers):
         if len(self.calls) < _MOST_CALLS and (scenario.max_calls is None or self.next_call <= scenario.max_calls):
             yield from self._enabled_calls()
 
+    def _some_ranks(self) -> tuple[int, ...]:
+        """To which messages go alone: where a worker may stop, to each."""
+        ranks, scenario = self.book.ranks, self.engine.scenario
+        if len(ranks) < 2 or (scenario.max_calls is not None and not scenario.stops):
+            return ()
+        return ranks if scenario.stops else ranks[:1]
+
     def _enabled_calls(self) -> Iterator[Action]:
         for blocks in self.engine.scenario.broadcast_blocks_wanted:
             for how in self.engine.scenario.sendings:
                 yield Action(Kind.BROADCAST, blocks, how)
-                if len(self.book.ranks) > 1 and self.engine.scenario.max_calls is None:
-                    yield Action(Kind.BROADCAST, blocks, how, 1 << self.book.ranks[0])
+                for rank in self._some_ranks():
+                    yield Action(Kind.BROADCAST, blocks, how, 1 << rank)
         for index, handling in enumerate(self.engine.claims):
             if not handling.claim.released:
                 for how in self.engine.scenario.sendings:

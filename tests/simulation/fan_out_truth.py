@@ -63,8 +63,12 @@ class Call:
 
     @property
     def waits_to_send(self) -> bool:
-        """Whether nobody who began later may send before it."""
+        """Whether nobody who began later may send to its workers before it."""
         return bool(self.begun) and not self.sequence and not self.task.done() and not self.task.cancelling()
+
+    def meets(self, other: Call) -> bool:
+        """Whether both go to one worker, perhaps."""
+        return self.to is None or other.to is None or not set(self.to).isdisjoint(other.to)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -92,7 +96,7 @@ class FanOutTruth:
         model: of the book.
         sent: messages that are outstanding, by number.
         by_number: all calls.
-        taken: memory that the call has which is about to be sent: its task, start and blocks.
+        taken: memory of the calls that are about to be sent, by their tasks: start and blocks.
     """
 
     def __init__(self, fan_out: FanOut, max_workers: int) -> None:
@@ -101,7 +105,7 @@ class FanOutTruth:
         self.model = FanOutModel(scenario.worker_backlog, max_workers, scenario.broadcast_blocks)
         self.sent: dict[int, Sent] = {}
         self.by_number: dict[int, Call] = {}
-        self.taken: tuple[Any, int, int] | None = None
+        self.taken: dict[Any, tuple[int, int]] = {}
         self._numbers: dict[int, EngineWorker] = {}  # by number of their join, of all that the model knows
         self._begun = 0
 
@@ -129,13 +133,11 @@ class FanOutTruth:
 
     def took_memory(self, task: object, start: int, nbytes: int) -> None:
         """A call has memory, and has copied to it."""
-        require(self.taken is None, "two calls are sending at once")
-        self.taken = task, start, slot_blocks(nbytes)
+        self.taken[task] = start, slot_blocks(nbytes)
 
     def returned(self, call: Call) -> None:
         """A call has returned: what it had and did not send is free."""
-        if self.taken is not None and self.taken[0] is call.task:
-            self.taken = None
+        self.taken.pop(call.task, None)
 
     def check_result(self, call: Call, result: Any) -> None:
         """Looks at what a call has returned."""
@@ -171,7 +173,8 @@ class FanOutTruth:
         for other in self._fan_out.calls:
             if other.task is call.outer:
                 continue  # it was not in line yet
-            require(other is call or not other.waits_to_send or other.begun > call.begun > 0, "a call was overtaken")
+            is_first = other is call or not other.waits_to_send or other.begun > call.begun > 0
+            require(is_first or not call.meets(other), "a call was overtaken")
         readers = self.model.members(self.model.ranks if call.to is None else call.to)
         require(
             {worker.process.number for worker in workers} == {reader.number for reader in readers}, "not all have the message"
@@ -180,9 +183,10 @@ class FanOutTruth:
         if isinstance(copied, msgspec.msgpack.Ext) and copied.code == _SLOT_EXTENSION:
             _, offset, nbytes, _ = struct.unpack("<4Q", bytes(copied.data))
             start, blocks = (offset - self._fan_out.engine.slab.nbytes) // BLOCK_NBYTES, slot_blocks(nbytes)
-        if self.taken is not None and self.taken[1] == start and blocks:
-            require(self.taken[0] is call.task, "a message lies where somebody else was copying to")
-            self.taken = None
+        for task, (taken_start, _) in tuple(self.taken.items()):
+            if taken_start == start and blocks:
+                require(task is call.task, "a message lies where somebody else was copying to")
+                del self.taken[task]
         call.sequence, call.ranks = sequence, tuple(sorted(reader.rank for reader in readers))
         slots = tuple(self._slot(struct.unpack("<4Q", bytes(described.data))[3]) for described in in_place)
         self.sent[sequence] = Sent(sequence, stamp, call, start, blocks, slots)
@@ -215,7 +219,7 @@ class FanOutTruth:
 
     def _agrees(self) -> bool:
         book, model = self._fan_out.book, self.model
-        taken = 0 if self.taken is None else self.taken[2]
+        taken = sum(blocks for _, blocks in self.taken.values())
         if (book.outstanding, book.ranks, book.free_blocks) != (len(model.messages), model.ranks, model.free_blocks - taken):
             return False
         if len(book.workers()) != len(model.workers):
@@ -245,11 +249,10 @@ class FanOutTruth:
     def check(self) -> None:
         """The book is sound, and no two messages lie in the same place."""
         book = self._fan_out.book
-        if self.taken is None:
+        if not self.taken:
             book.check()
         runs = [(sent.start, sent.blocks) for sent in self.sent.values() if sent.blocks]
-        if self.taken is not None:
-            runs.append(self.taken[1:])
+        runs += self.taken.values()
         end = 0
         for start, blocks in sorted(runs):
             require(start >= end, "two messages to workers overlap")

@@ -53,7 +53,7 @@ from tests.simulation.midst import Midst
 from tests.simulation.payloads import INLINE_NBYTES, arrays_of, content_nbytes, offload_nbytes, payload_of, require_intact
 from tests.simulation.scenario import Action, Forgery, Inside, Kind, Moment, Scenario, require
 
-__all__ = ["IDLE_TICKS", "Caller", "Holding", "Process", "Session", "Wants"]
+__all__ = ["IDLE_TICKS", "Caller", "Holding", "Pace", "Process", "Session", "Wants"]
 
 #: After which an empty lease goes back, on the simulation's clock.
 IDLE_TICKS = 1.0
@@ -67,7 +67,17 @@ _ONLY_LOG = frozenset({"_warn_of_draining"})
 _FOR_TENSORS_NBYTES = 512  # of a held slot, beside what is sent
 #: Actions that look for what has come, and those that run a caller's code: as they pack a payload, or read a shape.
 _LOOKING = frozenset({Kind.ACQUIRE, Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.READ})
+#: Actions of a silent process: its loop goes on, and what has begun.
+_BY_ITSELF = frozenset({Kind.TO_FRONTEND, Kind.FRONTEND_SEES_END, Kind.FRONTEND_TURN, Kind.FRONTEND_TIMER, Kind.COPIED})
 _PACKING = frozenset({Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.KEEP, Kind.FRONTEND_TURN})
+
+
+class Pace(enum.Enum):
+    """How a process goes."""
+
+    GOES = 0
+    SILENT = 1  # its loop goes on, and its callers do nothing
+    STOPPED = 2
 
 
 class Wants(enum.Enum):
@@ -184,6 +194,7 @@ class Session:
         held: slots that callers hold, by address.
         views: of slots that were left.
         sent: requests whose callers have not seen their ends, by id.
+        awaited: the request before whose end no reply of another is read; None: there is none.
         replies: that callers view.
         contents: kept ones that callers hold.
         kept_views: of those that were left.
@@ -203,6 +214,7 @@ class Session:
         self.held: list[Holding] = []
         self.views: list[View] = []
         self.sent: dict[int, Sent] = {}
+        self.awaited: int | None = None
         self.replies: list[HeldReply] = []
         self.contents: list[HeldContent] = []
         self.kept_views: list[KeptView] = []
@@ -330,6 +342,10 @@ class Session:
         start = offset // BLOCK_NBYTES
         blocks = (array.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
         self.replies.append(HeldReply(generation, start, blocks, array))
+
+    def await_reply(self, index: int) -> None:
+        """Callers read no other reply before this request has ended."""
+        self.awaited = list(self.sent)[index]
 
     def forget(self, request_id: int) -> None:
         """A caller drops a request."""
@@ -527,8 +543,17 @@ class Session:
                     self.callers.remove(caller)
                     self._returned(caller)
         if not self.scenario.turns_wait:
-            while ready := [request_id for request_id, sent in self.sent.items() if _is_readable(sent)]:
+            while ready := [request_id for request_id in self.sent if self._reads(request_id)]:
                 self.read(ready[0])
+
+    def _reads(self, request_id: int) -> bool:
+        """Whether the caller of a request has something to read, and does."""
+        submission = self.sent[request_id].submission
+        return submission.ended if not submission._has_reply else self._may_read(request_id)
+
+    def _may_read(self, request_id: int) -> bool:
+        """Whether no caller awaits another request before all."""
+        return self.awaited == request_id or self.awaited not in self.sent
 
     def _returned(self, caller: Caller) -> None:
         task, caller.task = caller.task, cast(Any, None)  # its error would keep what its frames had
@@ -685,7 +710,7 @@ class Session:
     def _enabled_as_it_looks(self, pid: int, actions: Sequence[Action]) -> Iterator[Action]:
         if not self.scenario.looks:
             return
-        waiting = [index for index, sent in enumerate(self.sent.values()) if not _is_readable(sent)]
+        waiting = [index for index, sent in enumerate(self.sent.items()) if not _has_come(sent[1]) and self._may_read(sent[0])]
         looking = [action for action in actions if action.kind in _LOOKING]
         looking += [Action(Kind.READ, pid, index) for index in waiting]
         for left in range(len(self.wire.to_frontend)):
@@ -714,9 +739,11 @@ class Session:
                 yield Action(Kind.LEAVE, pid, index, 1)
         for index in range(len(self.views)):
             yield Action(Kind.VIEW_DIES, pid, index)
-        for index, sent in enumerate(self.sent.values()):
-            if _is_readable(sent):
+        for index, request_id in enumerate(self.sent):
+            if self._reads(request_id):
                 yield Action(Kind.READ, pid, index)
+            elif self.scenario.stops and self._may_read(request_id) and self.awaited != request_id:
+                yield Action(Kind.AWAIT, pid, index)
             yield Action(Kind.FORGET, pid, index)
         if self._writes:
             yield from self._enabled_messages(pid)
@@ -792,7 +819,7 @@ _MAY_BE_REFUSED: dict[Wants, tuple[type[Exception], ...]] = {
 _USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot.DRAINING)
 
 
-def _is_readable(sent: Sent) -> bool:
+def _has_come(sent: Sent) -> bool:
     return sent.submission._has_reply or sent.submission.ended
 
 
@@ -810,8 +837,16 @@ class Process:
     """A frontend's process: at most one session at a time, and views of those that have ended."""
 
     alive: bool = True
+    pace: Pace = Pace.GOES
     session: Session | None = None
     former: list[Session] = dataclasses.field(default_factory=list)
+
+    def enabled_by_itself(self, pid: int, now: float) -> Iterator[Action]:
+        """Yields what happens in it while it has stopped or is silent."""
+        if self.pace is Pace.SILENT and self.session is not None:
+            for action in self.session.enabled(pid, now):
+                if action.kind in _BY_ITSELF and action.inside is None:
+                    yield action
 
     def retire(self) -> None:
         """Puts the ended session away, for as long as something of it is in reach."""

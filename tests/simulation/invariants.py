@@ -14,7 +14,7 @@ from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.model.inside import largest_run, slots_here, slots_with_engine
 from tests.simulation.engine import Engine
-from tests.simulation.frontend import Session, Wants
+from tests.simulation.frontend import Pace, Session, Wants
 from tests.simulation.loop import waited_for
 from tests.simulation.payloads import require_intact
 from tests.simulation.scenario import require
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.fan_out import FanOut
     from tests.simulation.simulation import Simulation
 
-__all__ = ["check_books", "check_end", "check_memory", "check_workers"]
+__all__ = ["check_books", "check_end", "check_memory", "check_nobody_is_held_up", "check_workers"]
 
 
 def check_memory(simulation: Simulation) -> None:
@@ -254,6 +254,90 @@ def check_workers(simulation: Simulation) -> None:
             for sequence in worker.reachable():
                 require(fan_out.truth.has(worker, sequence), "a message was taken back that a worker may still read")
             worker.check_intact()
+
+
+def check_nobody_is_held_up(simulation: Simulation) -> None:
+    """Everybody who goes on has done all that can be done: whoever still waits does so for what those have that do not.
+
+    These may have stopped, or be silent: their memory is in use, and is theirs. Nothing else may be kept from others by that.
+    """
+    engine = simulation.engine
+    for process in simulation.processes.values():
+        session = process.session
+        if session is None or process.pace is not Pace.GOES or session.awaited not in session.sent:
+            continue
+        has_come = session.sent[session.awaited].submission._has_reply
+        are_unread = any(sent.submission._has_reply for sent in session.sent.values())
+        require(has_come or not are_unread, "a reply waits for replies to its own client, which reads it first")
+    if engine is None:
+        return
+    _check_leases_are_lent(simulation, engine)
+    _check_replies_are_sent(engine)
+    if engine.fan_out is not None:
+        _check_messages_are_sent(engine.fan_out)
+
+
+def _check_leases_are_lent(simulation: Simulation, engine: Engine) -> None:
+    """Whoever waits for a lease waits for memory that is in use."""
+    lending = engine.book.host
+    sessions = {
+        process.session.client_id: process.session
+        for process in simulation.processes.values()
+        if process.session is not None and process.pace is not Pace.STOPPED and process.session.epoch == engine.epoch
+    }
+    used: set[int] = set()
+    for client_id, client in engine.book.clients.items():
+        session = sessions.get(client_id)
+        for lease in client.leases.values():
+            held = None if session is None else session.book.leases.get(lease.lease_id)
+            if not client.connected or held is None or not held.slots.is_empty or lease.kept_blocks:
+                used.update(range(lease.start, lease.end))
+    for kept in engine.book.kept.by_generation.values():
+        if kept.pins:
+            used.update(range(kept.start, kept.start + kept.blocks))
+    for client_id, want in lending._wants.items():
+        if not want.waits or _is_bound(engine, client_id, want.blocks):
+            continue
+        first = simulation.scenario.geometry.LEASABLE_START
+        last = first + simulation.scenario.leasable_blocks - want.blocks
+        idle = [start for start in range(first, last + 1) if used.isdisjoint(range(start, start + want.blocks))]
+        require(not idle, "a client waits for a lease beside idle memory")
+
+
+def _is_bound(engine: Engine, client_id: int, blocks: int) -> bool:
+    """Whether a client must first return memory of its own."""
+    client, limits = engine.book.clients[client_id], engine.book.limits
+    held = sum(lease.blocks - lease.kept_blocks for lease in client.leases.values())
+    held += sum(engine.book.kept.by_generation[generation].blocks for generation in client.pins)
+    return len(client.leases) >= limits.max_leases or (bool(client.leases) and held + blocks > limits.quota_blocks)
+
+
+def _check_replies_are_sent(engine: Engine) -> None:
+    """Whatever waits for reply space waits for what a client has not read, or views."""
+    scenario = engine.scenario
+    first = scenario.geometry.LEASABLE_START + scenario.leasable_blocks
+    used = {
+        block
+        for client in engine.book.clients.values()
+        for slot in client.replies.values()
+        for block in range(slot.start, slot.start + slot.blocks)
+    }
+    last = first + scenario.reply_blocks
+    for want in engine.book._reply_wants.values():
+        idle = [start for start in range(first, last - want.blocks + 1) if used.isdisjoint(range(start, start + want.blocks))]
+        require(not idle, "a reply waits beside reply space that is free")
+
+
+def _check_messages_are_sent(fan_out: FanOut) -> None:
+    """A message waits for the workers that it goes to, for earlier messages to these, and for memory; for nothing else."""
+    held_up = {worker.rank for worker in fan_out.workers.values() if worker.process.has_stopped}
+    for call in sorted(fan_out.calls, key=lambda call: call.begun):
+        ranks = {*fan_out.book.ranks} if call.to is None else {*call.to}
+        if ranks.isdisjoint(held_up):
+            lacks_memory = fan_out.book.free_blocks < call.blocks
+            require(lacks_memory or call.sequence > 0, "a message waits for a worker to which it does not go")
+        else:
+            held_up |= ranks
 
 
 def _check_workers_end(fan_out: FanOut) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "CANCELLING",
     "DISTURBANCES",
     "IN_CODE",
+    "PACES",
     "Action",
     "Forgery",
     "Inside",
@@ -42,6 +43,9 @@ class Kind(enum.StrEnum):
     PIDFD_FIRES = "pidfd fires"  # [client] the kernel says that its process is dead
     ENGINE_DIES = "engine dies"
     ENGINE_STARTS = "engine starts"
+    STOP = "stop"  # [process] it takes no turns, in whatever place it is, while time passes and others go on
+    FALL_SILENT = "fall silent"  # [process] its callers leave, read and begin nothing; its loop goes on
+    GO_ON = "go on"  # [process] after either
     # messages
     TO_ENGINE = "to engine"  # [client]
     TO_FRONTEND = "to frontend"  # [process]
@@ -66,6 +70,7 @@ class Kind(enum.StrEnum):
     SEND_KEPT = "send kept"  # [process, content, held slot + 1; 0: none] a request shows content, from where it lies
     ABORT = "abort"  # [process, request]
     READ = "read"  # [process, request] its caller reads a reply, or its end
+    AWAIT = "await"  # [process, request] its caller reads no other reply before this request has ended
     FORGET = "forget"  # [process, request] its caller drops it
     DROP_REPLY = "drop reply"  # [process, reply] the last view of a reply dies
     # handlers of the engine
@@ -106,6 +111,8 @@ class Kind(enum.StrEnum):
     ENGINE_SEES_WORKERS_END = "engine sees worker's end"  # [connection]
     WORKER_IS_DEAD = "worker is dead"  # [connection] the kernel says so
     DROP_WORKER = "drop worker"  # [connection]
+    WORKER_STOPS = "worker stops"  # [worker] it receives, leaves and answers nothing
+    WORKER_GOES_ON = "worker goes on"  # [worker]
 
 
 #: What keeps a request from going its straight way.
@@ -115,6 +122,11 @@ DISTURBANCES = frozenset(
         Kind.CANCEL, Kind.ABORT, Kind.FORGET, Kind.RELEASE, Kind.CANCEL_REPLY, Kind.WORKER_CLOSES, Kind.WORKER_DIES,
         Kind.DROP_WORKER, Kind.CANCEL_CALL, Kind.CLOSE_INJECTOR, Kind.GIVE_UP_INJECTED,
     }
+)  # fmt: skip
+
+#: What shows who waits for whom: whoever stops, is silent, or reads one reply before all others.
+PACES = frozenset(
+    {Kind.STOP, Kind.FALL_SILENT, Kind.GO_ON, Kind.AWAIT, Kind.WORKER_STOPS, Kind.WORKER_GOES_ON}
 )  # fmt: skip
 
 #: What leaves a task that was cancelled and has not run yet.
@@ -215,6 +227,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         processes: frontends that are alive at a time.
+        connected: frontends that are there from the beginning, if there may be as many.
+        stops: whether processes stop, fall silent and go on, and callers await one reply before all others (:data:`PACES`).
         slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
         max_slots: slots and waiters of the callers of one session.
         max_queue: messages in one direction at which voluntary ones wait; also the backlog of an end that does not read.
@@ -250,6 +264,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     base_blocks: int
     lease_blocks: int
     processes: int
+    connected: int = 2
+    stops: bool = False
     slot_blocks: tuple[int, ...]
     reply_blocks_wanted: tuple[int, ...]
     max_slots: int

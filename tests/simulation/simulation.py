@@ -18,9 +18,9 @@ from shmring.core.states import ClientSlot
 from tests.simulation import books, crash
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
-from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.frontend import IDLE_TICKS, Pace, Process, Session
 from tests.simulation.injecting import Injecting
-from tests.simulation.invariants import check_books, check_end, check_memory, check_workers
+from tests.simulation.invariants import check_books, check_end, check_memory, check_nobody_is_held_up, check_workers
 from tests.simulation.midst import Midst
 from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Inside, Kind, Scenario, Violation, require
 from tests.simulation.worker import WorkerProcess
@@ -47,10 +47,9 @@ class Simulation:
 
     Args:
         scenario: how large everything is.
-        connected: frontends that are there from the beginning, if there may be as many.
     """
 
-    def __init__(self, scenario: Scenario, connected: int = 2) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         crash.begin(scenario)
         self.scenario = scenario
         self.books = books.chosen
@@ -63,9 +62,8 @@ class Simulation:
         self._dead_workers: list[WorkerProcess] = []  # what they had is left alone, or it would be acknowledged
         self.now = 0.0
         self.disturbances = 0
-        self.connected = connected
         self.trace: list[Action] = []  # what has happened
-        for pid in range(min(connected, scenario.processes)):
+        for pid in range(min(scenario.connected, scenario.processes)):
             self._connect(pid)
         for rank in range(scenario.joined_workers):
             self._worker_joins(rank)
@@ -109,7 +107,11 @@ class Simulation:
         return actions
 
     def _enabled_for(self, pid: int, process: Process) -> list[Action]:
+        if process.pace is not Pace.GOES:
+            return [Action(Kind.CRASH, pid), Action(Kind.GO_ON, pid), *process.enabled_by_itself(pid, self.now)]
         actions = [Action(Kind.CRASH, pid)]
+        if self.scenario.stops:
+            actions += (Action(Kind.STOP, pid), Action(Kind.FALL_SILENT, pid))
         for position, former in enumerate(process.former):
             reach = sum(map(len, former.reach))
             actions += [Action(Kind.LET_GO, pid, position, index) for index in range(reach)]
@@ -194,7 +196,7 @@ class Simulation:
     def _follow(self, *, is_cancelling: bool) -> None:
         """What follows in the loops, of itself."""
         for process in self.processes.values():
-            if process.session is not None:
+            if process.session is not None and process.pace is not Pace.STOPPED:
                 process.session.rest(is_cancelling=is_cancelling)
                 if process.session.ended:
                     process.retire()
@@ -226,6 +228,9 @@ class Simulation:
     def _connect(self, pid: int) -> None:
         process = self.processes.setdefault(pid, Process())
         process.session = Session(self.scenario, self._living(), process, self.books, self.now, self.midst)
+
+    def _change_pace(self, pid: int, pace: Pace) -> None:
+        self.processes[pid].pace = pace
 
     def _connect_fails(self) -> None:
         self._living().admit_in_vain()
@@ -298,9 +303,15 @@ class Simulation:
     def settle(self) -> None:
         """Lets everybody finish what was begun, then leave; nobody may wait for ever, and everything must come home.
 
+        First those finish who go on, beside those that have stopped or are silent: nobody may wait for these without need.
+
         Raises:
             Violation: somebody does, or something is lost.
         """
+        if self.scenario.stops:
+            self._finish()
+            check_nobody_is_held_up(self)
+            self._go_on()
         self._kill_who_keeps_memory()
         self._finish()
         for process in self.processes.values():
@@ -317,6 +328,15 @@ class Simulation:
             self.apply(Action(Kind.WORKER_DIES))
         self._finish()
         check_end(self)
+
+    def _go_on(self) -> None:
+        """Those that have stopped or are silent go on, and find in their time what has come."""
+        for pid, process in self.processes.items():
+            if process.pace is not Pace.GOES:
+                self.apply(Action(Kind.GO_ON, pid))
+        for position, worker in enumerate(self.workers):
+            if worker.has_stopped:
+                self.apply(Action(Kind.WORKER_GOES_ON, position))
 
     def _kill_who_keeps_memory(self) -> None:
         """Ends the processes of connections that have ended: what they kept comes back only with their death."""
@@ -426,6 +446,9 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.FRONTEND_SEES_END: _session(lambda session, action: session.sees_end()),
     Kind.ENGINE_DIES: lambda world, action: world._engine_dies(),
     Kind.ENGINE_STARTS: lambda world, action: world._engine_starts(),
+    Kind.STOP: lambda world, action: world._change_pace(action.at, Pace.STOPPED),
+    Kind.FALL_SILENT: lambda world, action: world._change_pace(action.at, Pace.SILENT),
+    Kind.GO_ON: lambda world, action: world._change_pace(action.at, Pace.GOES),
     Kind.FORGE: Simulation._forge,
     Kind.TO_FRONTEND: _session(lambda session, action: session.hear()),
     Kind.TICK: lambda world, action: world._tick(),
@@ -452,6 +475,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.SEND_KEPT: _session(lambda session, action: session.send_kept(action.item, action.detail - 1)),
     Kind.ABORT: _session(lambda session, action: session.abort(action.item)),
     Kind.READ: _session(lambda session, action: session.read(list(session.sent)[action.item])),
+    Kind.AWAIT: _session(lambda session, action: session.await_reply(action.item)),
     Kind.FORGET: _session(lambda session, action: session.forget(list(session.sent)[action.item])),
     Kind.DROP_REPLY: _session(lambda session, action: session.drop_reply(action.item)),
     Kind.CLAIM: _engine(lambda engine, action: engine.claim()),
@@ -471,6 +495,8 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.GIVE_UP_INJECTED: _injecting(lambda injecting, action: injecting.give_up(action.at)),
     Kind.WORKER_JOINS: lambda world, action: world._worker_joins(action.item),
     Kind.WORKER_DIES: Simulation._worker_dies,
+    Kind.WORKER_STOPS: _worker(lambda worker, action: worker.stop()),
+    Kind.WORKER_GOES_ON: _worker(lambda worker, action: worker.go_on()),
     Kind.WORKER_CLOSES: _worker(lambda worker, action: worker.close()),
     Kind.WORKER_SEES_END: _worker(lambda worker, action: worker.close()),
     Kind.RECEIVE: _worker(lambda worker, action: worker.receive()),

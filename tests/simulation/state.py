@@ -83,7 +83,7 @@ class _Encoding:
     def _process(self, process: Process) -> list[Any]:
         session = process.session
         former = [[self._client_of(session), self._reach(session)] for session in process.former]
-        return [None if session is None else self._session(session), former]
+        return [None if session is None else self._session(session), former, process.pace.value]
 
     def _client_of(self, session: Session) -> int:
         """The name of its client in the living engine; -1 for one of a former life."""
@@ -121,6 +121,7 @@ class _Encoding:
                 [self._requests[session.client_id, request], *self._of(sent.submission)]
                 for request, sent in session.sent.items()
             ],
+            -1 if session.awaited is None else self._requests[session.client_id, session.awaited],
             self._kept_end(session),
             [self._caller(session, caller) for caller in session.callers],
             [[turn.done(), turn.cancelled()] for turn in (*real.sending._again, *real.sending._turns)],
@@ -443,7 +444,7 @@ def encode(simulation: Simulation) -> bytes:
 
 def duplicate(simulation: Simulation) -> Simulation:
     """Returns a copy that shares nothing that changes: a world to which the same happened."""
-    copied = Simulation(simulation.scenario, simulation.connected)
+    copied = Simulation(simulation.scenario)
     for action in simulation.trace:
         copied.happen(action)
     return copied

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from shmring.core.compiled import Parcel
+from shmring.ring import workers as workers_module
 from shmring.ring.workers import Workers, _Worker
 from tests.simulation.exploration import explore
 from tests.simulation.failure import replay
@@ -22,16 +24,17 @@ _HANGS_S = 3600  # what computes for ever is ended by its CPU time (crash.py); a
 Patch = pytest.MonkeyPatch
 
 
-def test_the_first_states_of_a_small_scenario_with_workers_are_sound() -> None:
-    found = explore("gathered", max_states=300)
+@pytest.mark.parametrize("name", ["gathered", "stopped worker"])
+def test_the_first_states_of_a_small_scenario_with_workers_are_sound(name: str) -> None:
+    found = explore(name, max_states=400)
     assert found.failure is None
     assert not found.complete
-    assert found.states >= 300
+    assert found.states >= 400
 
 
 @pytest.mark.timeout(_HANGS_S)
 @pytest.mark.slow  # seconds of computing each
-@pytest.mark.parametrize("name", ["gathered", "shared", "workers", "joining"])
+@pytest.mark.parametrize("name", ["gathered", "shared", "workers", "joining", "stopped worker"])
 def test_every_state_of_a_small_scenario_with_workers_is_sound(name: str) -> None:
     found = explore(name, max_states=20_000)
     assert found.failure is None
@@ -69,19 +72,24 @@ def nobody_looks_after_slots(patch: Patch) -> None:
 
 
 def a_turn_is_not_passed_on(patch: Patch) -> None:
-    patch.setattr(Workers, "_pass_turn", lambda workers: None)
+    patch.setattr(Workers, "_pass_turn", lambda workers, parcel: None)
 
 
 def who_is_cancelled_is_in_line(patch: Patch) -> None:
     """Whoever is cancelled as its turn comes does not pass it on."""
 
-    async def mutated(workers: Workers) -> None:
-        if not workers._is_sending and not workers._line.is_waited_in:
-            workers._is_sending = workers.end.is_crowded = True
+    async def mutated(workers: Workers, parcel: Parcel) -> None:
+        if not workers.is_behind(parcel):
+            workers._sending[parcel] = None
+            workers.end.is_crowded = True
             return
-        await workers._line.enter()  # it stays in line, whatever becomes of it
+        await workers._line.enter(parcel)  # it stays in line, whatever becomes of it
 
     patch.setattr(Workers, "_take_turn", mutated)
+
+
+def who_has_stopped_holds_up_all(patch: Patch) -> None:
+    patch.setattr(workers_module, "_meet", lambda parcel, other: True)
 
 
 def bells_are_not_heard(patch: Patch) -> None:
@@ -133,8 +141,9 @@ def a_message_goes_to_one_too_few(patch: Patch) -> None:
 
 
 def a_call_overtakes(patch: Patch) -> None:
-    async def mutated(workers: Workers) -> None:
-        workers._is_sending = workers.end.is_crowded = True
+    async def mutated(workers: Workers, parcel: Parcel) -> None:
+        workers._sending[parcel] = None
+        workers.end.is_crowded = True
 
     patch.setattr(Workers, "_take_turn", mutated)
 
@@ -181,7 +190,11 @@ def test_what_is_broken_is_found_and_comes_down_to_a_few_actions(mutation: Calla
 @pytest.mark.slow  # the same
 @pytest.mark.parametrize(
     ("mutation", "name"),
-    [(nobody_looks_after_slots, "shared"), (replies_are_mixed_up, "gathered")],
+    [
+        (nobody_looks_after_slots, "shared"),
+        (replies_are_mixed_up, "gathered"),
+        (who_has_stopped_holds_up_all, "stopped worker"),
+    ],
 )
 def test_what_needs_few_actions_is_found_with_the_fewest(mutation: Callable[[Patch], Any], name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

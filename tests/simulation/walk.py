@@ -41,6 +41,7 @@ WEIGHTS: Mapping[Kind, float] = {
     Kind.LEAVE_MESSAGE: 10, Kind.MESSAGES_VIEW_DIES: 4, Kind.ANSWER: 6, Kind.BROADCAST: 4, Kind.SHARE: 4,
     Kind.CANCEL_CALL: 0.5, Kind.TURN: 20, Kind.TIMER: 0.5, Kind.FROM_WORKER: 10, Kind.WORKERS_BELL: 4,
     Kind.ENGINE_SEES_WORKERS_END: 1, Kind.WORKER_IS_DEAD: 0.5, Kind.DROP_WORKER: 0.06,
+    Kind.STOP: 0.3, Kind.FALL_SILENT: 0.3, Kind.GO_ON: 2, Kind.AWAIT: 2, Kind.WORKER_STOPS: 0.3, Kind.WORKER_GOES_ON: 1,
     Kind.INJECTOR: 3, Kind.CLOSE_INJECTOR: 0.06, Kind.INJECT: 6, Kind.READ_INJECTED: 8, Kind.GIVE_UP_INJECTED: 1,
 }  # fmt: skip
 
@@ -81,6 +82,7 @@ def walk(
     *,
     in_the_midst: bool = True,
     injectors: int = 0,
+    stops: bool = False,
 ) -> Walk:
     """Walks until so many steps are done or something does not hold.
 
@@ -90,29 +92,30 @@ def walk(
         progress: called after each episode with what was walked so far.
         in_the_midst: whether something may happen in the midst of calls. Without that, what is found has fewer actions.
         injectors: of each engine's own process, at a time. Without them, likewise.
+        stops: whether processes stop, fall silent and go on, and callers await one reply before all others. Likewise.
     """
     try:
-        return in_child(lambda: _walked(steps, seed, progress, in_the_midst, injectors), Walk)
+        return in_child(lambda: _walked(steps, seed, progress, in_the_midst, injectors, stops), Walk)
     except Crash as crash:
         walked = Walk(seed, failure=shorten(Failure.of(crash)))
         walked.steps = walked.failed_step = len(crash.trace)
         return walked
 
 
-def _walked(steps: int, seed: int, progress: Callable[[Walk], object], in_the_midst: bool, injectors: int) -> Walk:
+def _walked(steps: int, seed: int, progress: Callable[[Walk], object], in_the_midst: bool, injectors: int, stops: bool) -> Walk:
     walked = Walk(seed)
     states: set[int] = set()
     started = time.perf_counter()
     while walked.steps < steps and walked.failure is None:
-        _episode(walked, steps - walked.steps, states, in_the_midst, injectors)
+        _episode(walked, steps - walked.steps, states, in_the_midst, injectors, stops)
         walked.states, walked.seconds = len(states), time.perf_counter() - started
         progress(walked)
     return walked
 
 
-def _episode(walked: Walk, max_steps: int, states: set[int], in_the_midst: bool, injectors: int) -> None:
+def _episode(walked: Walk, max_steps: int, states: set[int], in_the_midst: bool, injectors: int, stops: bool) -> None:
     random = Random(f"{walked.seed}:{walked.episodes}")
-    scenario = msgspec.structs.replace(Scenario.draw(random), injectors=injectors)
+    scenario = msgspec.structs.replace(Scenario.draw(random), injectors=injectors, stops=stops)
     if not in_the_midst:
         scenario = msgspec.structs.replace(scenario, looks=False, in_code=frozenset())
     steps = min(random.choice(_EPISODE_STEPS), max_steps)

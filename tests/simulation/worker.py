@@ -54,6 +54,7 @@ class WorkerProcess:
         alive: whether it lives.
         receives: whether it has not closed, and was not told that nothing more comes.
         is_closed: whether it has closed.
+        has_stopped: whether it takes no turns.
         expected: the messages that were sent to it and that it has not received, in order.
         in_hands: received and not left.
         views: of messages that were left.
@@ -63,9 +64,10 @@ class WorkerProcess:
         self.pid, self.rank, self.epoch = pid, rank, epoch
         self.midst = midst
         self.in_code = fan_out.engine.scenario.in_code
+        self.may_stop = fan_out.engine.scenario.stops
         self.number = 0
         self.alive = self.receives = True
-        self.is_closed = False
+        self.is_closed = self.has_stopped = False
         self.expected: deque[int] = deque()
         self.in_hands: list[Message] = []
         self.views: list[View] = []
@@ -150,6 +152,14 @@ class WorkerProcess:
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """Its process is stopped."""
+        self.has_stopped = True
+
+    def go_on(self) -> None:
+        """And goes on."""
+        self.has_stopped = False
+
     def close(self) -> None:
         """Closes, or sees that its engine has: what was not received is left, what is in hands stays."""
         for record in self.wire.to_frontend:
@@ -197,6 +207,11 @@ class WorkerProcess:
 
     def _enabled(self, position: int) -> Iterator[Action]:
         yield Action(Kind.WORKER_DIES, position)
+        if self.has_stopped:
+            yield Action(Kind.WORKER_GOES_ON, position)
+            return
+        if self.may_stop:
+            yield Action(Kind.WORKER_STOPS, position)
         if self.receives:
             yield Action(Kind.WORKER_CLOSES, position)
             if self.wire.to_frontend:

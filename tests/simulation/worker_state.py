@@ -53,6 +53,7 @@ class FanOutEncoding:
             worker.rank,
             worker.receives,
             worker.is_closed,
+            worker.has_stopped,
             worker.epoch == self._world.epoch,
             fan_out.connections.index(worker.connection) if fan_out is not None and is_known else -1,
             [self._message(worker, sequence) for sequence in worker.expected],
@@ -70,20 +71,18 @@ class FanOutEncoding:
 
     def _engine(self, fan_out: FanOut) -> list[Any]:
         sequences = sorted(fan_out.truth.sent)
-        loop, workers = fan_out.engine.loop, fan_out._line
-        changes = fan_out._change
+        loop = fan_out.engine.loop
         tasks: list[Any] = [call.task for call in fan_out.calls]
         tasks += fan_out.engine.tasks
         places = {id(task): place for place, task in enumerate(tasks) if task is not None}
-        taken = fan_out.truth.taken
         return [
             [self._connection(fan_out, worker, sequences) for worker in fan_out.connections],
             [self._sent(fan_out, sequence) for sequence in sequences],
             [self._call(fan_out, call) for call in fan_out.calls],
-            [future.done() for future in workers],
-            changes is not None and not changes.done(),
-            fan_out._is_sending,
-            None if taken is None else [places.get(id(taken[0]), -1), *taken[1:]],
+            [[place.done(), parcel in fan_out._sending] for place, parcel in fan_out._line.items()],
+            [place.done() for place in fan_out._changes],
+            [parcel.to for parcel in fan_out._sending],
+            [[places.get(id(task), -1), *taken] for task, taken in fan_out.truth.taken.items()],
             loop.plain_ready(tasks),
             [self._timer(places, timer) for timer in sorted(loop.timers, key=lambda timer: timer.when())],
             0 if self._world.scenario.max_calls is None else fan_out.next_call,
@@ -141,7 +140,7 @@ class FanOutEncoding:
     def _call(self, fan_out: FanOut, call: Call) -> list[Any]:
         waits_for = waited_for(call.task)
         place = next((place for place, future in enumerate(fan_out._line) if future is waits_for), -1)
-        is_change = waits_for is not None and waits_for is fan_out._change
+        change = next((place for place, future in enumerate(fan_out._changes) if future is waits_for), -1)
         return [
             call.to,
             call.gathers,
@@ -150,5 +149,5 @@ class FanOutEncoding:
             call.is_cancelled,
             call.begun > 0,
             call.sequence > 0,
-            [waits_for is None, place, is_change],
+            [waits_for is None, place, change],
         ]
