@@ -18,7 +18,7 @@
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
-#   make mutants  puts faults of all kinds into the compiled core, and looks whether the checks notice: who does, and how long that takes
+#   make mutants  puts faults of all kinds into the compiled core and the Python around it, and looks whether the checks notice: who does, and how long that takes
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor

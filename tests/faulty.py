@@ -1,8 +1,9 @@
 """Puts faults into copies of the sources, and looks whether checks notice: what ``make guards`` and ``make mutants`` share.
 
 What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have
-the fault as well, for checks that read them, and because it is all that Python needs. As many checks run at a time as there are
-cores, each in a copy of its own: in a process that is forked from this one, which has imported what takes longest.
+the fault as well, for checks that read them, and because it is all that Python needs: if only faults in Python are tried,
+nothing is built, and the copies have what was compiled here. As many checks run at a time as there are cores, each in a copy of
+its own: in a process that is forked from this one, which has imported what takes longest.
 """
 
 from __future__ import annotations
@@ -128,13 +129,13 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
     Ends the program if a check fails without any fault. Where it is skipped, on a machine with one core say, nothing is tried.
 
     Args:
-        faults: that are built.
+        faults: that are built, if one of those that are tried has to be.
         chosen: those of them that are tried.
     """
     for fault in faults:
         check_place(fault)
     with tempfile.TemporaryDirectory() as directory:
-        copies = _build_copies(faults, Path(directory))
+        copies = _make_copies(faults if any(fault.is_compiled for fault in chosen) else (), Path(directory))
         took_s, skipped = _passes_without(chosen, copies)
         for fault in chosen:
             if fault.test in skipped:
@@ -148,24 +149,16 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
                 yield job.fault, outcome
 
 
-def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
-    """Builds all faults, and returns a copy for each core."""
+def _make_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
+    """Returns a copy for each core, in which all faults are built; without faults, nothing is."""
     begun_s = time.monotonic()
     first = directory / "0"
     first.mkdir()
-    copy_sources(first)
-    changes = collections.defaultdict(list)
-    for number, fault in enumerate(faults, 1):
-        if fault.is_compiled:
-            changes[fault.file].append(Change(number, fault.old, fault.new))
-    for file, of_file in changes.items():
-        (first / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(_CYTHON), of_file))
-    if changes:
-        (first / "shmring/core/fault.h").write_text(HEADER)
-        (first / "shmring/core/fault.pxd").write_text(DECLARATION)
-    _build(first, ["-include", str(first / "shmring/core/fault.h")] if changes else [])
-    for file in changes:
-        shutil.copy(ROOT / file, first / file)
+    if faults:
+        copy_sources(first)
+        _build_faults(faults, first)
+    else:
+        copy_sources(first, left_out=("__pycache__",))
     # By what stands in a file and not by its date: the faults of a second have the same.
     by_content = py_compile.PycInvalidationMode.CHECKED_HASH
     for name in _PACKAGES:
@@ -173,16 +166,30 @@ def _build_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
     copies = [first, *(directory / str(number) for number in range(1, len(os.sched_getaffinity(0))))]
     for copy in copies[1:]:
         shutil.copytree(first, copy, symlinks=True, ignore=shutil.ignore_patterns("build"))
-    print(f"built in {time.monotonic() - begun_s:.0f} s", flush=True)
+    print(f"{'built' if faults else 'copied'} in {time.monotonic() - begun_s:.0f} s", flush=True)
     return copies
 
 
-def copy_sources(directory: Path) -> None:
-    """Copies what is built and tested, without what was compiled."""
+def _build_faults(faults: Sequence[Fault], copy: Path) -> None:
+    changes = collections.defaultdict(list)
+    for number, fault in enumerate(faults, 1):
+        if fault.is_compiled:
+            changes[fault.file].append(Change(number, fault.old, fault.new))
+    for file, of_file in changes.items():
+        (copy / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(_CYTHON), of_file))
+    (copy / "shmring/core/fault.h").write_text(HEADER)
+    (copy / "shmring/core/fault.pxd").write_text(DECLARATION)
+    _build(copy, ["-include", str(copy / "shmring/core/fault.h")])
+    for file in changes:
+        shutil.copy(ROOT / file, copy / file)
+
+
+def copy_sources(directory: Path, *, left_out: Sequence[str] = ("*.so", "__pycache__")) -> None:
+    """Copies what is built and tested; if nothing else is said, without what was compiled."""
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, directory / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(source, directory / name, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
         else:
             shutil.copy(source, directory / name)
 
@@ -297,7 +304,7 @@ def _be_pytest(job: _Job, copy: Path, environment: Mapping[str, str], printed: P
         sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
             del sys.modules[name]
-        says = ["-q", "-rsp", "--no-fold-skipped", "--durations=0", "--durations-min=1"]
+        says = ["-q", "-rfEsp", "--no-fold-skipped", "--durations=0", "--durations-min=1"]
         arguments = ["-x", "-p", "no:cacheprovider", f"--timeout={job.timeout_s}", "--hypothesis-profile=unshrunk"]
         code = pytest.main([*arguments, *says, *shlex.split(job.test)])
     except Exception:  # noqa: BLE001 - it ends here, and says so

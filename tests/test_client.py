@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import re
@@ -268,6 +269,94 @@ async def test_who_is_cancelled_when_it_has_space_and_waits_for_its_turn_gives_i
     claim.done()
     await second
     assert client.statistics().in_flight == 1
+
+
+async def test_who_has_space_has_the_next_turn(serve: Any, connect: Any, turns: Any) -> None:
+    ring = await serve(name="narrow", slab_nbytes="256KiB", max_inflight=1)
+    client = await connect("narrow")
+    whole_nbytes = ring.statistics().leasable_nbytes - 64
+    async with client.slot(whole_nbytes):
+        waiting = [asyncio.create_task(client.submit({"n": 1, "x": tensor(whole_nbytes, 1)}))]
+        await asyncio.sleep(0)  # it leaves its turn to others
+        client.submit_nowait({"n": 0})
+        waiting.append(asyncio.create_task(client.submit({"n": 2})))
+        await asyncio.sleep(0)
+    await turns()
+    for n in range(3):
+        with await ring.claim() as claim:
+            assert claim.payload["n"] == n
+    await asyncio.gather(*waiting)
+
+
+async def test_a_turn_that_came_as_its_request_was_cancelled_goes_to_the_next(serve: Any, connect: Any, turns: Any) -> None:
+    ring = await serve(name="narrow", max_inflight=1)
+    client = await connect("narrow")
+    client.submit_nowait(0)
+    waiting = [asyncio.create_task(client.submit(n)) for n in (1, 2)]
+    await turns()
+    (await ring.claim()).done()
+    session_of(client).link.poll()  # hears of the end, and gives the turn to the first
+    waiting[0].cancel()
+    await asyncio.wait(waiting, timeout=30)
+    assert [task.cancelled() for task in waiting] == [True, False]
+    with await ring.claim() as claim:
+        assert claim.payload == 2
+    await turns()
+    assert session_of(client).end.in_flight == 0
+
+
+@pytest.mark.parametrize("by_a_thread", [False, True])
+async def test_who_is_cancelled_in_its_turn_is_not_in_flight(serve: Any, connect: Any, turns: Any, by_a_thread: bool) -> None:
+    await serve()
+    client = await connect(lease_nbytes="512KiB", copy_offload_nbytes=20_000)
+    session = session_of(client)
+    if by_a_thread:
+        sending: Any = session.sending.submit_unless_full({"x": tensor(100_000, 1)}, "", ask=True)
+    else:
+        sending = session.sending.submit_in_turn({"x": tensor(100_000, 1)}, "")
+    copying = asyncio.create_task(sending)
+    await asyncio.sleep(0)
+    assert session.end.in_flight == 1
+    copying.cancel()
+    await asyncio.wait([copying])
+    assert copying.cancelled()
+    assert session.end.in_flight == 0
+
+
+async def test_a_call_that_was_not_sent_is_not_in_flight(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer() -> int:
+        return 1
+
+    def fail(message: Any) -> None:
+        raise MemoryError("there is none for the record")
+
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
+    await serve(calls={"answer": answer})
+    client = await connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(session_of(client).link, "send", fail)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                await client.call("answer", timeout=20)
+    assert await client.call("answer", timeout=20) == 1
+
+
+async def test_what_the_engine_is_too_slow_for_is_not_in_flight(serve: Any, connect: Any, hold: Any) -> None:
+    ring = await serve()
+    client = await connect()
+    end = session_of(client).end
+    read_on = hold(next(iter(ring._shell._frontends.values())).link)
+    sent = []
+    with contextlib.suppress(shmring.WouldBlock):
+        while True:
+            sent.append(client.submit_nowait(bytes(1000)))
+    for _ in range(3):
+        with pytest.raises(shmring.WouldBlock, match="reads more slowly"):
+            client.submit_nowait(bytes(1000))
+        assert end.in_flight == len(sent)
+    read_on()
+    for submission in sent:
+        submission.abort()
 
 
 # -- typed replies ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,87 @@ async def test_the_inner_of_two_does_not_end_the_outer() -> None:
         with pytest.raises(TimeoutError, match=r"0\.01 s"), deadlines.within(0.01, nothing):
             await asyncio.Event().wait()
         await asyncio.sleep(0)
+
+
+async def test_all_have_one_timer_which_goes_off_for_the_earliest() -> None:
+    """Others are set by nobody: an entry of the loop's for each request is what this saves."""
+    deadlines, loop = Deadlines(), asyncio.get_running_loop()
+    before = scheduled(loop)
+    with deadlines.within(500, nothing), deadlines.within(400, nothing):
+        with deadlines.within(600, nothing), deadlines.within(700, nothing):
+            assert scheduled(loop) - before == 1
+        assert deadlines._timer is not None
+        assert deadlines._timer.when() - loop.time() == pytest.approx(400, abs=30)
+
+
+def scheduled(loop: Any) -> int:
+    """How many timers of a loop will go off."""
+    return sum(not timer.cancelled() for timer in loop._scheduled)
+
+
+async def test_what_is_over_is_counted_until_it_has_gone() -> None:
+    deadlines = Deadlines()
+    with deadlines.within(1000, nothing):
+        for _ in range(500):
+            with deadlines.within(500, nothing):
+                pass
+            assert deadlines._over == len(deadlines._heap) - 1
+    with deadlines.within(-1.0, nothing):
+        pass
+    with pytest.raises(TimeoutError), deadlines.within(0.0, nothing):
+        await asyncio.Event().wait()
+    assert (deadlines._over, deadlines._heap) == (0, [])
+
+
+async def test_an_entry_that_is_over_keeps_nothing_of_its_caller() -> None:
+    deadlines = Deadlines()
+
+    class Caller:
+        def waits_for(self) -> str:
+            return "a reply"
+
+    caller = Caller()
+    gone = weakref.ref(caller)
+    with deadlines.within(1000, caller.waits_for):
+        pass
+    del caller
+    assert deadlines._heap
+    assert gone() is None
+
+
+async def test_a_timer_that_goes_off_a_little_early_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops round the time: there would be another timer of no length, and so on."""
+    deadlines, loop = Deadlines(), asyncio.get_running_loop()
+    until_s = loop.time() + 5
+
+    async def wait() -> None:
+        with deadlines.within(5, nothing, until_s=until_s):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "time", lambda: until_s - 0.0005)
+        deadlines._expire()
+    assert deadlines._heap == []
+    with pytest.raises(TimeoutError):
+        await task
+
+
+async def test_a_cancellation_that_comes_with_the_end_of_the_time_stays_one() -> None:
+    deadlines = Deadlines()
+
+    async def wait() -> None:
+        with deadlines.within(1000, nothing):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    deadlines._heap[0][2].expire()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelling() == 1
 
 
 async def test_what_is_over_is_not_kept_until_its_time() -> None:

@@ -15,6 +15,7 @@ import torch
 
 import shmring
 from shmring.core.messages import MAX_FINDS, Find, Keep
+from shmring.core.states import ClientSlot
 from tests.sessions import session_of
 from tests.tables import for_each
 
@@ -323,6 +324,49 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
     ring._shell._book.check()
     assert client.connected
     session_of(client).host_slots.book.check()
+
+
+@pytest.fixture
+async def asking(ring: shmring.Ring, connect: Any, hold: Any, monkeypatch: pytest.MonkeyPatch, turns: Any) -> Any:
+    """A client that may ask for one content at a time and does, the task that asks, and what lets the engine answer."""
+    monkeypatch.setattr("shmring.client.kept.MAX_FINDS", 1)
+    client = await connect()
+    go_on = hold(next(iter(ring._shell._frontends.values())).link)
+    first = asyncio.create_task(client.find(key(1)))
+    await turns()
+    return client, first, go_on
+
+
+async def test_who_has_left_before_the_answer_keeps_nobody_from_asking(asking: Any, turns: Any) -> None:
+    client, first, go_on = asking
+    first.cancel()
+    await turns()
+    go_on()
+    assert await client.find(key(2), timeout=20) is None
+
+
+async def test_who_is_cancelled_before_it_may_ask_holds_nothing(asking: Any, turns: Any) -> None:
+    client, first, go_on = asking
+    keeping = asyncio.create_task(client.keep(key(2), {"x": pixels(2)}))
+    await turns()
+    book = session_of(client).host_slots.book
+    assert book.count(ClientSlot.WRITING) == 1, "what it has copied"
+    keeping.cancel()
+    await turns()
+    assert book.count(ClientSlot.WRITING) == 0
+    go_on()
+    assert await first is None
+
+
+async def test_who_waits_to_ask_hears_of_the_end(asking: Any, turns: Any) -> None:
+    client, first, go_on = asking
+    waiting = asyncio.create_task(client.find(key(2), timeout=20))
+    await turns()
+    session_of(client).link.abort()
+    for task in (first, waiting):
+        with pytest.raises(shmring.EngineDeadError):
+            await task
+    go_on()
 
 
 @pytest.mark.first_row_on_both_loops

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.client.session import Session
 from tests.sessions import attachment_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -324,3 +325,70 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
     await client.wait_connected(5)
     assert await client.request(1, timeout=5) == 1
     assert "a bug" in caplog.text
+
+
+@pytest.mark.one_loop
+async def test_pauses_between_attempts_are_each_twice_as_long_up_to_a_second(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    attachment, sleep = attachment_of(client), asyncio.sleep
+    pauses: list[float] = []
+    begun = asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def attach() -> None:
+        await begun.wait()
+        if len(pauses) < 10:
+            raise shmring.EngineDeadError("there is none", engine="test")
+        await sleep(3600)
+
+    monkeypatch.setattr(attachment, "attach", attach)
+    await ring.close()
+    await eventually(lambda: attachment.is_attaching)
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", pause)
+        begun.set()
+        while len(pauses) < 10:
+            await sleep(0.001)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0, 1.0]
+
+
+async def test_a_session_that_ends_while_it_opens_is_none(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_session = Session.open
+
+    async def open_and_lose(*arguments: Any) -> Session:
+        session = await open_session(*arguments)
+        session.link.abort()
+        await asyncio.sleep(0)
+        return session
+
+    monkeypatch.setattr(Session, "open", open_and_lose)
+    await serve()
+    with pytest.raises(shmring.EngineDeadError):
+        await connect(connect_timeout_s=0.1)
+
+
+async def test_a_session_that_ends_late_is_not_taken_for_the_one_that_came_after_it(serve: Any, connect: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    attachment = attachment_of(client)
+    before = attachment.session
+    await ring.close()
+    await serve(echo)
+    await client.wait_connected(timeout=20)
+    attachment._lost(before)  # type: ignore[arg-type] # it was attached
+    assert client.connected
+    assert await client.request(1, timeout=20) == 1
+
+
+async def test_a_client_that_closes_waits_for_no_engine(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await serve(echo)
+    client = await connect(reconnect=True)
+    await client.close()
+    assert not attachment_of(client).is_attaching
+    assert "waiting for the next engine" not in caplog.text

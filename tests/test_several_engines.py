@@ -574,6 +574,32 @@ async def test_while_no_engine_is_there_requests_wait_for_one(
     assert waiting[1].cancelled()
 
 
+async def test_who_waits_for_any_engine_hears_that_the_client_closes(
+    client: shmring.Client, engines: Engines, eventually: Any, turns: Any
+) -> None:
+    for name in NAMES:
+        await engines.stop(name)
+    await eventually(lambda: not client.connected)
+    waiting = asyncio.create_task(client.request({}, timeout=20))
+    await turns()
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await waiting
+
+
+async def test_what_was_seen_of_an_engine_is_void_in_its_next_life(
+    client: shmring.Client, engines: Engines, eventually: Any
+) -> None:
+    client.loads()
+    before = dict(client._engines._estimates)
+    await engines.stop("vision-0")
+    await eventually(lambda: not client.engines["vision-0"].connected)
+    await engines.start("vision-0")
+    await client.wait_connected(20, engine="vision-0")
+    client.loads()
+    assert [client._engines._estimates[name] is before[name] for name in NAMES] == [False, True]
+
+
 async def test_who_does_not_reconnect_is_told_when_all_have_gone(
     engines: Engines, connect_to: Connect, eventually: Any
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.messages import TORCH_ITEM_NBYTES
+from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.messages import TORCH_ITEM_NBYTES, LeaseGrant
 from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -196,6 +198,22 @@ async def test_waiting_for_space_that_views_keep_is_logged(
         await eventually(lambda: "kept by living views" in caplog.text)
     del kept
     await waiting
+
+
+@pytest.mark.adjustable_clock
+async def test_who_waits_no_longer_for_space_that_views_keep_is_not_told(
+    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, pass_time: Any
+) -> None:
+    await serve()
+    client = await connect()
+    async with client.slot(900_000, drain=True) as slot:
+        kept = slot.tensor((900_000,), torch.uint8)
+    waiting = asyncio.create_task(_slot(client, 900_000))
+    await pass_time(0.5)
+    waiting.cancel()
+    await pass_time(5)
+    assert "kept by living views" not in caplog.text
+    del kept
 
 
 async def _slot(client: shmring.Client, nbytes: int) -> None:
@@ -416,3 +434,36 @@ async def test_an_end_whose_session_has_ended_holds_no_slot(serve: Any, connect:
     client_slot.close()
     await client.close()
     assert end.hold_now(1000, False) is None
+
+
+async def test_a_session_that_has_ended_has_no_timer_of_its_leases(serve: Any, connect: Any) -> None:
+    await serve()
+    client = await connect(lease_idle_s=600)
+    async with client.slot(300_000):  # a lease beside the first
+        pass
+    timer = session_of(client).host_slots._expiry
+    assert not timer.cancelled()
+    await client.close()
+    assert timer.cancelled()
+
+
+async def test_a_lease_that_is_returned_leaves_another_one_writable_that_lies_in_it(serve: Any, connect: Any) -> None:
+    """It lies there where a slot was kept by the engine, and has been dropped since."""
+    await serve()
+    session = session_of(await connect(map_leased_only=True))
+    start = Geometry.LEASABLE_START * BLOCK_NBYTES + 512 * 1024
+
+    def writable() -> list[bool]:
+        lines = [line.split(maxsplit=2)[:2] for line in Path("/proc/self/maps").read_text().splitlines()]
+        addresses = [session._slab.mapping.address + start + block * BLOCK_NBYTES for block in range(4)]
+        ranges = [(*(int(end, 16) for end in range_.split("-")), kind) for range_, kind in lines]
+        return ["w" in kind for address in addresses for first, last, kind in ranges if first <= address < last]
+
+    slots = session.host_slots
+    assert writable() == [False] * 4
+    slots._lease_came(LeaseGrant(0, 1001, start, 4 * BLOCK_NBYTES))
+    slots._lease_came(LeaseGrant(0, 1002, start + BLOCK_NBYTES, 2 * BLOCK_NBYTES))
+    slots._leases_left({1001})
+    assert writable() == [False, True, True, False]
+    slots._leases_left({1002})
+    assert writable() == [False] * 4

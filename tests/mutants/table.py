@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import books, ends, memory, payloads, rings
+from tests.mutants import books, ends, memory, payloads, python_links, rings
 
-FAULTS = (*rings.FAULTS, *books.FAULTS, *ends.FAULTS, *payloads.FAULTS, *memory.FAULTS)
+FAULTS = (
+    *rings.FAULTS,
+    *books.FAULTS,
+    *ends.FAULTS,
+    *payloads.FAULTS,
+    *memory.FAULTS,
+    *python_links.FAULTS,
+)

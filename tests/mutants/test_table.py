@@ -23,12 +23,14 @@ COMPILED = {
 
 @for_each("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_and_its_check_are_in_the_code(fault: Fault) -> None:
-    check_place(fault)
+    source = check_place(fault)
     assert fault.new != fault.old
+    if not fault.is_compiled:
+        compile(source.replace(fault.old, fault.new), fault.file, "exec")  # so that it is noticed for what it does
 
 
 def test_every_compiled_file_has_a_fault() -> None:
-    assert {fault.file for fault in FAULTS} == COMPILED
+    assert {fault.file for fault in FAULTS if fault.is_compiled} == COMPILED
 
 
 def test_no_two_faults_have_one_name() -> None:
@@ -38,7 +40,8 @@ def test_no_two_faults_have_one_name() -> None:
 def test_all_faults_of_a_file_are_behind_switches() -> None:
     changes = collections.defaultdict(list)
     for number, fault in enumerate(FAULTS, 1):
-        changes[fault.file].append(Change(number, fault.old, fault.new))
+        if fault.is_compiled:
+            changes[fault.file].append(Change(number, fault.old, fault.new))
     for file, of_file in changes.items():
         text = with_switches((ROOT / file).read_text(), Path(file).suffix == ".pyx", of_file)
         switched = {int(number) for number in re.findall(r"FAULT\((\d+)\)", text)}

@@ -345,6 +345,28 @@ async def test_what_finds_the_ring_full_leaves_when_there_is_room_and_in_order(o
     assert end.heard() == [large(10 * KIB), Abort(7)]
 
 
+async def test_a_peer_that_sleeps_is_rung_for_what_found_no_room_before(open_end: Any, turns: Any) -> None:
+    end = open_end()
+    end.fill()
+    end.heard()
+    assert end.reader.sleep(), "it has read everything"
+    end.bells()  # of before
+    await turns()
+    assert (end.bells(), end.heard()) == (1, [large(10 * KIB)])
+
+
+async def test_a_peer_that_waits_for_room_is_rung_for_when_there_is_some(asleep: Any) -> None:
+    end = await asleep()
+    record = encode_message(large(10 * KIB))
+    sent = 0
+    while end.writer.write(record):
+        sent += 1
+    assert end.writer.wait_for_space(len(record))
+    assert end.bells() == 0
+    end.link.poll()
+    assert (len(end.owner.messages), end.bells()) == (sent, 1)
+
+
 async def test_drain_waits_while_the_peer_reads_more_slowly(open_end: Any, turns: Any) -> None:
     end = open_end()
     await end.link.drain()
@@ -393,6 +415,23 @@ async def test_who_writes_to_the_ring_itself_can_wait_for_space(asleep: Any, tur
     await waiting
     assert end.link.can_write
     assert end.link.writer.write(record)
+
+
+async def test_room_that_a_sender_has_waited_for_is_not_waited_for_again(asleep: Any, turns: Any) -> None:
+    end = await asleep()
+    while end.link.writer.write(bytes(10 * KIB)):
+        pass
+    end.link.expect_space()  # of the largest record
+    while end.reader.read() is not None:
+        pass
+    end.reader.ring_bell()
+    await turns()
+    assert end.link.can_write
+    end.fill()
+    assert end.reader.read() is not None, "room for what is in the backlog, and not for the largest record"
+    end.reader.ring_bell()
+    await turns()
+    assert end.link.can_write
 
 
 async def test_who_expects_space_that_is_there_does_not_wait(open_end: Any) -> None:
@@ -450,6 +489,16 @@ async def test_a_peer_that_does_not_read_is_reported(open_end: Any, eventually: 
     await eventually(lambda: end.owner.violations)
     assert "unread" in str(end.owner.violations[0])
     assert len(end.owner.violations) == 1
+
+
+async def test_drain_fails_when_this_side_ends_the_connection(open_end: Any, turns: Any) -> None:
+    end = open_end()
+    end.fill()
+    waiting = asyncio.create_task(end.link.drain())
+    await turns()
+    end.link.abort()
+    await turns()
+    assert isinstance(waiting.exception(), PeerLostError)
 
 
 async def test_drain_fails_when_the_connection_ends(open_end: Any) -> None:
@@ -590,6 +639,14 @@ async def test_the_last_words_of_a_peer_that_has_gone_are_read(
     await eventually(lambda: end.owner.losses)
     assert end.owner.messages == words
     assert end.owner.losses == 1
+
+
+async def test_the_last_words_of_a_process_that_has_died_are_read_at_once(asleep: Any) -> None:
+    end = await asleep()
+    words: list[FrontendMessage] = [Abort(number) for number in range(3 * RECORDS_IN_TURN)]
+    end.say(*words)
+    end.link.read_last_words()
+    assert end.owner.messages == words
 
 
 async def test_a_peer_that_has_gone_is_not_read_for_ever(asleep: Any, eventually: Any) -> None:

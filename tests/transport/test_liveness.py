@@ -157,3 +157,19 @@ def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatc
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(PeerLostError, match="namespace"):
         open_peer_pidfd(ours, 0)
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize(
+    "program", ["", "import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)"], ids=["by a signal", "by a debugger"]
+)
+async def test_a_process_that_was_stopped_is_told_from_one_that_runs(program: str, run_python: Any, eventually: Any) -> None:
+    """One that has itself traced (PTRACE_TRACEME) stops for its tracer, which is this process."""
+    child: Process = run_python("-c", f"import os, signal; {program}\nos.kill(os.getpid(), signal.SIGSTOP)")
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), Deaths())
+    await eventually(watch.is_stopped)
+    child.send(signal.SIGKILL)
+    while not os.WIFSIGNALED(os.waitpid(child.pid, 0)[1]):
+        pass  # the tracer is told of the stop as well
+    assert not watch.is_stopped()
+    watch.close()

@@ -122,6 +122,13 @@ def test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken(
     assert 1 < turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 10  # tried again, and given up again
 
 
+def test_what_yields_have_brought_long_ago_does_not_count(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
+    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.0005) > 100
+    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 20
+
+
 @pytest.mark.parametrize("yield_s", [0.0005, 0.0012])
 def test_links_go_on_looking_where_a_yield_brings_more_than_it_costs(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, yield_s: float
@@ -155,6 +162,23 @@ def test_a_turn_ends_when_its_time_is_over(clock: list[float]) -> None:
         assert clock[0] - before <= polling._TURN_S + 0.0015
         if not more:
             break
+
+
+def test_a_link_that_falls_asleep_as_the_turn_is_over_leaves_the_others_theirs(clock: list[float]) -> None:
+    class Slow(Link):
+        def take_turn(self, deadline_s: float) -> bool:
+            clock[0] += polling._TURN_S + 0.001
+            return super().take_turn(deadline_s)
+
+    loop = Loop()
+    poller = Poller(loop)  # type: ignore[arg-type]
+    slow, other = Slow(clock), Link(clock)
+    poller.wake(slow)
+    poller.wake(other)
+    assert loop.iterate()
+    assert (slow.asleep, other.turns) == (True, [])
+    assert not loop.iterate()
+    assert (len(slow.turns), len(other.turns)) == (1, 1)
 
 
 def test_what_a_link_raises_costs_nobody_a_turn(clock: list[float]) -> None:
