@@ -126,8 +126,8 @@ async def connected(gpu: Gpu, own: Own, eventually: Eventually) -> AsyncIterator
     yield make
     gpu.release()
     for exchange in exchanges:
-        exchange.frontend.close()
         client = exchange.frontend._links[ENGINE]._client
+        exchange.frontend.close()
         assert client is not None
         await eventually(lambda client=client: client.closed)
         await eventually(lambda ring=exchange.receiver._ring: ring.statistics().clients == 0)  # it has heard the goodbye

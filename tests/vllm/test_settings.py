@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shmring.config import validate_name
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.vllm.settings import NAMES, PREFIX, Settings
 from tests.tables import for_each
@@ -92,10 +93,17 @@ def test_a_name_leaves_room_for_the_number() -> None:
 def test_the_first_process_names_the_rings_and_its_children_inherit_that() -> None:
     environment: dict[str, str] = {}
     assert name_the_run(PREFIX, "vllm", environment)
-    name = Settings.from_environment(environment).name
-    assert name.startswith(f"vllm-{os.getpid()}-")
+    run = Settings.from_environment(environment).run
+    assert run.startswith(f"vllm-{os.getpid()}-")
     assert not name_the_run(PREFIX, "vllm", environment)
-    assert Settings.from_environment(environment).name == name
+    assert Settings.from_environment(environment).run == run
+
+
+def test_a_name_that_is_made_up_is_one_engine_cores() -> None:
+    settings = Settings(run="vllm-4194304-abcdef")
+    names = {settings.ring_name(65535) for _ in range(100)}
+    assert len(names) == 100
+    assert all(re.fullmatch(r"vllm-4194304-abcdef-65535-\w{6}", validate_name(name)) for name in names)
 
 
 def test_the_page_has_each_of_them() -> None:

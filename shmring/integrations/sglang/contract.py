@@ -22,6 +22,10 @@ MODULES = {
     "wire": "sglang.srt.utils.msgpack_utils",
     "receivers": "sglang.srt.managers.scheduler_components.request_receiver",
     "tokenizers": "sglang.srt.managers.multi_tokenizer_mixin",
+    "managers": "sglang.srt.managers.tokenizer_manager",
+    "channels": "sglang.srt.managers.scheduler_components.ipc_channels",
+    "ports": "sglang.srt.server_args",
+    "controllers": "sglang.srt.managers.data_parallel_controller",
     "requests": "sglang.srt.managers.io_struct",
     "context": "sglang.srt.runtime_context",
 }
@@ -36,6 +40,10 @@ class Hooks:
     wire: Any
     receivers: Any
     tokenizers: Any
+    managers: Any
+    channels: Any
+    ports: Any
+    controllers: Any
     requests: Any
     context: Any
 
@@ -62,6 +70,9 @@ def _functions(hooks: Hooks) -> Iterator[str]:
             (hooks.features.wrap_shm_features, ["obj"]),
             (hooks.tokenizers.write_data_for_multi_tokenizer, ["port_args", "server_args", "scheduler_info"]),
             (hooks.registry.HookRegistry.register, ["target", "hook", "hook_type"]),
+            (hooks.channels.SchedulerIpcChannels.create, ["port_args"]),
+            (hooks.managers.TokenizerManager.init_ipc_channels, ["self", "port_args"]),
+            (hooks.managers.TokenizerManager._send_one_request, ["self", "tokenized_obj"]),
         ]
     )
 
@@ -69,6 +80,7 @@ def _functions(hooks: Hooks) -> Iterator[str]:
 def _uses(hooks: Hooks) -> Iterator[str]:
     """Each tensor goes through what is replaced, and ``OSError`` has it sent in the message."""
     features, receiver = hooks.features, hooks.receivers.SchedulerRequestReceiver
+    manager, controller = hooks.managers.TokenizerManager, hooks.controllers.DataParallelController
     return uses_are_missing(
         [
             (features._wrap_shm_or_inline, ("ShmPointerMMData", "OSError")),
@@ -81,12 +93,19 @@ def _uses(hooks: Hooks) -> Iterator[str]:
             (receiver._pull_raw_reqs, ("pp_rank", "attn_tp_rank", "attn_cp_rank", "sock_recv")),
             (receiver._broadcast_reqs_across_ranks, ("attn_dp_enabled", "attn_cp_tp_broadcast_pyobj", "broadcast_pyobj")),
             (receiver._finalize_shm_features, ("barrier", "unwrap_shm_features", "discard_shm_features")),
+            (manager.__init__, ("init_ipc_channels",)),
+            (manager._send_one_request, ("wrap_shm_features",)),
+            (hooks.ports.PortArgs.init_new, ("uuid4",)),
+            (controller.launch_dp_schedulers, ("instance_id",)),
+            (controller.launch_tensor_parallel_group, ("instance_id",)),
         ]
     )
 
 
 def _fields(hooks: Hooks) -> Iterator[str]:
-    """A request says which scheduler gets it, and what it has."""
+    """A request says which scheduler gets it, and what it has; ports say which server a process belongs to."""
+    if "instance_id" not in hooks.ports.PortArgs.__dataclass_fields__:
+        yield "PortArgs has no instance_id"
     for kind in (hooks.requests.TokenizedGenerateReqInput, hooks.requests.TokenizedEmbeddingReqInput):
         if missing := {"mm_inputs", "routed_dp_rank"} - set(kind.__struct_fields__):
             yield f"{kind.__name__} has no {', '.join(sorted(missing))}"

@@ -20,7 +20,7 @@ class Ends:
 
     Attributes:
         settings: of the plug-in.
-        sender: a tokenizer's.
+        sender: of the tokenizer whose request is being encoded: a process has one for each ``Engine`` that it has made.
         owner: of the rank that receives a scheduler's messages.
         sharer: of the ranks that this one sends them on to.
     """

@@ -6,13 +6,20 @@
 ``wrap_shm_features``               before it: which scheduler gets the request
 ``write_data_for_multi_tokenizer``  before it: processes of ``--tokenizer-worker-num`` load no plug-ins, and get this one with
                                     what they are told
+``SchedulerIpcChannels.create``,    before them: which server this process belongs to. All processes of one know its
+``TokenizerManager.                 ``PortArgs.instance_id``, and no other server's do: so rings are called
+init_ipc_channels``
+``TokenizerManager.                 before it: which of the servers that this process has made gets the request
+_send_one_request``
 ==================================  ====================================================================================
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.promises import broken, not_compiled, stay_off
@@ -20,6 +27,9 @@ from shmring.integrations.sglang.contract import CHECKS, MODULES, find_hooks
 from shmring.integrations.sglang.ends import Ends
 from shmring.integrations.sglang.pointer import replacement
 from shmring.integrations.sglang.settings import PREFIX, Settings
+
+if TYPE_CHECKING:
+    from shmring.integrations.sglang.tokenizer import Sender
 
 __all__ = ["switch_on"]
 
@@ -48,15 +58,17 @@ def switch_on() -> None:
     if hasattr(hooks.features.ShmPointerMMData, "_named"):
         return  # replaced already
     ends = Ends(settings)
+    servers = _Servers(ends, hooks.context)
     register, types = hooks.registry.HookRegistry.register, hooks.registry.HookType
     pointer = replacement(hooks.features.ShmPointerMMData, ends)
     register(f"{MODULES['features']}.ShmPointerMMData", pointer, types.REPLACE)
 
     def before_sending(request: Any) -> None:
+        ends.sender = None
         try:
-            if ends.sender is None:
-                ends.sender = _sender(settings, hooks.context)
-            ends.sender.direct(request)
+            if (sender := servers.sender()) is not None:
+                sender.direct(request)
+                ends.sender = sender
         except Exception:
             logger.exception("shmring: tensors go inline")
 
@@ -66,15 +78,58 @@ def switch_on() -> None:
         except Exception:
             logger.exception("shmring: a scheduler has no slab, and tensors go inline")
 
+    def before_opening(*_: Any, port_args: Any, **__: Any) -> None:
+        try:
+            ends.settings = settings.of_server(port_args.instance_id)
+        except ValueError:
+            logger.exception("shmring: tensors go inline")
+
     def before_telling(port_args: Any, server_args: Any, scheduler_info: dict[str, Any]) -> Any:
         return (port_args, server_args, {**scheduler_info, "shmring": _SwitchingOn()}), {}
 
     register(f"{MODULES['features']}.wrap_shm_features", before_sending, types.BEFORE)
     register(f"{MODULES['receivers']}.SchedulerRequestReceiver.__init__", before_receiving, types.BEFORE)
+    register(f"{MODULES['channels']}.SchedulerIpcChannels.create", before_opening, types.BEFORE)
+    register(f"{MODULES['managers']}.TokenizerManager.init_ipc_channels", servers.is_made, types.BEFORE)
+    register(f"{MODULES['managers']}.TokenizerManager._send_one_request", servers.sends, types.BEFORE)
     register(f"{MODULES['tokenizers']}.write_data_for_multi_tokenizer", before_telling, types.BEFORE)
 
 
-def _sender(settings: Settings, context: Any) -> Any:
+class _Servers:
+    """The servers whose tokenizers are in this process: several, if it has made several of SGLang's ``Engine``.
+
+    Args:
+        ends: of this process.
+        context: SGLang's runtime context.
+    """
+
+    def __init__(self, ends: Ends, context: Any) -> None:
+        self._settings = ends.settings
+        self._context = context
+        self._instances: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by SGLang's TokenizerManager
+        self._senders: weakref.WeakKeyDictionary[Any, Sender] = weakref.WeakKeyDictionary()
+        self._sending: contextvars.ContextVar[Any] = contextvars.ContextVar("shmring sending", default=lambda: None)
+
+    def is_made(self, manager: Any, port_args: Any) -> None:
+        """A tokenizer is being made."""
+        self._instances[manager] = port_args.instance_id
+
+    def sends(self, manager: Any, *_: Any, **__: Any) -> None:
+        """A tokenizer is about to send a request, in this task."""
+        self._sending.set(weakref.ref(manager))
+
+    def sender(self) -> Sender | None:
+        """Returns the half of the tokenizer that sends a request in this task; None: it is not known which one that is."""
+        manager = self._sending.get()()
+        if manager is None or manager not in self._instances:
+            return None
+        sender = self._senders.get(manager)
+        if sender is None:
+            sender = self._senders[manager] = _sender(self._settings.of_server(self._instances[manager]), self._context)
+        return sender
+
+
+def _sender(settings: Settings, context: Any) -> Sender:
     from shmring.integrations.sglang.tokenizer import Sender
 
     parallel = context.get_parallel()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["replacement"]
 
-_KEY = "shmring"  # in a message: the number of the ring, the ids of the client there and of its request
+_KEY = "shmring"  # in a message: the epoch of the ring, the ids of the client there and of its request
 
 
 def replacement(theirs: Any, ends: Ends) -> Any:

@@ -32,7 +32,7 @@ _JOIN_S = 1800.0  # ranks load a model as they start, each at its pace
 _MAX_INFLIGHT = 4096  # of each tokenizer
 _OTHER_NBYTES = 1 << 20  # there are no replies, and ranks are sent what lies in a slot, or takes some kilobytes
 
-Named = tuple[int, int, int]  # the number of the ring, the ids of the client there and of its request
+Named = tuple[int, int, int]  # the epoch of the ring, the ids of the client there and of its request
 
 
 class Owner:
@@ -85,9 +85,10 @@ class Owner:
         Raises:
             ShmringError, TimeoutError: it is not there.
         """
-        place, client_id, request_id = named
-        if place != self._place:
-            raise LocalProtocolError(f"a tensor is in the slab of scheduler {place}, and its request came to {self._place}")
+        epoch, client_id, request_id = named
+        if epoch != self._ring.epoch:
+            self._lost += 1
+            raise LocalProtocolError(f"it is in the slab of another scheduler than {self._place}, to which its request came")
         began_s = time.monotonic()
         try:
             claim = self._ring.take(client_id, request_id, timeout=_TAKE_S)

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from shmring.integrations.environment import Reader, choice, run_variable
+from shmring.integrations.environment import Reader, choice, ring_name, run_variable
 
 __all__ = ["NAMES", "PREFIX", "Settings"]
 
@@ -27,7 +27,8 @@ class Settings:
     Attributes:
         slab_nbytes: ``SHMRING_SGLANG_SLAB``, the slab of each scheduler, in bytes.
         copies: ``SHMRING_SGLANG_COPY``, whether each rank copies tensors out of the slab.
-        name: what rings are called, followed by the scheduler's number. The first process of a server makes it up.
+        name: what rings are called, followed by the scheduler's number. The first process of a server makes it up; see
+            :meth:`of_server`.
     """
 
     slab_nbytes: int = 1 << 30
@@ -48,6 +49,19 @@ class Settings:
             copies=read.value("COPY", "0", choice("0", "1"), "0 or 1") == "1",
             name=environment.get(run_variable(PREFIX), cls.name),
         )
+
+    def of_server(self, instance_id: str) -> Settings:
+        """Returns those of one server, of several that may have this name: one process can make several.
+
+        Args:
+            instance_id: SGLang's, of all processes of that server.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not instance_id:
+            raise ValueError("this server has no instance_id")
+        return dataclasses.replace(self, name=ring_name(f"{self.name}-{instance_id}"))
 
     def ring_name(self, place: int) -> str:
         """What the ring of a scheduler is called, by its data-parallel rank."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import shmring
 from shmring.config import ClientConfig
 from shmring.errors import ShmringError, WouldBlock
+from shmring.integrations.reaching import KeptConnection
 from shmring.integrations.sglang.settings import Settings
 from shmring.integrations.traffic import Reason, Traffic, engine_gauges, reason_of
 
@@ -35,13 +36,28 @@ __all__ = ["Sender"]
 
 logger = logging.getLogger("sglang.shmring")
 
-_CONNECT_S = 10.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late on a busy machine
+_CONNECT_S = 5.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late; it is tried again
 _ANSWER_S = 5.0  # of a scheduler that is busy
 _REPORT_S = 5.0  # between two looks at the schedulers' ends, for metrics
 
 
 class InlineError(OSError):
     """A tensor goes in SGLang's message. By this type SGLang knows a full ``/dev/shm``, and its warning quotes this text."""
+
+
+class _Link(KeptConnection):
+    """To one scheduler's ring."""
+
+    def __init__(self, place: int, name: str, config: ClientConfig) -> None:
+        super().__init__(f"scheduler {place}", logger)
+        self._name = name
+        self._config = config
+
+    async def _connect(self) -> shmring.Client:
+        return await shmring.connect(self._name, self._config, description="SGLang")
+
+    def _connected(self) -> None:
+        logger.info("shmring: tensors go through shared memory (%s)", self._name)
 
 
 class Sender:
@@ -66,7 +82,7 @@ class Sender:
         self._place: int | None = 0 if schedulers == 1 else None  # where the request goes that is being sent
         self._traffic = Traffic(public=public)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: shmring.Client | None = None
+        self._links: list[_Link] = []  # in that loop
         self._keeping_house: asyncio.Task[None] | None = None
         atexit.register(self._say_what_was_sent)
 
@@ -94,18 +110,19 @@ class Sender:
             InlineError: it can't be there.
         """
         place = self._place
-        if place is None or not self.is_connected(place):
-            raise self._inline(tensor, "connecting" if self._client is None else "engine")
-        assert self._client is not None
-        name = self._names[place]
+        if place is None or not self._links:
+            raise self._inline(tensor, "engine" if self._links else "connecting")
+        link = self._links[place]
+        if not link.is_connected:
+            raise self._inline(tensor, link.reason)
         try:
-            submission = self._client.submit_nowait([tensor.detach().contiguous()], engine=name)
+            submission = link.client.submit_nowait([tensor.detach().contiguous()])
         except WouldBlock:
             raise self._inline(tensor, "space") from None
         except Exception as error:
             raise self._inline(tensor, reason_of(error, logger)) from error
         self._traffic.count("copied", tensor.nbytes)
-        named = place, self._client.engines[name].client_id, submission.request_id
+        named = link.epoch, link.client_id, submission.request_id
         return named, functools.partial(self._give_up, submission)
 
     def _give_up(self, submission: shmring.Submission) -> None:
@@ -121,32 +138,30 @@ class Sender:
 
     def is_connected(self, place: int) -> bool:
         """Whether tensors can be sent to a scheduler."""
-        return self._client is not None and self._client.engines[self._names[place]].connected
+        return bool(self._links) and self._links[place].is_connected
 
     def connect(self) -> None:
-        """Begins to connect, in the loop that runs; the first requests go before that has happened."""
+        """Goes on trying to connect, in the loop that runs; requests go before that has happened. For each request."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
         if loop is not self._loop:
-            self._loop, self._client = loop, None
-            self._keeping_house = loop.create_task(self._keep_house(), name="shmring")
+            self._loop = loop
+            self._links = [_Link(place, name, self._config) for place, name in enumerate(self._names)]
+            self._keeping_house = loop.create_task(self._keep_house(), name="shmring") if self._public else None
+        for link in self._links:
+            link.keep_trying()
 
     async def _keep_house(self) -> None:
-        try:
-            client = await shmring.connect(self._names, self._config, reconnect=False, description="SGLang")
-        except (ShmringError, OSError, ValueError) as error:
-            logger.warning("shmring: tensors go inline, since there is no ring %s: %s", " or ".join(self._names), error)
-            return
-        self._client = client
-        logger.info("shmring: tensors go through shared memory (%s)", ", ".join(self._names))
-        while self._public and not client.closed:
-            for place, name in enumerate(self._names):
+        """Shows what schedulers report; connects anew also where no request comes."""
+        while True:
+            for place, link in enumerate(self._links):
+                link.keep_trying()
                 try:
-                    report = await client.call("report", engine=name, timeout=_ANSWER_S)
+                    report = await link.client.call("report", timeout=_ANSWER_S)
                 except (ShmringError, TimeoutError):
-                    continue  # it is busy, or has gone
+                    continue  # it is busy, has gone, or is not reached yet
                 for key, gauge in engine_gauges().items():
                     if key in report:
                         gauge.labels(str(place)).set(report[key])
@@ -157,8 +172,8 @@ class Sender:
         if self._keeping_house is not None:
             self._keeping_house.cancel()
             await asyncio.wait([self._keeping_house])
-        if self._client is not None:
-            await self._client.close()
+        for link in self._links:
+            await link.close()
 
     def _say_what_was_sent(self) -> None:
         if self._traffic.tensors:

@@ -83,6 +83,7 @@ def _attributes(hooks: Hooks) -> Iterator[str]:
             (clients.SyncMPClient._send_input, ("encoder", "encode", "core_engine")),
             (clients.AsyncMPClient.add_request_async, ("_send_input", "ADD")),
             (clients.SyncMPClient.add_request, ("_send_input", "ADD")),
+            (clients.SyncMPClient.call_utility, ("utility_results", "_send_input", "UTILITY", "Future")),
             (core.__init__, ("tensor_ipc_receiver", "engine_index", "process_input_sockets")),
             (core.process_input_sockets, ("tensor_ipc_receiver", "preprocess_add_request", "_handle_request_preproc_error")),
             (core._handle_client_request, ("UTILITY", "ADD")),

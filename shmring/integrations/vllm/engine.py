@@ -5,6 +5,9 @@ came another way. Frontends have submitted these before they sent the message, s
 moment. A tensor for one request is taken and its claim ended; its views keep the slot until the request has ended. A kept
 tensor's claim stays open until its API server drops it, in the same stream of messages, or is gone.
 
+An engine core may have no ring: there is no memory, or another engine has its name. Then it says so to who asks, is told no
+references, and vLLM's messages carry the tensors. A name may come free, so that is waited for.
+
 The provider must not raise, since vLLM's input thread would end with it. What is not there is noted; the wrapped
 ``preprocess_add_request`` raises then, and vLLM fails that one request.
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from shmring.errors import ShmringError
+from shmring.errors import LocalProtocolError, ShmringError
 from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.payloads import checksum
 from shmring.integrations.vllm.settings import Settings
@@ -35,6 +39,7 @@ __all__ = ["HandedOver", "LostTensorError", "Receiver"]
 
 logger = logging.getLogger("vllm.shmring")
 
+_FREE_S = 1.0  # between two looks at a name that another engine has: a look costs microseconds
 _WAITED_S = 0.001  # to find what is there takes microseconds
 
 _Key = tuple[int, int]  # ids of the client and of its request
@@ -55,9 +60,6 @@ class Receiver:
         engine_ring: of this process, where workers may have joined it; ``None``: one that nobody else uses.
         gpu: the one that this process runs the model on, for a device slab; or why there is none.
         own: vLLM's own provider, for tensors that did not go through shmring; None: it has none.
-
-    Raises:
-        ShmringError, OSError: there can't be a ring.
     """
 
     def __init__(
@@ -82,18 +84,70 @@ class Receiver:
         self._losses: list[str] = []  # of the message that is being decoded
         self._taken = self._hits = self._waits = self._lost = 0
         self._wait_s = 0.0
+        self._index = engine_index
+        self._opened: Ring | None = None
+        self._why_not = ""  # it is not open
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # of the ring, for who opens and who closes
         if not self._engine_ring.is_expected:
             self._engine_ring.expect(engine_index)
-        self._ring: Ring = self._engine_ring.open(pin, gpu=gpu)
         self._engine_ring.receiver = self
+        try:
+            self._open(pin, gpu)
+        except LocalProtocolError as error:  # another engine has the name
+            self._why_not = str(error)
+            threading.Thread(target=self._open_when_free, args=(pin, gpu), daemon=True, name="shmring opening").start()
+            self._say_that_there_is_none("; it opens one when the name is free")
+        except (ShmringError, OSError, ValueError) as error:
+            self._why_not = str(error)
+            self._say_that_there_is_none("")
+
+    def _open(self, pin: Literal["auto", "on", "off"], gpu: int | str) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._opened = self._engine_ring.open(pin, gpu=gpu)
         logger.info(
             "shmring: engine core %d has a slab of %d MiB (%s); its tensors are %s; %s",
-            engine_index,
-            settings.slab_nbytes >> 20,
-            self._ring.name,
+            self._index,
+            self._settings.slab_nbytes >> 20,
+            self._opened.name,
             self._what_becomes_of_tensors(),
             self._what_becomes_of_those_on_gpus(),
         )
+
+    def _open_when_free(self, pin: Literal["auto", "on", "off"], gpu: int | str) -> None:
+        while not self._closing.wait(_FREE_S):
+            try:
+                self._open(pin, gpu)
+            except LocalProtocolError as error:
+                self._why_not = str(error)
+                continue
+            except (ShmringError, OSError, ValueError) as error:
+                self._why_not = str(error)
+                self._say_that_there_is_none("")
+            return
+
+    def _say_that_there_is_none(self, what_then: str) -> None:
+        logger.warning(
+            "shmring: engine core %d has no slab, and tensors go inline: %s%s", self._index, self._why_not, what_then
+        )
+
+    @property
+    def _ring(self) -> Ring:
+        """The ring.
+
+        Raises:
+            LostTensorError: it is not open.
+        """
+        if self._opened is None:
+            raise LostTensorError(f"this engine core has no slab: {self._why_not}")
+        return self._opened
+
+    def where(self) -> tuple[str, int] | str:
+        """Returns what API servers are told who ask: the ring's name and its epoch; or why there is none."""
+        ring = self._opened
+        return self._why_not if ring is None else (ring.name, ring.epoch)
 
     def _what_becomes_of_tensors(self) -> str:
         if not self.copies:
@@ -115,7 +169,9 @@ class Receiver:
         if self._own is not None and "shmring" not in reference:
             return self._own(dtype, shape, reference)
         try:
-            client_id, request_id, is_kept = reference["shmring"]
+            client_id, request_id, is_kept, epoch = reference["shmring"]
+            if epoch != self._ring.epoch:
+                raise LostTensorError("it is in the slab of another engine core")
             key = client_id, request_id
             tensor = self._tensor_of(key, is_kept=is_kept)
             self.drop(client_id, reference.get("drop", ()))
@@ -232,7 +288,7 @@ class Receiver:
             if claim is None:  # no request that names it was decoded, as happens where one was not sent
                 try:
                     claim = self._ring.take(*key, timeout=0)
-                except (ShmringError, TimeoutError):
+                except (ShmringError, TimeoutError, LostTensorError):
                     continue  # it has ended with its API server
             claim.done()
 
@@ -267,13 +323,17 @@ class Receiver:
 
     def close(self) -> None:
         """Gives the slab up, and says in the log what came through it."""
+        with self._lock:
+            self._closing.set()
+            opened, self._opened, self._why_not = self._opened, None, "it has ended"
+        if opened is not None:
+            self._engine_ring.leave()
         logger.info(
             "shmring: tensors received through shared memory: %d copied once, %d kept ones again, %d lost",
             self._taken,
             self._hits,
             self._lost,
         )
-        self._engine_ring.leave()
 
 
 def _check(tensor: torch.Tensor, dtype: str, shape: Sequence[int], crc: int | None) -> None:

@@ -40,6 +40,7 @@ class EngineRing:
     Attributes:
         receiver: the half of the engine core that takes tensors of API servers; ``None``: there is none (yet).
         index: vLLM's number of this engine core; ``None``: this process is none, or it is not known yet.
+        name: what its ring is called; empty: it is no engine core, or not known to be one yet.
         has_workers: whether workers are sent what lies here.
         no_device_slab: why the ring has no device slab; empty: it has one.
     """
@@ -50,6 +51,7 @@ class EngineRing:
         self.no_device_slab = "workers run the model, and not the engine core" if settings.device_slab_nbytes else NOT_SET
         self._settings = settings
         self.index: int | None = None
+        self.name = ""
         self._ring: Ring | None = None
         self._users = 0
         self._reporting = ThreadPoolExecutor(1, "shmring report")
@@ -58,6 +60,7 @@ class EngineRing:
     def expect(self, engine_index: int) -> None:
         """This process is an engine core, and API servers will connect."""
         self.index, self._pid = engine_index, os.getpid()
+        self.name = self._settings.ring_name(engine_index)
 
     @property
     def is_expected(self) -> bool:
@@ -74,6 +77,7 @@ class EngineRing:
             gpu: on which there is to be a device slab; or why there is to be none. If it is not open.
 
         Raises:
+            LocalProtocolError: another engine has the name.
             ShmringError, OSError: there can't be a ring.
         """
         assert self.index is not None
@@ -92,10 +96,9 @@ class EngineRing:
     def _serve(self, config: RingConfig, served_by: Literal["thread", "both"], gpu: int | str | None) -> Ring:
         from shmring import threads
 
-        assert self.index is not None
         serve = functools.partial(
             threads.serve,
-            self._settings.ring_name(self.index),
+            self.name,
             calls={"report": self._report_in_loop},
             untaken_s=_UNTAKEN_S,
             served_by=served_by,

@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmring.errors import ShmringError
 from shmring.integrations.traffic import Traffic, engine_gauges
 from shmring.integrations.vllm.cancellation import held_back
-from shmring.integrations.vllm.link import AsyncLink, ThreadLink, client_config
+from shmring.integrations.vllm.link import AsyncLink, ThreadLink, Where, client_config
 from shmring.integrations.vllm.payloads import large_tensors
 from shmring.integrations.vllm.request_tensors import RequestTensors
 from shmring.integrations.vllm.settings import Settings
@@ -95,19 +97,6 @@ class _Frontend:
             in_slab.settle(prepared.tensors)
         return sent
 
-    def _say_what_is_on(self, links: Sequence[AsyncLink | ThreadLink]) -> None:
-        """Says which way tensors go, where an engine core is reached."""
-        connected = [link for link in links if link.is_connected]
-        if connected:
-            kept = sum(link.book.budget_nbytes for link in connected if link.book is not None)
-            logger.info(
-                "shmring: tensors of %d bytes and more go through shared memory (%s); %s; %s",
-                self._settings.min_nbytes,
-                ", ".join(link.name for link in connected),
-                f"up to {kept >> 20} MiB of them stay there" if kept else "none of them stay there",
-                "; ".join(dict.fromkeys(str(link.on_gpu) for link in connected)),
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
@@ -132,13 +121,31 @@ class SyncFrontend(_Frontend):
         settings: the plug-in's.
         engines: vLLM's identities of the engine cores.
         own: vLLM's own consumer of tensors.
+        ask_ring: asks an engine core, in this thread, what its ring is; returns what will have the answer. None: the ring of
+            the name that is set, whoever has it.
     """
 
-    def __init__(self, settings: Settings, engines: Sequence[bytes], own: Any = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Sequence[bytes],
+        own: Any = None,
+        ask_ring: Callable[[bytes], Future[Any]] | None = None,
+    ) -> None:
         super().__init__(settings, own, public=False)
         config = client_config(settings, 1)
-        self._links = {engine: ThreadLink(settings.ring_name(number_of(engine)), config, settings) for engine in engines}
-        self._say_what_is_on(list(self._links.values()))
+
+        def asking(engine: bytes) -> Callable[[], Future[Any]]:
+            return functools.partial(ask_ring or self._by_name, engine)
+
+        self._links = {engine: ThreadLink(number_of(engine), asking(engine), config, settings) for engine in engines}
+        for link in self._links.values():
+            link.keep_trying()
+
+    def _by_name(self, engine: bytes) -> Future[Any]:
+        answered: Future[Any] = Future()
+        answered.set_result((self._settings.ring_name(number_of(engine)), 0))
+        return answered
 
     def divert(self, request: Any, engine: bytes, send: Callable[[], _Sent]) -> _Sent:
         """Sends a request.
@@ -148,14 +155,18 @@ class SyncFrontend(_Frontend):
             engine: the identity of the engine core that gets it.
             send: has vLLM encode and send it.
         """
-        prepared = self._prepare(request, self._links.get(engine))
+        link = self._links.get(engine)
+        if link is not None and not link.is_connected:
+            link.keep_trying()
+            link.wait_tried()
+        prepared = self._prepare(request, link)
         return send() if prepared is None else self._post(prepared, send)
 
     def close(self) -> None:
         """Disconnects, and says in the log what went which way."""
-        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
         for link in self._links.values():
             link.close()
+        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
 
 
 class AsyncFrontend(_Frontend):
@@ -168,6 +179,8 @@ class AsyncFrontend(_Frontend):
         own: vLLM's own consumer of tensors.
         tell_drops: awaited with the identity of an engine core, the id of its client and numbers of kept tensors, tells it
             in vLLM's own order of messages to drop them; returns false when vLLM's client has gone.
+        find_ring: awaited with the identity of an engine core, asks it by vLLM's own way what its ring is. None: the ring of
+            the name that is set, whoever has it.
     """
 
     def __init__(
@@ -179,27 +192,40 @@ class AsyncFrontend(_Frontend):
         *,
         keeps: bool,
         own: Any = None,
+        find_ring: Callable[[bytes], Awaitable[Where]] | None = None,
     ) -> None:
         super().__init__(settings, own, public=True)
         config = client_config(settings, api_servers)
         keep_nbytes = settings.keep_nbytes // api_servers if keeps else 0
+
+        def finding(engine: bytes) -> Callable[[], Awaitable[Where]]:
+            return functools.partial(find_ring or self._by_name, engine)
+
         self._links = {
-            engine: AsyncLink(settings.ring_name(number_of(engine)), config, settings, keep_nbytes) for engine in engines
+            engine: AsyncLink(number_of(engine), finding(engine), config, settings, keep_nbytes) for engine in engines
         }
         self._tell_drops = tell_drops
         self._keeping_house: asyncio.Task[None] | None = None
         self._came = asyncio.Event()  # a request, since the last look
 
+    async def _by_name(self, engine: bytes) -> Where:
+        return Where(self._settings.ring_name(number_of(engine)))
+
     def start(self) -> None:
         """Begins to connect, in the running loop. A second call does nothing."""
         if self._keeping_house is None:
             self._keeping_house = asyncio.get_running_loop().create_task(self._keep_house(), name="shmring")
+            for link in self._links.values():
+                link.keep_trying()
 
     def divert(self, request: Any, engine: bytes, send: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         """Sends a request; the same as :meth:`SyncFrontend.divert`, but for the result, which is to be awaited."""
         self.start()
         self._came.set()
-        prepared = self._prepare(request, self._links.get(engine))
+        link = self._links.get(engine)
+        if link is not None:
+            link.keep_trying()
+        prepared = self._prepare(request, link)
         if prepared is None:
             return send()
         return self._post_later(prepared, send) if prepared.waiting else self._post(prepared, send)
@@ -209,17 +235,12 @@ class AsyncFrontend(_Frontend):
         return await self._post(prepared, send)
 
     async def _keep_house(self) -> None:
-        """Connects; then takes care of what no request takes care of: drops that nothing takes along, and gauges."""
-        await asyncio.gather(*(link.connect() for link in self._links.values()))
-        self._say_what_is_on(list(self._links.values()))
+        """Takes care of what no request takes care of: lost connections, drops that nothing takes along, and gauges."""
         pauses, last_came = 0, 0
         while True:
             for engine, link in self._links.items():
-                if link.book is None:
-                    continue
-                if not link.is_connected:
-                    link.book.clear()
-                elif not await self._send_drops(engine, link):
+                link.keep_trying()
+                if not await self._send_drops(engine, link):
                     return
             if self._came.is_set():
                 self._came.clear()
@@ -235,16 +256,18 @@ class AsyncFrontend(_Frontend):
                 await asyncio.sleep(_DROP_S)
 
     async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
-        assert link.book is not None
-        link.book.reap()
-        drops = link.book.take_drops()
+        book = link.book
+        if book is None or not link.is_connected:
+            return True
+        book.reap()
+        drops = book.take_drops()
         if not drops:
             return True
         try:
             return await self._tell_drops(engine, link.client_id, drops)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises: it is told again, or it has ended
+            book.put_back(drops)
             logger.debug("shmring: an engine core could not be told what to drop: %r", error)
-            link.book.put_back(drops)
             return True
 
     async def _update_gauges(self) -> None:
@@ -258,19 +281,18 @@ class AsyncFrontend(_Frontend):
 
     def close(self) -> None:
         """Disconnects as soon as the loop can, and says in the log what went which way. From any thread."""
-        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
         keeping_house, self._keeping_house = self._keeping_house, None
-        if keeping_house is None:
-            return
-        loop = keeping_house.get_loop()
+        if keeping_house is not None:
+            loop = keeping_house.get_loop()
 
-        def disconnect() -> None:
-            keeping_house.cancel()
-            for link in self._links.values():
-                loop.create_task(link.close())
+            def disconnect() -> None:
+                keeping_house.cancel()
+                for link in self._links.values():
+                    loop.create_task(link.close())
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine cores see that this process ends
-            loop.call_soon_threadsafe(disconnect)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the engine cores see that this process ends
+                loop.call_soon_threadsafe(disconnect)
+        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
 
 
 def number_of(engine: bytes) -> int:

@@ -174,13 +174,6 @@ class Book:
         """Whether the engine core is to be told of some."""
         return bool(self._drops)
 
-    def clear(self) -> None:
-        """Forgets everything: the engine core has gone."""
-        self._entries.clear()
-        self._dead.clear()
-        self._drops.clear()
-        self.nbytes = 0
-
     def _evict(self, is_enough: Callable[[], bool]) -> bool:
         if is_enough():
             return True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shmring.errors import WouldBlock
 from shmring.integrations.traffic import Reason, Traffic, reason_of
-from shmring.integrations.vllm.kept import Entry
+from shmring.integrations.vllm.kept import Book, Entry
 from shmring.integrations.vllm.link import LONGEST_IN_LOOP_NBYTES, AsyncLink, ThreadLink
 from shmring.integrations.vllm.on_gpu import NotOnThisGpuError, gpu_of
 from shmring.integrations.vllm.payloads import checksum
@@ -35,9 +35,13 @@ _Way = Literal["copied", "kept", "device"]
 class _Piece:
     """A tensor that is in the slab: kept there by an entry, or for this message alone. Or in the device slab, for this one."""
 
-    __slots__ = ("checksum", "entry", "is_used", "nbytes", "submission", "way")
+    __slots__ = ("book", "checksum", "client", "entry", "is_used", "nbytes", "submission", "way")
 
-    def __init__(self, nbytes: int, submission: Any, entry: Entry | None, way: _Way, *, checksum: int) -> None:
+    def __init__(
+        self, link: AsyncLink | ThreadLink, nbytes: int, submission: Any, entry: Entry | None, way: _Way, *, checksum: int
+    ) -> None:
+        self.client = link.client_id, link.epoch  # of this connection, as the book: another one may follow before it is sent
+        self.book = link.book
         self.nbytes = nbytes
         self.submission: Submission = submission
         self.entry = entry
@@ -61,7 +65,7 @@ class RequestTensors:
         self._checks = checks
         self._pieces: dict[int, _Piece] = {}
         self._inline: dict[int, Reason] = {}
-        self._drops: list[int] = []
+        self._drops: list[tuple[Book, list[int]]] = []
         self._copied_in_loop_nbytes = 0
 
     # -- before the message is made ------------------------------------------------------------------------------------
@@ -69,8 +73,7 @@ class RequestTensors:
     def place_now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Places what needs no waiting, and returns the rest."""
         if not self._link.is_connected:
-            reason: Reason = "connecting" if self._link.is_connecting else "engine"
-            self._inline.update((id(tensor), reason) for tensor in tensors)
+            self._inline.update((id(tensor), self._link.reason) for tensor in tensors)
             return []
         return [tensor for tensor in tensors if not (self._find(tensor) or self._copy_now(tensor))]
 
@@ -97,7 +100,7 @@ class RequestTensors:
         entry = book.find(tensor) if book is not None else None
         if entry is None:
             return False
-        self._pieces[id(tensor)] = _Piece(tensor.nbytes, entry.submission, entry, "kept", checksum=entry.checksum)
+        self._pieces[id(tensor)] = _Piece(self._link, tensor.nbytes, entry.submission, entry, "kept", checksum=entry.checksum)
         return True
 
     def _copy_now(self, tensor: torch.Tensor) -> bool:
@@ -138,7 +141,7 @@ class RequestTensors:
         """It is in the slab: for this message, or for others as well. The device slab keeps none: a copy on a GPU is cheap."""
         book, on_gpu = self._link.book, gpu_of(tensor) is not None
         entry = book.add(tensor, submission) if book is not None and not on_gpu and book.make_room(tensor.nbytes) else None
-        piece = _Piece(tensor.nbytes, submission, entry, "device" if on_gpu else "copied", checksum=0)
+        piece = _Piece(self._link, tensor.nbytes, submission, entry, "device" if on_gpu else "copied", checksum=0)
         self._pieces[id(tensor)] = piece
         if self._checks:
             piece.checksum = checksum(tensor)
@@ -159,13 +162,14 @@ class RequestTensors:
             self._inline[id(tensor)] = "twice"  # as a claim for one message is taken once
             return None
         piece.is_used = True
-        reference: dict[str, Any] = {"shmring": [self._link.client_id, piece.submission.request_id, piece.entry is not None]}
+        client_id, epoch = piece.client
+        reference: dict[str, Any] = {"shmring": [client_id, piece.submission.request_id, piece.entry is not None, epoch]}
         if self._checks:
             reference["crc"] = piece.checksum
-        book = self._link.book
+        book = piece.book
         if book is not None and book.has_drops:  # whatever was sent before this has its views already
             drops = book.take_drops()
-            self._drops += drops
+            self._drops.append((book, drops))
             reference["drop"] = drops
         return reference
 
@@ -185,14 +189,14 @@ class RequestTensors:
         """The message was not sent: nobody will take what is there for it alone."""
         for piece in self._pieces.values():
             piece.is_used = False
-        if self._link.book is not None:
-            self._link.book.put_back(self._drops)
+        for book, drops in self._drops:
+            book.put_back(drops)
         self._leave()
 
     def _leave(self) -> None:
         for piece in self._pieces.values():
-            if piece.entry is not None and self._link.book is not None:
-                self._link.book.used(piece.entry)
+            if piece.entry is not None and piece.book is not None:
+                piece.book.used(piece.entry)
             elif not piece.is_used:
                 piece.submission.abort()
         self._pieces.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Literal
 
@@ -47,7 +48,9 @@ class Settings:
         take_timeout_s: ``SHMRING_VLLM_TAKE_TIMEOUT_S``, how long an engine core waits for a tensor that a request names.
         pin: ``SHMRING_VLLM_PIN``, whether the slab is registered with CUDA; as ``RingConfig.pin``.
         check: ``SHMRING_VLLM_CHECK``, whether each tensor's checksum is compared at the other end, for finding errors.
-        name: ``SHMRING_VLLM_NAME``, what rings are called, followed by the engine core's number.
+        name: ``SHMRING_VLLM_NAME``, what rings are called, followed by the engine core's number; empty: each engine core makes
+            a name up.
+        run: what made-up names begin with: the first process of a server says it to the others.
         workers: ``SHMRING_VLLM_WORKERS``, whether an engine core and its workers talk through shmring.
         broadcast_nbytes: ``SHMRING_VLLM_BROADCAST``, memory of each engine core for what it sends its workers and no API
             server has put into the slab.
@@ -62,7 +65,8 @@ class Settings:
     take_timeout_s: float = 5.0
     pin: Literal["auto", "on", "off"] = "auto"
     check: bool = False
-    name: str = "vllm"
+    name: str = ""
+    run: str = "vllm"
     workers: bool = True
     broadcast_nbytes: int = 256 << 20
     device_slab_nbytes: int = 0  # until it has run on a GPU
@@ -87,17 +91,13 @@ class Settings:
             ),
             pin=read.value("PIN", cls.pin, choice("auto", "on", "off"), "auto, on or off"),
             check=read.value("CHECK", "0", choice("0", "1"), "0 or 1") == "1",
-            name=read.value(
-                "NAME",
-                environment.get(run_variable(PREFIX), cls.name),
-                ring_name,
-                "letters, digits, '.', '_' and '-', at most 56",
-            ),
+            name=read.value("NAME", cls.name, ring_name, "letters, digits, '.', '_' and '-', at most 56"),
+            run=environment.get(run_variable(PREFIX), cls.run),
             workers=read.value("WORKERS", "1", choice("0", "1"), "0 or 1") == "1",
             broadcast_nbytes=read.nbytes("BROADCAST", cls.broadcast_nbytes, _MIN_SLAB_NBYTES, "a size of 16MiB or more"),
             device_slab_nbytes=read.value("DEVICE_SLAB", cls.device_slab_nbytes, _device_slab, "a size of 16MiB or more, or 0"),
         )
 
     def ring_name(self, engine_index: int) -> str:
-        """What an engine core's ring is called."""
-        return f"{self.name}-{engine_index}"
+        """Returns what an engine core's ring is called; a made-up name is another one each time."""
+        return f"{self.name}-{engine_index}" if self.name else f"{self.run}-{engine_index}-{secrets.token_hex(3)}"

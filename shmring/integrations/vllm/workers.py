@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shmring.errors import ShmringError
+from shmring.errors import LocalProtocolError, ShmringError
 from shmring.integrations.vllm.peers import Peers
 from shmring.integrations.vllm.queues import Handle, Reader, Writer
 
@@ -78,16 +78,25 @@ class Queues:
 
     def _steps(self, ranks: Sequence[int]) -> Writer:
         self._peers = Peers()
-        if self._engine_ring.is_expected and not self._engine_ring.has_workers:
-            pin: Literal["on", "off"] = "on" if self._settings.pin == "on" else "off"  # the GPUs are the workers'
-            ring = self._engine_ring.open(pin, served_by="both")  # what API servers want, they want while this one sleeps, too
-            self._engine_ring.has_workers = True
-            close = self._engine_ring.leave
-        else:
+        close = self._engine_ring.leave
+        if (ring := self._engines_own()) is None:
             ring = self._serve(self._settings.broadcast_nbytes)
             close = ring.close
         logger.info("shmring: %d workers are sent their steps through shared memory (%s)", len(ranks), ring.name)
         return Writer(ring, ranks, peers=self._peers, may_view=_is_to_compute, lies_in_slot=self._lies_in_slot, close=close)
+
+    def _engines_own(self) -> Ring | None:
+        """The ring that API servers connect to; None: it is none of this executor's, or another engine has its name (then the
+        engine core says so, and tensors are copied for workers)."""
+        if not self._engine_ring.is_expected or self._engine_ring.has_workers:
+            return None
+        pin: Literal["on", "off"] = "on" if self._settings.pin == "on" else "off"  # the GPUs are the workers'
+        try:
+            ring = self._engine_ring.open(pin, served_by="both")  # what API servers want, they want while this one sleeps, too
+        except LocalProtocolError:
+            return None
+        self._engine_ring.has_workers = True
+        return ring
 
     def _answers(self, ranks: Sequence[int]) -> Writer:
         return Writer(self._serve(_ANSWERS_NBYTES), ranks)

@@ -10,6 +10,7 @@
 ``MessageQueue`` in its module             queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
 ``group_and_batch_mm_items``               the stream that reads tensors in a device slab waits for who writes them
+``EngineCoreProc.shmring_ring``            new: what an API server calls to learn which ring is its engine core's
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
 =========================================  =============================================================================
 
@@ -22,8 +23,10 @@ import asyncio
 import functools
 import logging
 import os
+import uuid
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from shmring.integrations.environment import name_the_run
@@ -120,14 +123,38 @@ def _attach(client: Any, settings: Settings, *, is_async: bool) -> None:
         )
         return
     engines = list(client.core_engines)
-    frontend = _async_frontend(client, settings, engines, own) if is_async else SyncFrontend(settings, engines, own)
+    if is_async:
+        frontend = _async_frontend(client, settings, engines, own)
+    else:  # which has one engine core
+        frontend = SyncFrontend(settings, engines[:1], own, _question_of(client))
     client.encoder.oob_tensor_consumer = frontend
     setattr(client, _MARK, frontend)
     setattr(client, _MARK + "_detach", weakref.finalize(client, frontend.close))
 
 
+def _question_of(client: Any) -> Callable[[bytes], Future[Any]]:
+    """Returns what asks the engine core of a client without a loop what its ring is, and does not wait for the answer."""
+    reference = weakref.ref(client)
+
+    def ask_ring(_: bytes) -> Future[Any]:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        client = reference()
+        answer: Future[Any] = Future()
+        if client is None:
+            answer.set_exception(RuntimeError("vLLM's client has gone"))
+        else:  # as call_utility does
+            call_id = uuid.uuid1().int >> 64
+            client.utility_results[call_id] = answer
+            client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, "shmring_ring", ()))
+        return answer
+
+    return ask_ring
+
+
 def _async_frontend(client: Any, settings: Settings, engines: list[bytes], own: Any) -> Any:
     from shmring.integrations.vllm.frontend import AsyncFrontend
+    from shmring.integrations.vllm.link import Where
 
     reference = weakref.ref(client)
 
@@ -140,10 +167,18 @@ def _async_frontend(client: Any, settings: Settings, engines: list[bytes], own: 
         await calling
         return True
 
+    async def find_ring(engine: bytes) -> Where:
+        client = reference()
+        if client is None:
+            raise RuntimeError("vLLM's client has gone")
+        asking = client._call_utility_async("shmring_ring", engine=engine)
+        del client
+        return Where.of(await asking)
+
     parallel = client.vllm_config.parallel_config
     api_servers = max(1, getattr(parallel, "_api_process_count", 1))
     keeps = _has_processor_cache(client.vllm_config)
-    frontend = AsyncFrontend(settings, engines, api_servers, tell_drops, keeps=keeps, own=own)
+    frontend = AsyncFrontend(settings, engines, api_servers, tell_drops, keeps=keeps, own=own, find_ring=find_ring)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -195,6 +230,12 @@ def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> No
             if (receiver := getattr(self, _MARK, None)) is not None:
                 receiver.close()
 
+    def shmring_ring(self: Any) -> tuple[str, int] | str:
+        """Called by API servers: the name and the epoch of this engine core's ring, or why there is none."""
+        receiver = getattr(self, _MARK, None)
+        where: tuple[str, int] | str = "shmring is off in it" if receiver is None else receiver.where()
+        return where
+
     def shmring_drop(self: Any, client_id: int, request_ids: list[int]) -> None:
         """Called by API servers, in the order of their messages: drops kept tensors."""
         if (receiver := getattr(self, _MARK, None)) is not None:
@@ -203,6 +244,7 @@ def _wrap_cores(hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> No
     core.process_input_sockets = process_input_sockets
     core.preprocess_add_request = preprocess_add_request
     core.shutdown = shutdown
+    core.shmring_ring = shmring_ring
     core.shmring_drop = shmring_drop
 
 
@@ -238,15 +280,14 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
         gpu = _gpu_of(core, settings, copies=copies)
         own = core.tensor_ipc_receiver
         receiver = Receiver(settings, core.engine_index, copies=copies, pin=pin, engine_ring=engine_ring, gpu=gpu, own=own)
-        if not engine_ring.no_device_slab:
+        core.tensor_ipc_receiver = receiver  # also without a ring: a reference to another one's fails its request
+        setattr(core, _MARK, receiver)
+        if isinstance(gpu, int):
             _order_what_gpus_read(receiver)
         if has_gpu:
             _hold_what_copies_read(hooks)
     except Exception:
-        logger.exception("shmring: engine core %d has no slab, and tensors go inline", core.engine_index)
-    else:
-        core.tensor_ipc_receiver = receiver
-        setattr(core, _MARK, receiver)
+        logger.exception("shmring stays off in engine core %d, and tensors go inline", core.engine_index)
 
 
 def _gpu_of(core: Any, settings: Settings, *, copies: bool) -> int | str:
