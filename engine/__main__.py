@@ -7,11 +7,11 @@ Options are checked before torch is imported. Under the supervisor, settings com
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
+from shmring.core.loggers import logger_of
 from shmring.engine.logs import configure_logging
 from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
@@ -20,7 +20,7 @@ from shmring.engine.supervision import SupervisorLink
 
 __all__ = ["main"]
 
-logger = logging.getLogger("shmring.engine")
+logger = logger_of("shmring.engine")
 
 
 @click.command(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import traceback
 from collections import deque
@@ -27,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.answers import checked, without_frames
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
@@ -40,7 +40,7 @@ from shmring.engine.scheduler import Scheduler, SchedulerConfig
 
 __all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
-logger = logging.getLogger("shmring.engine.core")
+logger = logger_of("shmring.engine.core")
 
 _Result = TypeVar("_Result")
 

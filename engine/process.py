@@ -18,6 +18,7 @@ import torch
 import uvloop
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
@@ -27,7 +28,7 @@ from shmring.engine.tracing import start_tracing, stop_tracing
 
 __all__ = ["run"]
 
-logger = logging.getLogger("shmring.engine")
+logger = logger_of("shmring.engine")
 
 _STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
 

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import UNSET, UnsetType
 
+from shmring.core.loggers import logger_of
+
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
@@ -58,7 +60,7 @@ _LATENCIES = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "dec
 
 _NO_SPAN = contextlib.nullcontext()
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _provider: TracerProvider | None = None
 _tracer: Tracer | None = None

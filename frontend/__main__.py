@@ -8,11 +8,11 @@ come through a socket instead, and it shares a listening socket with its sibling
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
+from shmring.core.loggers import logger_of
 from shmring.engine.logs import configure_logging
 from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
 from shmring.engine.supervision import SupervisorLink
@@ -21,7 +21,7 @@ from shmring.frontend.settings import ProcessSettings
 
 __all__ = ["main"]
 
-logger = logging.getLogger("shmring.frontend")
+logger = logger_of("shmring.frontend")
 
 
 @click.command(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.errors import ApiError
@@ -31,7 +31,7 @@ from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["AbortRequest", "AbortResponse", "AdminStatus", "PauseState", "admin_routes"]
 
-logger = logging.getLogger("shmring.frontend.admin")
+logger = logger_of("shmring.frontend.admin")
 
 _MAX_BODY_NBYTES = 64 << 10  # of names of requests: four times what AbortRequest allows
 _MODES = ("abort", "wait")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import admin_routes
@@ -66,7 +66,7 @@ from shmring.frontend.status import Feed, status_routes
 
 __all__ = ["Application", "create_app"]
 
-logger = logging.getLogger("shmring.frontend.app")
+logger = logger_of("shmring.frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 _Generation = TypeVar("_Generation", bound=GenerationRequest)

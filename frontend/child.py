@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from shmring.core.loggers import logger_of
 from shmring.engine.supervision import READY, FrontendState
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
@@ -22,7 +22,7 @@ from shmring.processes.process import Process
 
 __all__ = ["Child", "end_children"]
 
-logger = logging.getLogger("shmring.frontend.supervisor")
+logger = logger_of("shmring.frontend.supervisor")
 
 _READ_NBYTES = 4096  # from a child at a time
 
@@ -104,9 +104,9 @@ class Child:
 
     def kill(self, reason: str) -> None:
         """Kills it, if it still lives; ``reason`` completes a sentence about it."""
-        logger.error("%s (pid %d) %s and is killed", self.title, self.pid, reason)
         self.killed_because = reason
         self.process.send(signal.SIGKILL)
+        logger.error("%s (pid %d) %s and is killed", self.title, self.pid, reason)
 
     async def wait_until_ready(self) -> None:
         """Returns when it serves, or has ended."""
@@ -168,8 +168,8 @@ async def end_children(children: Iterable[Child], timeout_s: float, hurry: async
     for child in living:
         if child.lives:
             told = "there is a hurry" if hurry.is_set() else f"it did not end within {timeout_s:g} s after it was told to"
-            logger.warning("%s (pid %d) is killed: %s", child.title, child.pid, told)
             child.process.send(signal.SIGKILL)
+            logger.warning("%s (pid %d) is killed: %s", child.title, child.pid, told)
     await waiting
     for child in living:
         child.close()

@@ -47,10 +47,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 import shmring
+from shmring.core.loggers import logger_of
 
 __all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "aborted", "api_error_of", "report", "unavailable"]
 
-logger = logging.getLogger("shmring.frontend.errors")
+logger = logger_of("shmring.frontend.errors")
 
 #: What ``Retry-After`` says. Slots and turns come free within about a second under load; an engine starts in a few.
 _RETRY_AFTER_S = 1

@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
-import logging
 import os
 import re
 import secrets
@@ -43,13 +42,14 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from shmring.core.loggers import logger_of
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
 from shmring.frontend.http_cycle import Cycle
 
 __all__ = ["BoundedHttpProtocol"]
 
-logger = logging.getLogger("frontend.http")
+logger = logger_of("frontend.http")
 
 _MAX_OVERHEAD_NBYTES = 64 << 10  # of a head, a chunk's extension or a trailer; a head takes 1 to 8 KB, with large cookies 16
 _READ_NBYTES = 256 << 10  # what uvloop reads at a time; progress may lie at the front of it
@@ -380,7 +380,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, refusal: _RefusedHead) -> None:
         """Sends the error in OpenAI's envelope, and ends the connection."""
-        logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
         running = self._running
         if running is None or running.response_complete:
             self._send_refusal(refusal)
@@ -389,6 +388,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._send_refusal(refusal)
         # Otherwise it would stand before, or within, the answer to an earlier request.
         self._end()
+        logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
 
     def _send_refusal(self, refusal: _RefusedHead) -> None:
         body = msgspec.json.encode(refusal.envelope())

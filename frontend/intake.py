@@ -15,13 +15,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient, MediaMemory
 from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, ProcessorSpec
@@ -35,7 +35,7 @@ from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["IntakeStatistics", "MediaIntake"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = logger_of(__name__)
 
 _FILE_THREADS = 2  # for base64, local files and hashes: they hold the interpreter lock, or wait for a disk
 # How often a request looks for its media before it decodes all of them itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shmring.core.loggers import logger_of
 from shmring.core.printable import printable
 from shmring.engine.logs import ACCESS, concerned
 from shmring.engine.tracing import Attributes, begin_request, end_request
@@ -32,7 +32,7 @@ __all__ = ["Observation", "ObservedRoute", "answer_has_begun", "note_failure", "
 #: Returns the answer to a request.
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-_ACCESS = logging.getLogger(ACCESS)
+_ACCESS = logger_of(ACCESS)
 _MAX_PATH_CHARACTERS = 200  # of what a line repeats
 _HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ray import serve
 from ray.exceptions import RayError
 
+from shmring.core.loggers import logger_of
 from shmring.engine.supervision import seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.ray_options import settings_of_arguments
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-logger = logging.getLogger("shmring.frontend.ray")
+logger = logger_of("shmring.frontend.ray")
 
 _CONNECT_TIMEOUT_S = 60.0  # the engine's ring is there
 _HEALTH_TIMEOUT_S = 5.0  # for an answer of the engine's loop, which no step blocks
@@ -107,8 +107,8 @@ class _Replica:
 
         def ended() -> None:
             loop.remove_reader(self._pidfd)
-            logger.critical("the engine of this replica has ended, and the replica ends with it: pid %d", pid)
             loop.call_later(_FAILING_S, os._exit, 1)
+            logger.critical("the engine of this replica has ended, and the replica ends with it: pid %d", pid)
 
         loop.add_reader(self._pidfd, ended)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from shmring.core.loggers import logger_of
 from shmring.engine.supervision import DRAIN_SIGNAL, Stop, stop_signals
 from shmring.frontend.app import Application
 from shmring.frontend.http_protocol import BoundedHttpProtocol
@@ -25,7 +25,7 @@ from shmring.frontend.settings import TlsSettings
 
 __all__ = ["Server"]
 
-logger = logging.getLogger("shmring.frontend")
+logger = logger_of("shmring.frontend")
 
 _CANCELLED_GRACE_S = 0.5  # for answers to cancelled requests; the supervisor kills the process seconds later
 _POLL_S = 0.01
@@ -146,12 +146,13 @@ class Server(uvicorn.Server):
         for connection in self._connections():
             connection.shutdown()
         await self._wait_until_idle(self._shutdown_timeout_s)
-        if self.server_state.tasks:
-            logger.warning("requests aborted, since the server ends: %d", len(self.server_state.tasks))
-        for task in list(self.server_state.tasks):
+        aborted = list(self.server_state.tasks)
+        for task in aborted:
             task.cancel()
         for connection in self._connections():
             connection.end_after_answer()
+        if aborted:
+            logger.warning("requests aborted, since the server ends: %d", len(aborted))
         self.force_exit = False
         await self._wait_until_idle(_CANCELLED_GRACE_S)
         await self.lifespan.shutdown()

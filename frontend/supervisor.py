@@ -39,7 +39,6 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
-import logging
 import math
 import os
 import re
@@ -55,6 +54,7 @@ import click
 import msgspec
 
 from shmring.config import parse_nbytes
+from shmring.core.loggers import logger_of
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import FrontendState, Orders, Stop
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServeError", "ServeOptions", "Serving", "serve"]
 
-logger = logging.getLogger("shmring.frontend.supervisor")
+logger = logger_of("shmring.frontend.supervisor")
 
 # Beside --shutdown-timeout. In this time a frontend answers the requests that it aborts (0.5 s at most, see frontend/server.py)
 # and disconnects: 0.2 s, or 1 s if other processes want twice as many cores as there are. Busier machines get three times that.
@@ -323,8 +323,8 @@ class _Supervisor:
                 data = os.read(fd, _LIFELINE_NBYTES)
             if not data:
                 loop.remove_reader(fd)
-                logger.warning("whoever started the server has gone, so it stops")
                 self._stop.told.set()
+                logger.warning("whoever started the server has gone, so it stops")
 
         try:
             loop.add_reader(fd, read)

@@ -12,12 +12,14 @@ import gc
 import inspect
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,6 +289,61 @@ def nothing_is_lost() -> Iterator[None]:
     finally:
         logger.removeHandler(complaints)
     assert complaints.messages == []
+
+
+@pytest.fixture(params=["warned of", "an error"])
+def dropped(request: pytest.FixtureRequest) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    """``with dropped(text):`` what is dropped in the block is warned of. In the second run, warnings are errors: then it raises
+    where nobody can catch it, and comes back all the same."""
+    return _warned_of if request.param == "warned of" else _raised
+
+
+@contextlib.contextmanager
+def _warned_of(text: str) -> Iterator[None]:
+    with pytest.warns(ResourceWarning, match=text):
+        yield
+
+
+@contextlib.contextmanager
+def _raised(text: str) -> Iterator[None]:
+    raised: list[BaseException | None] = []
+    loop, hook = asyncio.get_running_loop(), sys.unraisablehook
+    loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    sys.unraisablehook = lambda unraisable: raised.append(unraisable.exc_value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResourceWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook
+        loop.set_exception_handler(None)
+    assert raised
+    assert all(isinstance(error, ResourceWarning) and re.search(text, str(error)) for error in raised), raised
+
+
+class _RaisingFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise RuntimeError(f"a filter of the program does not take this line: {record.getMessage()}")
+
+
+@pytest.fixture(autouse=True)
+def log_filters_raise(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a test that runs on both loops, the run on asyncio's has a filter that raises at each line of our log."""
+    loop = request.node.callspec.params.get(_LOOP) if hasattr(request.node, "callspec") else None
+    if (
+        loop is not BOTH_LOOPS["asyncio"]
+        or request.node.get_closest_marker("both_loops") is None
+        or "caplog" in request.fixturenames
+    ):
+        yield
+        return
+    ours = [logging.getLogger(name) for name in list(logging.Logger.manager.loggerDict) if name.split(".")[0] == "shmring"]
+    raising = _RaisingFilter()
+    for logger in ours:
+        logger.addFilter(raising)
+    yield
+    for logger in ours:
+        logger.removeFilter(raising)
 
 
 _MAPS_SLABS = frozenset({"serve", "ring", "socket_dir"})  # fixtures of tests that do

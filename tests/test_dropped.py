@@ -1,7 +1,5 @@
 """What is dropped instead of being left comes back, with a warning."""
 
-# ruff: noqa: PT031 - the warning comes when the object goes, which takes what is done in the block
-
 from __future__ import annotations
 
 import asyncio
@@ -35,19 +33,21 @@ async def what_was_dropped_came_back() -> None:
     await came_back.wait()
 
 
-async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
     await serve()
     client = await connect()
-    with pytest.warns(ResourceWarning, match="a slot of 65536 bytes was dropped before it was left"):
+    with dropped("a slot of 65536 bytes was dropped before it was left"):
         await client.slot(65536)
         gc.collect()
         await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(
+    serve: Any, connect: Any, eventually: Any, dropped: Any
+) -> None:
     await serve(slab_nbytes="1MiB")
     client = await connect()
-    with pytest.warns(ResourceWarning):
+    with dropped("a slot of .* was dropped"):
         view = (await client.slot(600_000)).tensor((600_000,), torch.uint8)
         gc.collect()
         await eventually(lambda: client.statistics().slots_draining == 1)
@@ -58,21 +58,21 @@ async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(serve: Any
     await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_slot_that_another_thread_drops_comes_back(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_slot_that_another_thread_drops_comes_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
     await serve()
     client = await connect()
     slots = [await client.slot(65536)]
-    with pytest.warns(ResourceWarning):
+    with dropped("a slot of .* was dropped"):
         dropping = threading.Thread(target=slots.clear)
         dropping.start()
         dropping.join()
         await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit({"x": torch.zeros(20_000)})
-    with pytest.warns(ResourceWarning, match="request 1 was dropped before its claim was left"):
+    with dropped("request 1 was dropped before its claim was left"):
         assert (await ring.claim()).payload["x"].numel() == 20_000
         gc.collect()
         with pytest.raises(shmring.RemoteError, match="dropped the request without an answer"):
@@ -80,27 +80,29 @@ async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: An
     await eventually(lambda: ring.statistics().slots_in_use == ring.statistics().running == 0)
 
 
-async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(
+    serve: Any, connect: Any, eventually: Any, dropped: Any
+) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit({"x": torch.zeros(20_000)})
     claim = await ring.claim()
     submission.abort()
     await eventually(lambda: ring.statistics().aborted == 1)
     assert claim.aborted
-    with pytest.warns(ResourceWarning):
+    with dropped("request 1 was dropped"):
         del claim
         gc.collect()
         await eventually(lambda: ring.statistics().slots_in_use == 0)
     assert ring.statistics().failed == 0
 
 
-async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(torch.zeros(5_000))
 
     ring = await serve(answer)
     client = await connect()
-    with pytest.warns(ResourceWarning, match="request 1 was dropped with unread replies"):
+    with dropped("request 1 was dropped with unread replies"):
         await client.submit("x")
         await eventually(lambda: client.statistics().finished == 1)
         gc.collect()
@@ -116,10 +118,10 @@ async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eve
     ],
 )
 async def test_a_request_that_is_dropped_says_what_was_missed(
-    handled: str, text: str, serve: Any, connect: Any, eventually: Any
+    handled: str, text: str, serve: Any, connect: Any, eventually: Any, dropped: Any
 ) -> None:
     ring, client = await serve(), await connect()
-    with pytest.warns(ResourceWarning, match=text):
+    with dropped(text):
         await client.submit("x")
         with await ring.claim() as claim:
             if handled == "fail":
@@ -175,7 +177,9 @@ async def test_a_request_whose_end_was_seen_warns_of_nothing(
 
 
 @pytest.mark.parametrize("when", ["sent", "replied to"])
-async def test_a_request_that_is_dropped_in_flight_ends(when: str, serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_request_that_is_dropped_in_flight_ends(
+    when: str, serve: Any, connect: Any, eventually: Any, dropped: Any
+) -> None:
     """Its replies would keep the reserve, for which the engine waits before it can end the request."""
 
     async def answer(claim: shmring.Claim) -> None:
@@ -184,7 +188,7 @@ async def test_a_request_that_is_dropped_in_flight_ends(when: str, serve: Any, c
 
     ring = await serve(answer, reply_nbytes="256KiB")
     client = await connect()
-    with pytest.warns(ResourceWarning, match="request 1 was dropped with unread replies"):
+    with dropped("request 1 was dropped with unread replies"):
         submission = await client.submit("x")
         if when == "replied to":
             await eventually(lambda: ring.statistics().reply_free_nbytes < 120_000)

@@ -56,6 +56,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
     "shmring.integrations": (
         *("shmring", "shmring.threads", "shmring.errors", "shmring.config", "shmring.memory.bundles", "shmring.ring.injecting"),
+        "shmring.core.loggers",
         # a client in a Ray cluster is made of the parts of the other one
         *("shmring.client", "shmring.cancellation", "shmring.line", "shmring.opening", "shmring.statistics"),
         # an actor of Ray hosts an engine

@@ -1,7 +1,5 @@
 """Workers: what an engine hands out arrives in place and in order, and is there until it was left; whoever comes and goes."""
 
-# ruff: noqa: PT031 - the warning comes when the object goes, which takes what is done in the block
-
 from __future__ import annotations
 
 import asyncio
@@ -413,11 +411,13 @@ async def test_a_message_looks_through_the_claims_once_however_many_tensors_of_t
     (await worker.receive()).leave()
 
 
-async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(serve: Any, connect: Any, join: Any) -> None:
+async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(
+    serve: Any, connect: Any, join: Any, dropped: Any
+) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()
     submission = await client.submit({"x": torch.zeros(20_000)})
-    with pytest.warns(ResourceWarning, match="request 1 was dropped before its claim was left"):
+    with dropped("request 1 was dropped before its claim was left"):
         claim = await ring.claim()
         await claim.share()
         del claim
@@ -480,11 +480,13 @@ async def test_a_frontend_that_dies_while_workers_read_takes_nothing_from_them(
     await eventually(lambda: is_whole(ring))
 
 
-async def test_a_message_that_is_dropped_comes_back_with_a_warning(serve: Any, join: Any, eventually: Any) -> None:
+async def test_a_message_that_is_dropped_comes_back_with_a_warning(
+    serve: Any, join: Any, eventually: Any, dropped: Any
+) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()
     gathering = asyncio.ensure_future(ring.gather(torch.zeros(50_000)))
-    with pytest.warns(ResourceWarning, match="message 1 was dropped before it was left"):
+    with dropped("message 1 was dropped before it was left"):
         await worker.receive()
         gc.collect()
         with pytest.raises(shmring.WorkerFailedError, match="dropped the message without a reply"):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import logging
 import time
 import traceback
 from collections import deque
@@ -36,13 +35,14 @@ from typing import TypeAlias
 
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
 from shmring.engine.executors.interface import ExecutorDeadError, StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Medium, Text
 
 __all__ = ["Encoded", "EncodingLine"]
 
-logger = logging.getLogger("shmring.engine.executors")
+logger = logger_of("shmring.engine.executors")
 
 _SLICE_S = 0.004  # a small request waits for so long at most, beside one input; ending and beginning a slice takes 0.1 ms
 _SMALL_S = 0.004  # a small request takes so long at most, by its estimate

@@ -31,19 +31,19 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.engine.executors.attention import ATTENTION, ContextCache, FlatStep, Row, attend, refuse_mask
 from shmring.engine.executors.packing import PackedLinear, can_pack, pack
 
 __all__ = ["Context", "LanguageModel", "Prompt"]
 
-logger = logging.getLogger("shmring.engine.executors.generation")
+logger = logger_of("shmring.engine.executors.generation")
 
 # Logits of a step may differ from those alone by rounding, and errors add up over the layers: bfloat16 has 8 bits. A wrong mask
 # or position is far beyond it.

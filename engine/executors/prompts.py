@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
@@ -50,7 +50,7 @@ from shmring.engine.protocol import (
 
 __all__ = ["PromptBuilder", "check_pixels", "find_max_pixels"]
 
-logger = logging.getLogger("shmring.engine.executors.prompts")
+logger = logger_of("shmring.engine.executors.prompts")
 
 # Ticks of the clock that clips' frames are placed on: transformers counts time in frames, so a clip is one of 1000 frames a
 # second.

@@ -32,7 +32,6 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import dataclasses
-import logging
 import traceback
 from array import array
 from collections import deque
@@ -42,6 +41,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
 from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
 from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
@@ -79,7 +79,7 @@ from shmring.engine.protocol import (
 
 __all__ = ["TransformersExecutor", "TransformersOptions"]
 
-logger = logging.getLogger("shmring.engine.executors.transformers")
+logger = logger_of("shmring.engine.executors.transformers")
 
 # Keys and values of this many contexts fit beside a model of some billions of parameters; the model's own option says better.
 _MAX_NUM_SEQS = 16

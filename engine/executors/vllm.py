@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import logging
 import math
 import os
 import subprocess
@@ -40,6 +39,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
 from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
 from shmring.engine.executors.grammars import form_of, try_form
@@ -69,7 +69,7 @@ from shmring.integrations.promises import broken, parameters_differ, uses_are_mi
 
 __all__ = ["CHECKS", "VllmExecutor", "find_engine"]
 
-logger = logging.getLogger("shmring.engine.executors.vllm")
+logger = logger_of("shmring.engine.executors.vllm")
 
 _GOES_ON = StepOutput(finished=False)
 _WAITS = StepOutput(finished=False, keep_inputs=True)

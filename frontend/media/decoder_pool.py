@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import logging
 import os
 import select
 import signal
@@ -37,6 +36,7 @@ from concurrent.futures import Executor
 
 import msgspec
 
+from shmring.core.loggers import logger_of
 from shmring.engine.inputs import ProcessorSpec
 from shmring.frontend.callers import caller
 from shmring.frontend.import_path import without_working_directory
@@ -50,7 +50,7 @@ _SMALL_S = 0.5  # of a core; such a picture takes 0.05
 _POLL_S = 0.05  # between two looks at the time that a decoder has used
 _OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
 
-_LOG = logging.getLogger(__name__)
+_LOG = logger_of(__name__)
 
 _REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
 

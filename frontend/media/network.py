@@ -30,6 +30,7 @@ from typing import TypeAlias
 
 import httpcore
 
+from shmring.core.loggers import logger_of
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
 
@@ -41,7 +42,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 #: From a host's name and a port to its addresses as text; OSError if it has none.
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
-logger = logging.getLogger("shmring.frontend.media.network")
+logger = logger_of("shmring.frontend.media.network")
 
 _MAX_CONNECTIONS = 32  # fetches at a time: each holds up to one medium; more would only share the same network
 _CONNECT_TIMEOUT_S = 5.0  # for one address: three lost SYN packets

@@ -20,7 +20,6 @@ import collections
 import contextlib
 import dataclasses
 import io
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.client import MediaMemory
 from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import (
@@ -56,7 +56,7 @@ from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["DecodedMedium", "Preparation", "ProbedMedium"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = logger_of(__name__)
 
 _THREADS = 2  # for copies to decoders and into the slab, and for checksums: they wait for memory
 _NOUNS = {"image": "picture", "audio": "recording", "video": "clip"}

@@ -6,7 +6,6 @@ Invariant: there is a session exactly while an engine is attached. Without ``rec
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from shmring.client import pauses
@@ -14,6 +13,7 @@ from shmring.client.counters import ClientCounters
 from shmring.client.session import Session
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientEnd, Origin
+from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
@@ -23,7 +23,7 @@ from shmring.transport.loops import check_loop
 
 __all__ = ["Attachment"]
 
-logger = logging.getLogger("shmring.client")
+logger = logger_of("shmring.client")
 
 
 class Attachment:
@@ -216,8 +216,8 @@ class Attachment:
         self.lost_error = None if session.error is None else fresh(session.error)
         self._attached.clear()
         if self._reconnect and not self._closed:
-            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
             self.keep_attaching()
+            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
 
     async def close(self) -> None:
         """Says goodbye to the engine, and attaches to no other one. A second call does nothing."""

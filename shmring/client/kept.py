@@ -163,8 +163,8 @@ class Kept(Generic[_Payload]):
     def _give_back(self) -> None:
         """It was dropped, and was not left since."""
         if self._pin is not None and self._contents.life.is_usable:
-            warn_of(f"kept content of {self.nbytes} bytes was dropped before it was left; use `with kept:`", self)
             self.close()
+            warn_of(f"kept content of {self.nbytes} bytes was dropped before it was left; use `with kept:`", self)
 
 
 class KeptContents:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from shmring.core.compiled import (
     Regions,
     RingMemory,
 )
+from shmring.core.loggers import logger_of
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -83,7 +83,7 @@ from shmring.transport.rings import map_rings
 
 __all__ = ["Session"]
 
-logger = logging.getLogger("shmring.client")
+logger = logger_of("shmring.client")
 
 _MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases and replies, are far less
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
@@ -276,8 +276,8 @@ class Session:
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """The engine broke the rules: the session treats it as dead."""
-        logger.error("the engine broke the protocol: %s", error)
         self._lose(self._dead(f"broke the protocol: {error}"))
+        logger.error("the engine broke the protocol: %s", error)
 
     def connection_lost(self) -> None:
         """The connection has ended."""
@@ -440,7 +440,7 @@ class Session:
         if not self.life.is_usable:
             return
         for submission in self.end.dropped():
-            submission._give_back()
+            self.loop.call_soon(submission._give_back)  # each by itself: where warnings are errors, it raises
 
     @property
     def reply_slots_held(self) -> int:

@@ -144,12 +144,14 @@ cdef class BaseSubmission:
         """It was dropped: gives back the replies that were not read since."""
         if not self._end.is_usable() or not self._is_missed():
             return
-        if self._replies:
-            warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
-        else:
-            how = f"{type(self._error).__name__}: {self._error}"
-            warn_of(f"request {self.request_id} was dropped, and nobody saw how it failed ({how}); wait for it", self)
+        has_unread = bool(self._replies)
         self.abort()
+        warn_of(f"request {self.request_id} was dropped{self._what_was_missed(has_unread)}", self)
+
+    def _what_was_missed(self, bint has_unread) -> str:
+        if has_unread:
+            return " with unread replies; read them, or abort it"
+        return f", and nobody saw how it failed ({type(self._error).__name__}: {self._error}); wait for it"
 
     def abort(self) -> None:
         """Gives the request up, if it has not ended, and its replies; for the subclass."""
@@ -276,9 +278,9 @@ cdef class BaseSlot:
     def _give_back(self) -> None:
         """It was dropped, and was not left since."""
         if self._end is not None and self._end.is_usable():
-            warn_of(f"a slot of {self.nbytes} bytes was dropped before it was left; use `async with client.slot(...)`", self)
             self._drain = True  # views of it may be alive
             self.close()
+            warn_of(f"a slot of {self.nbytes} bytes was dropped before it was left; use `async with client.slot(...)`", self)
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
         """Reserves so many bytes, after those that were reserved before; -1 is an error, 1 means that they do not fit."""
@@ -632,6 +634,7 @@ cdef class ClientEnd(RecordHandler):
 
     cdef int _leave(self, BaseSlot slot) except -1:
         cdef Lent* region = slot._region
+        cdef bint is_worth_a_warning
         self.held.leave(slot._address)
         slot._region = NULL
         if slot._lent_region is not None:
@@ -641,8 +644,7 @@ cdef class ClientEnd(RecordHandler):
         if self._writer is None:
             drop_region(region)
             return 0
-        if self._debug and is_region_viewed(region):
-            self.shell.warn_of_views(slot._record)
+        is_worth_a_warning = self._debug and is_region_viewed(region)
         if slot._drain and leave_region(region):
             slot._record.viewed = True
             self.shell.slot_is_viewed(slot._record)
@@ -651,7 +653,10 @@ cdef class ClientEnd(RecordHandler):
         effects = self.book.give_slot_up(slot._record, self._time_of(slot._record))
         if slot._record.lease is None:
             self.shell.kept_slot_left(slot._record)
-        return self._follow(effects)
+        self._follow(effects)
+        if is_worth_a_warning:
+            self.shell.warn_of_views(slot._record)
+        return 0
 
     cdef double _time_of(self, ClientSlotRecord slot) except -1:
         """The time of a slot's next event, if the book needs it: reading the clock takes as long as the book's own work."""

@@ -23,7 +23,7 @@ def give_back_soon(loop: Any, give_back: Callable[[], object]) -> None:
 
 
 def warn_of(message: str, source: object) -> None:
-    """Warns that an object was dropped and is given back now.
+    """Warns that an object was dropped. Call it when the object was given back: it raises where warnings are errors.
 
     Args:
         message: names the object, and says what to do.

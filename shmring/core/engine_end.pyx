@@ -248,8 +248,8 @@ cdef class BaseClaim:
     def _give_back(self) -> None:
         """It was dropped, and has not ended since."""
         if not (self.ended and self.released) and self._end.is_usable():
-            warn_of(f"request {self._submit.request_id} was dropped before its claim was left; use `with claim:`", self)
             self.fail(LocalProtocolError("the engine dropped the request without an answer"))
+            warn_of(f"request {self._submit.request_id} was dropped before its claim was left; use `with claim:`", self)
 
 
 cdef class EngineEnd:

@@ -130,11 +130,11 @@ cdef class BaseMessage:
     def __del__(self) -> None:
         if not self._is_in_hands or self.left:
             return
-        warn_of(f"message {self.sequence} was dropped before it was left; use `with message:`", self)
         if self._leave_end() and self.wants_reply and not self.answered:
             self._end.shell.fail_answer_later(
                 self.sequence, LocalProtocolError("the worker dropped the message without a reply")
             )
+        warn_of(f"message {self.sequence} was dropped before it was left; use `with message:`", self)
 
     def __dealloc__(self) -> None:
         if self._acknowledgement != NULL:

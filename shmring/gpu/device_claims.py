@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 
 from shmring.core.compiled import Lending, Placement, Submit
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.loggers import logger_of
 from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef
 from shmring.core.states import Lease
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index, stream_number
@@ -35,7 +35,7 @@ from shmring.gpu.upload import Given
 
 __all__ = ["DeviceClaims"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 #: How long closing waits for the GPU: far beyond anything that is queued on it.
 _CLOSE_TIMEOUT_S = 10.0

@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from shmring.cancellation import retrieve, uninterrupted
 from shmring.core.compiled import BaseSlot, ClientSlotRecord, Gpu, Mapping, Mark
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.loggers import logger_of
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
 from shmring.errors import SlabError, WouldBlock, fresh
@@ -42,7 +42,7 @@ from shmring.memory.slots import Owner, Slots
 
 __all__ = ["DeviceSlots"]
 
-logger = logging.getLogger("shmring.client")
+logger = logger_of("shmring.client")
 
 _CLOSE_TIMEOUT_S = 10.0  # for the GPU to come to what this process has queued: far beyond anything that is
 
@@ -223,12 +223,13 @@ class DeviceSlots(Slots):
         self.held -= 1
         if self._is_lost:
             return
-        if self._owner.config.debug and self._views.is_viewed(key):
-            self._owner.warn_of_views(record)
+        is_worth_a_warning = self._owner.config.debug and self._views.is_viewed(key)
         if not self._views.leave(key, drain=drain):
             record.viewed = True
             self._left[id(record)] = record
         self.give_up(record)
+        if is_worth_a_warning:
+            self._owner.warn_of_views(record)
 
     def _collect_deaths(self) -> None:
         over = self._views.collect()

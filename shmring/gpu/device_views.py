@@ -19,16 +19,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from shmring.core.compiled import GpuMemory, Region, Regions
+from shmring.core.loggers import logger_of
 from shmring.gpu.cuda import Cuda, CudaError
 from shmring.gpu.watcher import Watcher
 
 __all__ = ["DeviceViews", "Key"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 #: Two numbers from 0 to 2**64 - 1.
 Key = tuple[int, int]

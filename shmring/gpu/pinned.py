@@ -28,12 +28,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from shmring.core.loggers import logger_of
 from shmring.gpu.cuda import Cuda, CudaError
 from shmring.memory.slab import Slab
 
 __all__ = ["PIN_MODES", "PinMode", "PinnedSlab", "pin_slab"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 #: ``auto``: pin where CUDA works, else say so once and go on; ``on``: pin, or fail; ``off``: leave CUDA alone.
 PinMode = Literal["auto", "on", "off"]
@@ -135,8 +136,8 @@ class PinnedSlab:
             try:
                 self._cuda.host_unregister(self.device_index, self._address + offset)
             except CudaError as error:
-                logger.error("%d bytes of the slab stay pinned and mapped until this process ends: %s", nbytes, error)
                 self._clear_error()
+                logger.error("%d bytes of the slab stay pinned and mapped until this process ends: %s", nbytes, error)
             else:
                 self.nbytes -= nbytes
 

@@ -21,20 +21,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
 from shmring.core.compiled import GpuMemory, Mark, Region, Regions, RunAllocator
+from shmring.core.loggers import logger_of
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import Cuda, CudaError
 from shmring.line import Line
 
 __all__ = ["StagingPart", "StagingRing"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 _dlpack: Any = torch.utils.dlpack  # which is not annotated
 

@@ -9,15 +9,15 @@ lock.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 
 from shmring.core.compiled import Gpu, Watch
+from shmring.core.loggers import logger_of
 
 __all__ = ["Watcher"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 
 class Watcher:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from shmring.core.loggers import Logger
 
 __all__ = ["broken", "names_in", "not_compiled", "parameters_differ", "stay_off", "uses_are_missing"]
 
@@ -78,6 +79,6 @@ def not_compiled() -> str:
     return f"it was imported from {Path(__file__).parents[2]}, where it is not compiled. Start the server in another directory"
 
 
-def stay_off(logger: logging.Logger, server: str, reason: str) -> None:
+def stay_off(logger: Logger, server: str, reason: str) -> None:
     """Says why a plug-in is off."""
     logger.warning("shmring stays off, and %s runs as without it: %s", server, reason)

@@ -7,10 +7,10 @@ the ring that was meant: a name may be another server's by then.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from shmring.client.pauses import FIRST_S, LONGEST_S
+from shmring.core.loggers import Logger
 from shmring.errors import ClosedError, ShmringError
 from shmring.integrations.traffic import Reason
 
@@ -50,7 +50,7 @@ class Reach:
         reason: why tensors go inline while the ring is not reached.
     """
 
-    def __init__(self, whose: str, logger: logging.Logger) -> None:
+    def __init__(self, whose: str, logger: Logger) -> None:
         self.reason: Reason = "connecting"
         self._whose = whose
         self._logger = logger
@@ -86,7 +86,7 @@ class KeptConnection:
         whose, logger: as of :class:`Reach`.
     """
 
-    def __init__(self, whose: str, logger: logging.Logger) -> None:
+    def __init__(self, whose: str, logger: Logger) -> None:
         self._reach = Reach(whose, logger)
         self._client: Client | None = None
         self._trying: asyncio.Task[None] | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 from typing import Any, Literal
 
+from shmring.core.loggers import Logger
 from shmring.errors import CapacityError, ClosedError, PeerLostError
 
 __all__ = ["Reason", "Traffic", "engine_gauges", "reason_of"]
@@ -23,7 +23,7 @@ __all__ = ["Reason", "Traffic", "engine_gauges", "reason_of"]
 Reason = Literal["connecting", "engine", "space", "size", "kind", "twice", "gpu", "error"]
 
 
-def reason_of(error: Exception, logger: logging.Logger) -> Reason:
+def reason_of(error: Exception, logger: Logger) -> Reason:
     """Why a tensor that shmring did not take goes inline."""
     if isinstance(error, TypeError):
         return "kind"

@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -42,13 +41,14 @@ from numpy.typing import NDArray
 
 from shmring.config import Backing
 from shmring.core.compiled import Mapping
+from shmring.core.loggers import logger_of
 from shmring.errors import SlabError
 from shmring.memory.huge_pages import reserve_huge_pages
 from shmring.memory.limits import RefusedCallError, calling, is_about_size, limit_behind
 
 __all__ = ["SHM_DIRECTORY", "Slab", "map_read_only", "reserve_for_one_writer", "sweep"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "shmring"

@@ -12,7 +12,6 @@ and no waiter is woken.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from shmring.config import ClientConfig
 from shmring.core.compiled import ClientBook, ClientEnd, ClientSlotRecord, Mapping
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits, Geometry
+from shmring.core.loggers import logger_of
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
 from shmring.line import Line, Place, give
@@ -27,7 +27,7 @@ from shmring.memory.slab import Slab
 
 __all__ = ["HostSlots", "Owner", "Slots"]
 
-logger = logging.getLogger("shmring.client")
+logger = logger_of("shmring.client")
 
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -31,6 +30,7 @@ from shmring.core.compiled import (
     receive_bells,
 )
 from shmring.core.effects import EngineEffect
+from shmring.core.loggers import logger_of
 from shmring.core.messages import (
     MAX_FINDS,
     Abort,
@@ -60,7 +60,7 @@ from shmring.transport.liveness import ProcessWatch
 
 __all__ = ["CallHandler", "Frontend", "fit_text"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 #: A control call: positional arguments in, any msgspec-encodable result out.
 CallHandler = Callable[..., Awaitable[Any]]
@@ -204,10 +204,14 @@ class Frontend(BaseFrontend):
                 await self.link.drain()
         except Exception as error:
             # The caller handles the error of a method: it travels there, with its type.
+            self._end_call(CallResult(call.call_id, b"", self.describe(error)))
             if not isinstance(error, LookupError | RemoteProtocolError | msgspec.MsgspecError):
                 logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)
-            result = CallResult(call.call_id, b"", self.describe(error))
+        else:
+            self._end_call(result)
+
+    def _end_call(self, result: CallResult) -> None:
         # Before its frontend learns of it: that may make the next call before this task counts as ended.
         task = asyncio.current_task()
         assert task is not None
@@ -285,9 +289,9 @@ class Frontend(BaseFrontend):
         if not self.connected:
             return
         self._life.protocol_errors += 1
-        logger.warning("%s broke the protocol and is disconnected: %s", self, error)
-        self._life.note_error(f"{self} broke the protocol and is disconnected: {error}")
         self.dismiss(self.describe(error)[1])
+        self._life.note_error(f"{self} broke the protocol and is disconnected: {error}")
+        logger.warning("%s broke the protocol and is disconnected: %s", self, error)
 
     def dismiss(self, reason: str) -> None:
         """Ends its connection, and tells it why."""

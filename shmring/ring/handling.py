@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from shmring.core.loggers import logger_of
 from shmring.core.printable import printable_lines
 from shmring.errors import AbortedError, ClosedError
 from shmring.ring.claim import Claim
 
 __all__ = ["handle_batches", "handle_claims"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 
 async def handle_claims(

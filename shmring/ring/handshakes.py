@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 from shmring.core.compiled import EngineBook, RingMemory
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.loggers import logger_of
 from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, Join, Welcome
 from shmring.errors import ClosedError, PeerLostError, RemoteProtocolError, SlabError
 from shmring.gpu.device_claims import DeviceClaims
@@ -30,7 +30,7 @@ from shmring.transport.rings import map_rings, sealed_rings
 
 __all__ = ["Handshakes"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 # Connections of one process that have ended, but whose memory may still be in use: each costs a pidfd, an entry in the books
 # and its leases. A client that is lost, or is closed while views live, leaves one behind; 16 are a fault.
@@ -149,10 +149,10 @@ class Handshakes:
                 self._admit(peer, peer.hello)
         except (RemoteProtocolError, PeerLostError, SlabError, ClosedError, TimeoutError, OSError) as error:
             self.refused += 1
-            reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            logger.warning("a connection of %s was refused: %s", description, reason)
-            self._life.note_error(f"a connection of {description} was refused: {reason}")
             connected.close()
+            reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            self._life.note_error(f"a connection of {description} was refused: {reason}")
+            logger.warning("a connection of %s was refused: %s", description, reason)
         except BaseException:
             connected.close()
             raise

@@ -7,11 +7,11 @@ Each memory reports when a slot is no longer in use, and frees itself at the end
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, Protocol
 
 from shmring.config import RingConfig
 from shmring.core.compiled import Lending, Regions
+from shmring.core.loggers import logger_of
 from shmring.core.states import Lease
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.pinned import PinnedSlab
@@ -22,7 +22,7 @@ from shmring.ring import limits
 
 __all__ = ["ClaimedMemory", "HostClaims"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 
 class ClaimedMemory(Protocol):

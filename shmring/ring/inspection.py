@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from shmring.core.compiled import EngineBook, EngineEnd
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.loggers import logger_of
 from shmring.core.printable import printable
 from shmring.core.states import EngineSlot
 from shmring.ring.frontend import Frontend
@@ -39,7 +39,7 @@ from shmring.statistics import RingStatistics
 
 __all__ = ["Inspection"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 _LOOK_S = 1.0
 _REST_S = 10.0  # between two looks at a ring that has had nothing to do for long

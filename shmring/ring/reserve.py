@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 
 from shmring.config import RingConfig
 from shmring.core.compiled import LoadPage
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.loggers import logger_of
 from shmring.gpu.cuda import Cuda, CudaError, cuda_index
 from shmring.gpu.device import DeviceMemory, DeviceSlab
 from shmring.gpu.pinned import PinnedSlab, pin_slab
@@ -23,7 +23,7 @@ from shmring.transport.load import create_load_page
 
 __all__ = ["Reserved", "reserve"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import logging
 import math
 import os
 import traceback
@@ -37,6 +36,7 @@ from shmring.core.effects import (
     RequestAborted,
 )
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
+from shmring.core.loggers import logger_of
 from shmring.core.messages import SLOT_HEADER_NBYTES, Failed, FailureKind, LeaseRecall, Release
 from shmring.core.printable import printable, printable_lines
 from shmring.core.states import EngineSlot, RequestEvent
@@ -64,7 +64,7 @@ from shmring.transport.endpoint import Listener
 
 __all__ = ["Shell"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 _COPY_THREADS = 2  # for replies, which are small beside requests
 _READ_S = 1.0  # for the last replies in slots to be read, which can't be read any more when the engine has gone
@@ -267,9 +267,9 @@ class Shell:
             # The frontend may be forgotten here: decoding the payload may have read its end.
             self.end.frontend_of(claim).protocol_violated(RemoteProtocolError(f"request {request_id}: {error}"))
             return
-        kind: FailureKind = "invalid"
-        if isinstance(error, CudaError):
-            kind = "error"
+        is_cuda = isinstance(error, CudaError)
+        self._end_request(claim, RequestEvent.ERROR, "error" if is_cuda else "invalid", error)
+        if is_cuda:
             # Logged as text: a log handler that keeps the error would keep its frames, and so the views of the request's slots.
             logger.error(
                 "request %d of client %d can't be taken up: %s",
@@ -283,7 +283,6 @@ class Shell:
             logger.error(
                 "decoding request %d of client %d failed\n%s", request_id, client_id, text, extra={"request_id": claim.name}
             )
-        self._end_request(claim, RequestEvent.ERROR, kind, error)
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 

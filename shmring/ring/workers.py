@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import operator
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -38,6 +37,7 @@ from shmring.core.compiled import (
     WorkerRecord,
 )
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.loggers import logger_of
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     AnswerFailed,
@@ -65,7 +65,7 @@ from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
 
 __all__ = ["Workers"]
 
-logger = logging.getLogger("shmring.ring")
+logger = logger_of("shmring.ring")
 
 _MADV_DONTFORK = 10
 _INLINE_NBYTES = (
@@ -434,8 +434,8 @@ class Workers:
             watch.close()
             raise
         worker.link.start()
-        logger.info("%s has joined", worker)
         self._joined.give_all(None)
+        logger.info("%s has joined", worker)
 
     def _check_room(self, peer: Peer, join: Join) -> None:
         self._settle()
@@ -535,11 +535,11 @@ class Workers:
     def refuse(self, worker: _Worker, error: RemoteProtocolError) -> None:
         """Ends the connection of a worker that broke the rules."""
         self.life.protocol_errors += 1
-        logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
-        self.life.note_error(f"{worker} broke the protocol and is disconnected: {error}")
         worker.link.send(Refused(f"RemoteProtocolError: {error}"[:1024]))
         self.part(worker, "broke the protocol")
         worker.link.close()
+        self.life.note_error(f"{worker} broke the protocol and is disconnected: {error}")
+        logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
 
     def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
         """For the end: a worker's count in its ring can't be true."""
@@ -557,18 +557,18 @@ class Workers:
             self.book.part(record)
         self.end.lost(record, how)
         self.look()
-        if was_known and how:
-            logger.info("%s %s", worker, how)
         if self.book.outstanding and not record.is_gone:
             self.slots_are_kept()
+        if was_known and how:
+            logger.info("%s %s", worker, how)
 
     def _died(self, worker: _Worker) -> None:
         worker.link.read_last_words()
         self.book.died(worker.record)
         self.end.lost(worker.record, "has died")
         worker.link.abort()
-        logger.info("%s has died", worker)
         self.look()
+        logger.info("%s has died", worker)
 
     def close(self, reason: str) -> None:
         """Ends all connections. The memory of messages that workers still read goes with this process."""

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import logging
 import os
 import socket
 import stat
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from shmring.config import validate_name
 from shmring.core.compiled import GIVING_UP
+from shmring.core.loggers import logger_of
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     EngineMessage,
@@ -69,7 +69,7 @@ __all__ = [
     "sweep_names",
 ]
 
-logger = logging.getLogger("shmring.transport")
+logger = logger_of("shmring.transport")
 
 _PREFIX = struct.Struct("<I")
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
@@ -162,8 +162,7 @@ class Listener:
         _check_directory(path.parent, frozenset({os.getuid()}))
         lock_fd = _take_lock(path.with_suffix(".lock"), path.stem)
         try:
-            if swept := sweep_names(path.parent):
-                logger.info("removed sockets and locks of engines that are dead: %s", ", ".join(swept))
+            swept = sweep_names(path.parent)
             _remove_stale(path)
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -177,7 +176,10 @@ class Listener:
         except BaseException:
             os.close(lock_fd)
             raise
-        return cls(path, lock_fd, listening)
+        listener = cls(path, lock_fd, listening)
+        if swept:
+            logger.info("removed sockets and locks of engines that are dead: %s", ", ".join(swept))
+        return listener
 
     def close(self) -> None:
         """Stops listening and gives the name up; the files go while the lock is still ours."""

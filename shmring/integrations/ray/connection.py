@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +19,7 @@ import shmring
 from shmring.cancellation import retrieve
 from shmring.client.counters import ClientCounters
 from shmring.client.routing import EngineLoad
+from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, fresh
 from shmring.integrations.ray.directory import Where, look_up, node_id, store_nbytes
 from shmring.integrations.ray.far_client import NOTHING, FarClient
@@ -27,7 +27,7 @@ from shmring.statistics import ClientStatistics
 
 __all__ = ["Connection", "Looks", "Settings", "Way"]
 
-logger = logging.getLogger("shmring.ray")
+logger = logger_of("shmring.ray")
 
 Way: TypeAlias = "shmring.Client | FarClient"
 Looks: TypeAlias = Literal["when used", "always", "for a while"]

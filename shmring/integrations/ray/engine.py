@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -26,6 +25,7 @@ import ray
 
 import shmring
 from shmring.config import parse_nbytes, validate_name
+from shmring.core.loggers import logger_of
 from shmring.engine.core import EngineCore
 from shmring.engine.counted import EngineNumbers
 from shmring.engine.executors import create_executor
@@ -41,7 +41,7 @@ from shmring.ring.injecting import Injected, Injector
 
 __all__ = ["EngineActor", "Engines", "HostedEngine", "UnknownClientError"]
 
-logger = logging.getLogger("shmring.ray")
+logger = logger_of("shmring.ray")
 
 #: Calls that an engine carries out at a time, each of which may be a request, and one for each client on another node.
 _MAX_CALLS = 10_000

@@ -17,10 +17,10 @@ _send_one_request``
 from __future__ import annotations
 
 import contextvars
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from shmring.core.loggers import logger_of
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.promises import broken, not_compiled, stay_off
 from shmring.integrations.sglang.contract import CHECKS, MODULES, find_hooks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["switch_on"]
 
-logger = logging.getLogger("sglang.shmring")
+logger = logger_of("sglang.shmring")
 
 
 def switch_on() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmring import threads
 from shmring.config import RingConfig
+from shmring.core.loggers import logger_of
 from shmring.errors import LocalProtocolError, ShmringError
 from shmring.integrations.sglang.settings import Settings
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Named", "Owner", "Sharer"]
 
-logger = logging.getLogger("sglang.shmring")
+logger = logger_of("sglang.shmring")
 
 _UNTAKEN_S = 600.0  # a tensor whose message has not been decoded by then: a scheduler that compiles can take minutes
 _TAKE_S = 5.0  # a tensor is always there before its message

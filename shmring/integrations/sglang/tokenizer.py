@@ -16,12 +16,12 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import shmring
 from shmring.config import ClientConfig
+from shmring.core.loggers import logger_of
 from shmring.errors import ShmringError, WouldBlock
 from shmring.integrations.reaching import KeptConnection
 from shmring.integrations.sglang.settings import Settings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
-logger = logging.getLogger("sglang.shmring")
+logger = logger_of("sglang.shmring")
 
 _CONNECT_S = 5.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late; it is tried again
 _ANSWER_S = 5.0  # of a scheduler that is busy

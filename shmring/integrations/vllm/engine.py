@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.errors import LocalProtocolError, ShmringError
 from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.payloads import checksum
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HandedOver", "LostTensorError", "Receiver"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 _FREE_S = 1.0  # between two looks at a name that another engine has: a look costs microseconds
 _WAITED_S = 0.001  # to find what is there takes microseconds

@@ -15,11 +15,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shmring.core.loggers import logger_of
 from shmring.errors import ShmringError
 from shmring.integrations.traffic import Traffic, engine_gauges
 from shmring.integrations.vllm.cancellation import held_back
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncFrontend", "SyncFrontend"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 _DROP_S = 0.25  # how long a drop waits for a message that takes it along
 _REPORTS_EVERY = 20  # of these pauses: every five seconds

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from shmring.config import ClientConfig
+from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError
 from shmring.integrations.reaching import KeptConnection, Reach, check_epoch
 from shmring.integrations.traffic import Reason
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST_IN_LOOP_NBYTES", "AsyncLink", "NoRingError", "ThreadLink", "Where", "client_config"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 _CONNECT_S = 5.0  # an engine core has its ring before it says so, but may answer late on a busy machine; it is tried again
 _ANSWER_S = 5.0  # of an engine core whose other threads are busy; then it is "not reached", and waited for all the same

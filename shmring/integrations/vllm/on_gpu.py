@@ -14,17 +14,17 @@ Tested with a driver that is made up. Not run on a GPU yet.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.errors import SlabError
 
 __all__ = ["NotOnThisGpuError", "OnGpu", "gpu_of", "place_in"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 
 class NotOnThisGpuError(Exception):

@@ -10,15 +10,16 @@ Tested with events that are made up. Not run on a GPU yet.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from shmring.core.loggers import logger_of
+
 __all__ = ["QueuedCopies"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 
 class Event(Protocol):

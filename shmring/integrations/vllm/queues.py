@@ -17,7 +17,6 @@ looks every second whether one of them was stopped.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shmring.core.loggers import logger_of
 from shmring.errors import CapacityError, ClosedError, EngineDeadError, ShmringError, WorkersBehindError, WouldBlock
 from shmring.integrations.vllm.parcels import IN_RECORD_NBYTES, Parcel, Pieces, is_first_piece, pack, unpack
 from shmring.integrations.vllm.peers import PeerError, Peers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "Reader", "Writer", "WriterCounts"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 _READY_S = 600.0  # for the other side to join: it has loaded its model by then
 _LOOKING_S = 0.005  # the next step, or the answer, is there by then if it takes no longer to compute

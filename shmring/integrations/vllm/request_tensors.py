@@ -8,10 +8,10 @@ whether the message was sent or not. What was placed and is referred to by no me
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from shmring.core.loggers import logger_of
 from shmring.errors import WouldBlock
 from shmring.integrations.traffic import Reason, Traffic, reason_of
 from shmring.integrations.vllm.kept import Book, Entry
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestTensors"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 
 _Way = Literal["copied", "kept", "device"]

@@ -6,13 +6,13 @@ that reads from an engine core is a worker, and what it writes to are answers.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from shmring.core.loggers import logger_of
 from shmring.errors import LocalProtocolError, ShmringError
 from shmring.integrations.vllm.peers import Peers
 from shmring.integrations.vllm.queues import Handle, Reader, Writer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Queues", "is_engine_core"]
 
-logger = logging.getLogger("vllm.shmring")
+logger = logger_of("vllm.shmring")
 
 _NO_SLAB_NBYTES = 1 << 20  # of a ring that no frontend connects to
 _ANSWERS_NBYTES = 16 << 20  # of answers that the engine core has not copied out yet; larger ones come in pieces

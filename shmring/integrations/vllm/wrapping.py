@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import uuid
 import weakref
@@ -29,6 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from shmring.core.loggers import logger_of
 from shmring.integrations.environment import name_the_run
 from shmring.integrations.promises import broken, not_compiled, stay_off
 from shmring.integrations.vllm.contract import CHECKS, GPU_CHECKS, Hooks, find_gpu_hooks, find_hooks
@@ -37,7 +37,7 @@ from shmring.integrations.vllm.settings import PREFIX, Settings
 
 __all__ = ["switch_on"]
 
-logger = logging.getLogger("vllm.shmring")  # below vLLM's own logger, whose handlers and level apply
+logger = logger_of("vllm.shmring")  # below vLLM's own logger, whose handlers and level apply
 
 _MARK = "_shmring"  # an attribute of vLLM's objects: their half of the plug-in
 
