@@ -393,6 +393,22 @@ async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: 
     claim.done()
 
 
+async def test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back(ends: Ends, hold: Any, turns: Any) -> None:
+    submission, claim = await ends.claim("x")
+    read_on = hold(session_of(ends.client).link)
+    for text in ("x" * 900, ""):  # until there is no room for the shortest, either
+        with contextlib.suppress(shmring.WouldBlock):
+            while True:
+                claim.reply_nowait(text)
+    with pytest.raises(shmring.WouldBlock, match="slowly"):
+        claim.reply_nowait({"x": tensor(5000)})
+    now = ends.ring.statistics()
+    assert now.reply_free_nbytes == now.reply_nbytes
+    submission.abort()
+    read_on()
+    await turns()
+
+
 async def test_a_frontend_that_reads_slowly_is_waited_for(
     serve: Any, connect: Any, eventually: Any, turns: Any, hold: Any
 ) -> None:

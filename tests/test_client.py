@@ -323,24 +323,6 @@ async def test_who_is_cancelled_in_its_turn_is_not_in_flight(serve: Any, connect
     assert session.end.in_flight == 0
 
 
-async def test_a_call_that_was_not_sent_is_not_in_flight(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer() -> int:
-        return 1
-
-    def fail(message: Any) -> None:
-        raise MemoryError("there is none for the record")
-
-    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
-    await serve(calls={"answer": answer})
-    client = await connect()
-    with monkeypatch.context() as patch:
-        patch.setattr(session_of(client).link, "send", fail)
-        for _ in range(2):
-            with pytest.raises(MemoryError):
-                await client.call("answer", timeout=20)
-    assert await client.call("answer", timeout=20) == 1
-
-
 async def test_what_the_engine_is_too_slow_for_is_not_in_flight(serve: Any, connect: Any, hold: Any) -> None:
     ring = await serve()
     client = await connect()
@@ -836,7 +818,7 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
     """Also if nobody waits for that."""
     ring = await serve(handle)
     client = await connect(copy_offload_nbytes=20_000)
-    go_on = threading.Event()
+    session, go_on = session_of(client), threading.Event()
     slow = WatchedArray.of(100_000, lambda: go_on.wait(5))
     request = asyncio.create_task(client.request({"do": "echo", "x": slow}))
     await eventually(lambda: client.statistics().slots_writing == 1)
@@ -853,6 +835,7 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
         await request
     if not cancelled:
         await closing
+    assert not session.sending.copies
     await settled(ring)
 
 

@@ -89,6 +89,7 @@ async def test_the_inner_of_two_does_not_end_the_outer() -> None:
         with pytest.raises(TimeoutError, match=r"0\.01 s"), deadlines.within(0.01, nothing):
             await asyncio.Event().wait()
         await asyncio.sleep(0)
+        assert deadlines._timer is not None, "for the outer one"
 
 
 async def test_all_have_one_timer_which_goes_off_for_the_earliest() -> None:

@@ -587,6 +587,17 @@ async def test_who_waits_for_any_engine_hears_that_the_client_closes(
         await waiting
 
 
+async def test_kept_content_is_looked_for_at_the_least_loaded_engine_first(client: shmring.Client, engines: Engines) -> None:
+    engines.go_on.clear()
+    busy = asyncio.create_task(client.request({}, engine="vision-0"))
+    while not engines.rings["vision-0"].statistics().running:
+        await asyncio.sleep(0)
+    assert [attachment.name for attachment in await client._engines.searched(None)] == ["vision-1", "vision-0"]
+    assert [attachment.name for attachment in await client._engines.searched("vision-0")] == ["vision-0"]
+    engines.go_on.set()
+    await busy
+
+
 async def test_what_was_seen_of_an_engine_is_void_in_its_next_life(
     client: shmring.Client, engines: Engines, eventually: Any
 ) -> None:

@@ -981,12 +981,41 @@ async def test_a_dropped_worker_is_told_and_keeps_what_it_reads(serve: Any, join
     await eventually(lambda: is_whole(ring))
 
 
-async def test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits(serve: Any, join: Any) -> None:
+@pytest.mark.adjustable_clock
+async def test_what_a_dropped_worker_reads_comes_back_though_it_rings_no_more(serve: Any, join: Any, pass_time: Any) -> None:
+    """Nobody asks for it: the ring looks by itself, again and again."""
+    ring = await serve(**OPTIONS)
+    worker = await join(1)
+    await ring.broadcast(torch.ones(50_000, dtype=torch.uint8))
+    message = await worker.receive()
+    ring.drop_worker(1, "too slow")
+    book = ring._shell.workers.book
+    for _ in range(3):
+        await pass_time(1)
+        assert book.outstanding == 1
+    message.leave()
+    await pass_time(1)
+    assert book.outstanding == 0
+
+
+async def test_the_pidfds_of_workers_that_have_gone_are_closed(serve: Any, join: Any, eventually: Any, turns: Any) -> None:
+    ring = await serve(**OPTIONS)
+    counts = []
+    for _ in range(4):
+        await (await join()).close()
+        await eventually(lambda: not ring.statistics().workers)
+        await turns()
+        counts.append(sum("pidfd" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()))
+    assert counts == [counts[0]] * 4
+
+
+async def test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits(serve: Any, join: Any, turns: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()
     for number in range(4):
         await ring.broadcast(torch.full((40_000,), number, dtype=torch.uint8))
     waiting = [asyncio.ensure_future(send) for send in (ring.broadcast(5), ring.gather(6), ring.wait_workers(2))]
+    await turns()  # until they wait
     message = await worker.receive()
     await ring.close("enough")
     for task in waiting:

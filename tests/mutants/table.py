@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import books, ends, memory, payloads, python_links, rings
+from tests.mutants import books, ends, memory, payloads, python_clients, python_links, python_plugins, rings
 
 FAULTS = (
     *rings.FAULTS,
@@ -11,4 +11,6 @@ FAULTS = (
     *payloads.FAULTS,
     *memory.FAULTS,
     *python_links.FAULTS,
+    *python_clients.FAULTS,
+    *python_plugins.FAULTS,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmring.client.routing import EngineLoad, Router
@@ -20,6 +20,10 @@ SOME = st.frozensets(st.sampled_from(NAMES))
 
 
 @given(LOADS, SOME)
+@example(
+    {"vision-0": EngineLoad(0, 0, False), "vision-1": EngineLoad(9, 0, True), "vision-2": EngineLoad(8, 0, True)},
+    frozenset(["vision-1"]),
+)
 def test_a_near_engine_is_chosen_unless_it_has_much_more_to_do(loads: dict[str, EngineLoad], some: frozenset[str]) -> None:
     near = some & loads.keys()
     chosen = ClusterRouter(NAMES, "nearest", BOUND).choose(loads, near)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
+from shmring.errors import ClosedError
 from shmring.integrations.ray.flight import Flight
 from tests.tables import for_each
 
@@ -26,6 +29,31 @@ async def test_bytes_are_bounded_in_order() -> None:
     flight.end(60)
     await asyncio.gather(large, small)
     assert (flight.requests, flight.nbytes, flight.waiting) == (2, 60, 0)
+
+
+async def test_what_fits_does_not_overtake_what_does_not() -> None:
+    flight = Flight(10, 100)
+    await flight.begin(60)
+    await flight.begin(30)
+    large, small = await started(flight, 80), await started(flight, 5)
+    flight.end(30)
+    await asyncio.sleep(0)
+    assert (large.done(), small.done(), flight.waiting) == (False, False, 2)
+    flight.end(60)
+    await asyncio.gather(large, small)
+
+
+async def test_closing_ends_the_waiting_and_nothing_begins_any_more() -> None:
+    flight = Flight(1, 100)
+    await flight.begin(1)
+    waiting = [await started(flight, 1) for _ in range(2)]
+    flight.close(ClosedError("this client was closed"))
+    await asyncio.wait(waiting, timeout=30)
+    for task in (*waiting, await started(flight, 1)):
+        with pytest.raises(ClosedError, match="this client was closed"):
+            await task
+    flight.end(1)
+    assert (flight.requests, flight.nbytes, flight.waiting) == (0, 0, 0)
 
 
 async def test_requests_are_bounded() -> None:

@@ -44,6 +44,20 @@ def test_whoever_stays_stopped_is_not(peers: Peers, child: Process, until: Calla
         peers.look(1)
 
 
+def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(
+    peers: Peers, child: Process, until: Callable[..., Any]
+) -> None:
+    stop(child, until)
+    peers.look(0)
+    child.send(signal.SIGCONT)
+    until(lambda: state_of(child.pid) != "T")
+    peers.look(1)
+    stop(child, until)
+    peers.look(2)
+    with pytest.raises(PeerError, match="was stopped"):
+        peers.look(3)
+
+
 def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
     """Its engine core wakes a moment before its workers: after a long time, in which it did not look."""
     stop(child, until)

@@ -1,0 +1,201 @@
+"""Faults in the plug-ins, where they can be tested without the servers that they are for."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/integrations/environment.py",
+        (
+            "a variable with a wrong name is passed over",
+            'if variable.startswith(f"{prefix}_") and variable.removeprefix',
+            "if False and variable.removeprefix",
+            "tests/sglang/test_settings.py::test_an_unknown_setting_is_a_typing_error",
+        ),
+        (
+            "an empty variable is a value",
+            "        if not text:\n            return default\n",
+            "",
+            "tests/sglang/test_settings.py::test_each_is_read",
+        ),
+        (
+            "seconds may be no number",
+            "        if not least <= seconds <= most:",
+            "        if seconds < least or seconds > most:",
+            "tests/vllm/test_settings.py::test_a_wrong_value_is_refused_by_its_name",
+        ),
+        (
+            "a process that was started by another gives its rings a name of its own",
+            "    if variable in environment:\n        return False\n",
+            "",
+            "tests/sglang/test_settings.py::test_all_processes_of_a_server_have_the_name_that_the_first_one_made_up",
+        ),
+        (
+            "two servers of one process id have one name",
+            'f"{server}-{os.getpid()}-{secrets.token_hex(3)}"',
+            'f"{server}-{os.getpid()}"',
+            "tests/sglang/test_settings.py::test_all_processes_of_a_server_have_the_name_that_the_first_one_made_up",
+        ),
+        (
+            "a name leaves no room for the number of a ring",
+            'return validate_name(f"{text}-1234567")[:-8]',
+            "return validate_name(text)",
+            "tests/vllm/test_settings.py::test_a_wrong_value_is_refused_by_its_name",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/traffic.py",
+        (
+            "a full slab counts as an engine that has gone",
+            'return "space"',
+            'return "engine"',
+            "tests/test_plug_ins.py::test_why_a_tensor_goes_inline",
+        ),
+        (
+            "what should not be is not in the log",
+            '    logger.error("shmring: a tensor goes inline, and this should not be: %r", error, exc_info=error)\n',
+            "",
+            "tests/test_plug_ins.py::test_why_a_tensor_goes_inline",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/promises.py",
+        (
+            "a check that raises finds nothing",
+            "            findings.append(f\"{check.__name__.strip('_')}: {type(error).__name__}: {error}\")",
+            "            pass",
+            "tests/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
+        ),
+        (
+            "names that inner functions use are not seen",
+            "            names |= _names_in(constant)\n",
+            "            pass\n",
+            "tests/test_plug_ins.py::test_names_are_those_of_functions_inside_as_well",
+        ),
+        (
+            "further parameters before the known ones are not seen",
+            "if parameters[: len(names)] != [*names]:",
+            "if not {*names} <= {*parameters}:",
+            "tests/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/peers.py",
+        (
+            "a look long after another one is a second one",
+            "if now_s - self._looked_s < _FORGOTTEN_S else {}",
+            "",
+            "tests/vllm/test_peers.py::test_a_server_that_was_stopped_as_a_whole_goes_on",
+        ),
+        (
+            "a zombie counts as living",
+            'if state in ("", "Z", "X"):',
+            'if state in ("", "X"):',
+            "tests/vllm/test_peers.py::test_whoever_has_died_is_found_before_it_is_reaped",
+        ),
+        (
+            "a process that goes on was stopped since it was stopped first",
+            "        self._stopped_since_s, self._looked_s = {}, now_s\n",
+            "        self._looked_s = now_s\n",
+            "tests/vllm/test_peers.py::test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/parcels.py",
+        (
+            "small tensors are not aligned",
+            "            small.extend(bytes(-len(small) % _ALIGNMENT))\n",
+            "",
+            "tests/vllm/test_parcels.py::test_what_comes_is_what_was_sent",
+        ),
+        (
+            "what is as large as the bound is small",
+            "        if raw.nbytes >= LARGE_NBYTES:",
+            "        if raw.nbytes > LARGE_NBYTES:",
+            "tests/vllm/test_parcels.py::test_what_comes_is_what_was_sent",
+        ),
+        (
+            "an array keeps no hold of what pickle was given",
+            "        kept.append(buffer)\n",
+            "",
+            "tests/vllm/test_parcels.py::test_what_comes_is_what_was_sent",
+            "Equivalent with the pickle of today: it remembers the tuple that has the buffer until all is packed.",
+        ),
+        (
+            "the head of a parcel comes before its tensors",
+            "for part in (self.small, *self.large, self.head):",
+            "for part in (self.head, self.small, *self.large):",
+            "tests/vllm/test_parcels.py::test_what_comes_is_what_was_sent",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/cancellation.py",
+        (
+            "a cancellation that is held back is lost",
+            "            task.add_done_callback(lambda _, cancel=cancel: loop.call_soon(cancel))",
+            "            ...",
+            "tests/vllm/test_exchange.py::test_a_cancelled_caller_is_cancelled_after_its_request_was_sent",
+        ),
+        (
+            "a cancellation that is held back counts twice",
+            "            caller.uncancel()\n",
+            "",
+            "tests/vllm/test_exchange.py::test_a_timeout_that_comes_while_work_is_done_is_a_timeout",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/ray/flight.py",
+        (
+            "a request overtakes those that wait",
+            "if not self._line.is_waited_in and self._fits(nbytes):",
+            "if self._fits(nbytes):",
+            "tests/ray/test_flight.py::test_bytes_are_bounded_in_order",
+        ),
+        (
+            "a turn that came as its request was cancelled is lost",
+            "self._line.enter(nbytes), self.end, lambda _: self._serve())",
+            "self._line.enter(nbytes), int, lambda _: self._serve())",
+            "tests/ray/test_flight.py::test_who_is_cancelled_just_when_its_turn_comes_passes_it_on",
+        ),
+        (
+            "a request that leaves the line keeps those behind it waiting",
+            "self._line.enter(nbytes), self.end, lambda _: self._serve())",
+            "self._line.enter(nbytes), self.end)",
+            "tests/ray/test_flight.py::test_a_cancelled_waiter_delays_nobody",
+        ),
+        (
+            "a request that is larger than all never begins",
+            "(not self.nbytes or self.nbytes + nbytes <= self._max_nbytes)",
+            "self.nbytes + nbytes <= self._max_nbytes",
+            "tests/ray/test_flight.py::test_one_that_is_larger_than_the_bound_goes_alone",
+        ),
+        (
+            "a request that fits overtakes one that does not",
+            "            if not self._fits(nbytes):\n                break",
+            "            if not self._fits(nbytes):\n                continue",
+            "tests/ray/test_flight.py::test_what_fits_does_not_overtake_what_does_not",
+        ),
+        (
+            "who waits is not told that it is closed",
+            "            place.set_exception(fresh(why))",
+            "            pass",
+            "tests/ray/test_flight.py::test_closing_ends_the_waiting_and_nothing_begins_any_more",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/ray/routing.py",
+        (
+            "a near engine gets requests however much it has to do",
+            "if name in near and load.in_flight <= most}",
+            "if name in near}",
+            "tests/ray/test_cluster_routing.py::test_a_burst_goes_to_the_near_engine_until_it_has_so_much_more",
+        ),
+        (
+            "an engine that does not respond is the least loaded",
+            "for load in responding.values()), default=0)",
+            "for load in loads.values()), default=0)",
+            "tests/ray/test_cluster_routing.py::test_a_near_engine_is_chosen_unless_it_has_much_more_to_do",
+        ),
+    ),
+)
