@@ -14,7 +14,8 @@
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
-#   make simulate STEPS=1000000 SEED=1: the product's own ends in one process, deterministically; EXHAUSTIVE=1 visits every state
+#   make simulate STEPS=1000000 SEED=1: the product's own ends in one process, deterministically; EXHAUSTIVE=1 visits every state. Then each
+#                 call of the asyncio interface is cancelled at each of its suspensions, on both loops
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
@@ -74,6 +75,7 @@ soak: $(INSTALLED)
 
 simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation $(if $(EXHAUSTIVE),--exhaustive,--steps $(or $(STEPS),1000000) --seed $(SEED))
+	$(BIN)/python -m tests.suspensions
 
 bench-quick: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
