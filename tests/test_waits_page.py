@@ -68,8 +68,8 @@ def _is_wait(node: ast.AST) -> bool:
             return isinstance(node.func, ast.Attribute) and (not arguments or arguments[0].isupper())
         case "select" | "poll":
             return bool(arguments) and arguments != ["0"]
-        case "get":
-            return not arguments and not node.keywords
+        case "get":  # of a queue
+            return called.endswith(("_held.get", "_calls.get"))
         case name:
             return name in _WAITING
 
