@@ -97,7 +97,7 @@ SECTIONS = (
         "worker",
         shmring.Worker,
         shmring.threads.Worker,
-        "receive receive_nowait close engine_is_stopped rank name config",
+        "receive receive_nowait close engine_is_stopped rank name epoch config",
     ),
     Section(
         "`Message`: what a worker receives",

@@ -309,12 +309,14 @@ class Worker(Generic[_Payload]):
 
     Attributes:
         name: the engine's name.
+        epoch: which life of the engine it has joined (``Ring.epoch`` there).
         rank: this worker's.
         config: as configured.
     """
 
     def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
         self.name = name
+        self.epoch = joined.epoch
         self.rank = rank
         self.config = config
         self._connection = _Connection(name, rank, joined, payload_type)

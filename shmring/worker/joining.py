@@ -44,6 +44,7 @@ _LONGEST_PAUSE_S = 0.1
 class Joined:
     """A worker's place at an engine. The owner of this object closes socket and pidfd."""
 
+    epoch: int
     socket: socket.socket
     pidfd: int
     mapping: Mapping
@@ -140,6 +141,7 @@ def _map(engine: JoinedEngine, prefault: bool) -> Joined:
         page.advise(0, WORKER_PAGE_NBYTES, _MADV_DONTFORK)
         mapping = map_read_only(engine.memory_fds, sizes, prefault=prefault)
         return Joined(
+            welcome.epoch,
             engine.socket,
             engine.pidfd,
             mapping,

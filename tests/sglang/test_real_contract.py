@@ -34,6 +34,9 @@ CHANGES = {
     "del hooks.features.ShmPointerMMData.materialize": "AttributeError",
     "hooks.wire._is_shm_pointer_mm_data = lambda obj: False": "does not know the class that replaces ShmPointerMMData",
     "hooks.wire._from_msgpack_state = lambda obj: {}": "what a pointer says of itself comes as {}",
+    "hooks.managers.TokenizerManager._send_one_request = lambda self, obj: None": "takes self, obj, and not self",
+    "hooks.managers.TokenizerManager.__init__ = lambda self: None": "does not use init_ipc_channels",
+    "del hooks.ports.PortArgs.__dataclass_fields__['instance_id']": "PortArgs has no instance_id",
     "hooks.receivers.SchedulerRequestReceiver._finalize_shm_features = lambda self, reqs: None": "does not use barrier",
 }
 

@@ -223,7 +223,7 @@ async def test_a_server_that_rests_goes_on_with_the_next_request(
     exchange = await connected()
     sent = picture()
     await exchange.exchange(sent)
-    await eventually(lambda: bool(exchange.frontend._came._waiters))
+    await eventually(lambda: bool(exchange.frontend._links[ENGINE].came._waiters))
     del sent
     gc.collect()
     assert (await exchange.report())["kept_tensors"] == 1

@@ -379,6 +379,15 @@ def test_whoever_waits_is_woken_by_shutdown(start: Callable[..., Engine], until:
     assert [str(error) for error in errors] == ["cancelled"]
 
 
+def test_a_worker_joins_no_other_ring_of_that_name() -> None:
+    """As where its engine core has died, and the next one has the name already."""
+    with threads.serve("test-0", slab_nbytes=1 * MB) as ring:
+        handle = Handle("test-0", ring.epoch + 1, os.getpid(), [0], True)
+        with pytest.raises(PeerError, match="another engine has the name 'test-0' now"):
+            Reader(handle, 0).wait_until_ready()
+        threads.join("test-0", rank=0, connect_timeout_s=60).close()  # its place is free for who it belongs to
+
+
 def test_after_shutdown_nothing_is_sent(start: Callable[..., Engine]) -> None:
     engine = start(1)
     engine.steps.shutdown()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -22,7 +24,7 @@ from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
 from shmring.integrations.vllm.link import Where
 from shmring.integrations.vllm.workers import Queues
 from tests.sessions import session_of
-from tests.vllm.test_exchange import ENGINE, Exchange, described, picture, request_with, settings
+from tests.vllm.test_exchange import ENGINE, Exchange, Stream, described, picture, request_with, settings
 
 Eventually = Callable[..., Awaitable[Any]]
 INLINE = "tensors go inline until the ring of engine core 0 is reached: "
@@ -191,6 +193,35 @@ async def test_a_connection_that_is_lost_is_made_again(
     assert (caplog.text.count(INLINE), caplog.text.count(AGAIN)) == (1, 2)
 
 
+async def test_an_engine_core_that_keeps_silent_keeps_no_other_one_from_being_told_what_to_drop(eventually: Eventually) -> None:
+    engines = [number.to_bytes(2, "little") for number in (0, 1)]
+    receivers = [Receiver(settings(), number, copies=False, pin="off") for number in (0, 1)]
+    silent = asyncio.get_running_loop().create_future()
+
+    async def tell_drops(engine: bytes, client_id: int, request_ids: list[int]) -> bool:
+        if engine == engines[0]:
+            await silent
+        await asyncio.to_thread(receivers[1].drop, client_id, request_ids)
+        return True
+
+    frontend = AsyncFrontend(settings(), engines, 1, tell_drops, keeps=True)
+    frontend.start()
+    links = [frontend._links[engine] for engine in engines]
+    await eventually(lambda: all(link.is_connected for link in links), 300)
+    for engine, receiver in zip(engines, receivers, strict=True):
+        stream, request = Stream(), request_with(picture())
+        await frontend.divert(request, engine, stream.encode(frontend, request))
+        await asyncio.to_thread(stream.decode, receiver)
+        del request
+    gc.collect()
+    await eventually(lambda: receivers[1].report()["kept_tensors"] == 0, 300)
+    assert receivers[0].report()["kept_tensors"] == 1
+    frontend.close()
+    await eventually(lambda: all(link._client is not None and link._client.closed for link in links), 300)
+    for receiver in receivers:
+        await asyncio.to_thread(receiver.close)
+
+
 # -- a ring that is not the one that was meant --------------------------------------------------------------------------------
 
 
@@ -269,6 +300,38 @@ def test_where_another_engine_has_the_name_workers_have_a_ring_of_their_own(serv
     assert writer.export_handle().ring != "test-0"
     assert not engine_ring.has_workers
     writer.shutdown()
+
+
+@pytest.fixture
+def log_that_raises() -> Iterator[list[str]]:
+    """A filter of the server's log fails at each line; returns these lines."""
+    lines: list[str] = []
+
+    class Failing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            lines.append(record.getMessage())
+            raise RuntimeError("this filter has a bug")
+
+    failing, logger = Failing(), logging.getLogger("vllm.shmring")
+    logger.addFilter(failing)
+    yield lines
+    logger.removeFilter(failing)
+
+
+async def test_a_log_that_raises_keeps_nobody_from_anything(
+    log_that_raises: list[str], serve: Callable[..., Receiver], begin: Connect, eventually: Eventually
+) -> None:
+    first = await asyncio.to_thread(serve)
+    second = await asyncio.to_thread(serve)
+    exchange = begin(second)
+    await eventually(lambda: link_of(exchange).reason == "engine", 300)
+    await goes_inline(exchange)
+    await asyncio.to_thread(first.close)
+    await eventually(lambda: link_of(exchange).is_connected, 300)
+    sent = picture()
+    assert (await exchange.exchange(sent))[0].equal(sent)
+    for said in ("has no slab", "go inline until", "has a slab of", "go through shared memory"):
+        assert any(said in line for line in log_that_raises), said
 
 
 # -- without an event loop --------------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@
 ``wrap_shm_features``               before it: which scheduler gets the request
 ``write_data_for_multi_tokenizer``  before it: processes of ``--tokenizer-worker-num`` load no plug-ins, and get this one with
                                     what they are told
-``SchedulerIpcChannels.create``,    before them: which server this process belongs to. All processes of one know its
-``TokenizerManager.                 ``PortArgs.instance_id``, and no other server's do: so rings are called
-init_ipc_channels``
-``TokenizerManager.                 before it: which of the servers that this process has made gets the request
-_send_one_request``
+``SchedulerIpcChannels.create``     before it: which server a scheduler belongs to, by ``PortArgs.instance_id``. All processes
+                                    of one server know it, and those of no other: so rings are called
+``init_ipc_channels``               of ``TokenizerManager``, before it: the same for a tokenizer
+``_send_one_request``               of ``TokenizerManager``, before it: which of several servers of this process sends
 ==================================  ====================================================================================
 """
 
@@ -108,7 +107,7 @@ class _Servers:
         self._context = context
         self._instances: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by SGLang's TokenizerManager
         self._senders: weakref.WeakKeyDictionary[Any, Sender] = weakref.WeakKeyDictionary()
-        self._sending: contextvars.ContextVar[Any] = contextvars.ContextVar("shmring sending", default=lambda: None)
+        self._sending: contextvars.ContextVar[Any] = contextvars.ContextVar("shmring sending")
 
     def is_made(self, manager: Any, port_args: Any) -> None:
         """A tokenizer is being made."""
@@ -120,7 +119,7 @@ class _Servers:
 
     def sender(self) -> Sender | None:
         """Returns the half of the tokenizer that sends a request in this task; None: it is not known which one that is."""
-        manager = self._sending.get()()
+        manager = self._sending.get(lambda: None)()
         if manager is None or manager not in self._instances:
             return None
         sender = self._senders.get(manager)

@@ -158,8 +158,8 @@ class Sharer:
         try:
             self._worker = threads.join(name, rank=rank - 1, label=f"rank {rank}", connect_timeout_s=_JOIN_S)
         except (ShmringError, OSError, ValueError) as error:
-            logger.warning("shmring: rank %d gets tensors in SGLang's messages: %s", rank, error)
             self._error = error
+            logger.warning("shmring: rank %d gets tensors in SGLang's messages: %s", rank, error)
         else:
             logger.info("shmring: rank %d reads tensors in the slab of rank 0 (%s)", rank, name)
 

@@ -156,15 +156,9 @@ class Sender:
     async def _keep_house(self) -> None:
         """Shows what schedulers report; connects anew also where no request comes."""
         while True:
-            for place, link in enumerate(self._links):
+            for link in self._links:
                 link.keep_trying()
-                try:
-                    report = await link.client.call("report", timeout=_ANSWER_S)
-                except (ShmringError, TimeoutError):
-                    continue  # it is busy, has gone, or is not reached yet
-                for key, gauge in engine_gauges().items():
-                    if key in report:
-                        gauge.labels(str(place)).set(report[key])
+            await asyncio.gather(*(_update_gauges(place, link) for place, link in enumerate(self._links)))
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:
@@ -178,3 +172,11 @@ class Sender:
     def _say_what_was_sent(self) -> None:
         if self._traffic.tensors:
             logger.info("shmring: large tensors sent: %s", self._traffic.summary())
+
+
+async def _update_gauges(place: int, link: _Link) -> None:
+    with contextlib.suppress(ShmringError, TimeoutError):  # it is busy, has gone, or is not reached yet
+        report = await link.client.call("report", timeout=_ANSWER_S)
+        for key, gauge in engine_gauges().items():
+            if key in report:
+                gauge.labels(str(place)).set(report[key])

@@ -205,26 +205,26 @@ class AsyncFrontend(_Frontend):
             engine: AsyncLink(number_of(engine), finding(engine), config, settings, keep_nbytes) for engine in engines
         }
         self._tell_drops = tell_drops
-        self._keeping_house: asyncio.Task[None] | None = None
-        self._came = asyncio.Event()  # a request, since the last look
+        self._keeping_house: list[asyncio.Task[None]] = []  # one for each link: an engine core may keep silent
 
     async def _by_name(self, engine: bytes) -> Where:
         return Where(self._settings.ring_name(number_of(engine)))
 
     def start(self) -> None:
         """Begins to connect, in the running loop. A second call does nothing."""
-        if self._keeping_house is None:
-            self._keeping_house = asyncio.get_running_loop().create_task(self._keep_house(), name="shmring")
-            for link in self._links.values():
+        if not self._keeping_house:
+            loop = asyncio.get_running_loop()
+            for engine, link in self._links.items():
                 link.keep_trying()
+                self._keeping_house.append(loop.create_task(self._keep_house(engine, link), name="shmring"))
 
     def divert(self, request: Any, engine: bytes, send: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         """Sends a request; the same as :meth:`SyncFrontend.divert`, but for the result, which is to be awaited."""
         self.start()
-        self._came.set()
         link = self._links.get(engine)
         if link is not None:
             link.keep_trying()
+            link.came.set()
         prepared = self._prepare(request, link)
         if prepared is None:
             return send()
@@ -234,24 +234,23 @@ class AsyncFrontend(_Frontend):
         await held_back(prepared.in_slab.place(prepared.waiting))
         return await self._post(prepared, send)
 
-    async def _keep_house(self) -> None:
-        """Takes care of what no request takes care of: lost connections, drops that nothing takes along, and gauges."""
+    async def _keep_house(self, engine: bytes, link: AsyncLink) -> None:
+        """Takes care of what no request takes care of: a lost connection, drops that nothing takes along, and gauges."""
         pauses, last_came = 0, 0
         while True:
-            for engine, link in self._links.items():
-                link.keep_trying()
-                if not await self._send_drops(engine, link):
-                    return
-            if self._came.is_set():
-                self._came.clear()
+            link.keep_trying()
+            if not await self._send_drops(engine, link):
+                return
+            if link.came.is_set():
+                link.came.clear()
                 last_came = pauses
             is_idle = pauses - last_came > _REPORTS_EVERY
             if is_idle or pauses % _REPORTS_EVERY == 0:
-                await self._update_gauges()
+                await _update_gauges(engine, link)
             pauses += 1
             if is_idle:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._came.wait(), _REST_S)
+                    await asyncio.wait_for(link.came.wait(), _REST_S)
             else:
                 await asyncio.sleep(_DROP_S)
 
@@ -270,29 +269,30 @@ class AsyncFrontend(_Frontend):
             logger.debug("shmring: an engine core could not be told what to drop: %r", error)
             return True
 
-    async def _update_gauges(self) -> None:
-        for engine, link in self._links.items():
-            if not link.is_connected:
-                continue
-            with contextlib.suppress(ShmringError, TimeoutError):  # it has gone just now
-                report = await link.report()
-                for name, gauge in engine_gauges().items():
-                    gauge.labels(str(number_of(engine))).set(report[name])
-
     def close(self) -> None:
         """Disconnects as soon as the loop can, and says in the log what went which way. From any thread."""
-        keeping_house, self._keeping_house = self._keeping_house, None
-        if keeping_house is not None:
-            loop = keeping_house.get_loop()
+        keeping_house, self._keeping_house = self._keeping_house, []
+        if keeping_house:
+            loop = keeping_house[0].get_loop()
 
             def disconnect() -> None:
-                keeping_house.cancel()
+                for task in keeping_house:
+                    task.cancel()
                 for link in self._links.values():
                     loop.create_task(link.close())
 
             with contextlib.suppress(RuntimeError):  # the loop is closed: the engine cores see that this process ends
                 loop.call_soon_threadsafe(disconnect)
         logger.info("shmring: large tensors sent: %s", self._traffic.summary())
+
+
+async def _update_gauges(engine: bytes, link: AsyncLink) -> None:
+    if not link.is_connected:
+        return
+    with contextlib.suppress(ShmringError, TimeoutError):  # it has gone just now
+        report = await link.report()
+        for name, gauge in engine_gauges().items():
+            gauge.labels(str(number_of(engine))).set(report[name])
 
 
 def number_of(engine: bytes) -> int:

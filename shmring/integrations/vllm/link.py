@@ -100,6 +100,7 @@ class AsyncLink(KeptConnection):
         book: of what the engine core keeps; None: nothing, or there is no connection.
         placing: tensors that are being copied to be kept, by id; a second request with such a tensor waits for the first.
         on_gpu: the way of tensors on a GPU; there when it is connected.
+        came: set with each request to this engine core.
     """
 
     on_gpu: OnGpu
@@ -111,6 +112,7 @@ class AsyncLink(KeptConnection):
         self.name = ""
         self.book: Book | None = None
         self.placing: dict[int, asyncio.Event] = {}
+        self.came = asyncio.Event()
         self._find = find
         self._config = config
         self._settings = settings

@@ -56,8 +56,8 @@ class QueuedCopies:
             try:
                 event.synchronize()
             except RuntimeError as error:  # CUDA has failed, and with it vLLM: what the GPU reads may be read for ever
-                logger.error("shmring: tensors stay in the slab, since CUDA failed: %s", error)
                 _NEVER_RELEASED.append(sources)
+                logger.error("shmring: tensors stay in the slab, since CUDA failed: %s", error)
             del event, sources  # or this frame would keep them until the next copy
 
 

@@ -27,6 +27,7 @@ import torch
 
 from shmring.core.loggers import logger_of
 from shmring.errors import CapacityError, ClosedError, EngineDeadError, ShmringError, WorkersBehindError, WouldBlock
+from shmring.integrations.reaching import OtherRingError, check_epoch
 from shmring.integrations.vllm.parcels import IN_RECORD_NBYTES, Parcel, Pieces, is_first_piece, pack, unpack
 from shmring.integrations.vllm.peers import PeerError, Peers
 
@@ -53,6 +54,7 @@ class Handle:
 
     Attributes:
         ring: the name of the writer's ring.
+        epoch: of the writer's ring: another one may have the name by then.
         pid: the writer's process.
         local_reader_ranks: vLLM's ranks of the readers, in order.
         is_of_steps: whether the engine core writes to it, and not a worker.
@@ -60,6 +62,7 @@ class Handle:
     """
 
     ring: str
+    epoch: int
     pid: int
     local_reader_ranks: list[int]
     is_of_steps: bool
@@ -105,7 +108,7 @@ class Writer:
         lies_in_slot: Callable[[torch.Tensor], bool] = lambda _: False,
         close: Callable[[], None] | None = None,
     ) -> None:
-        self.handle = Handle(ring.name, os.getpid(), list(ranks), peers is not None)
+        self.handle = Handle(ring.name, ring.epoch, os.getpid(), list(ranks), peers is not None)
         self.shutting_down = False
         self.counts = WriterCounts()
         self._ring = ring
@@ -283,9 +286,15 @@ class Reader:
         from shmring import threads
 
         try:
-            self._worker = threads.join(self.handle.ring, self._rank, connect_timeout_s=_READY_S, label="vLLM")
+            worker = threads.join(self.handle.ring, self._rank, connect_timeout_s=_READY_S, label="vLLM")
+            try:
+                check_epoch(worker.epoch, self.handle.epoch, self.handle.ring)
+            except OtherRingError:
+                worker.close()
+                raise
         except (ShmringError, OSError, ValueError) as error:
             raise PeerError(f"shmring: process {self.handle.pid} is not reached through {self.handle.ring}: {error}") from error
+        self._worker = worker
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """For vLLM: waits for the next object.

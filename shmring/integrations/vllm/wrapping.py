@@ -255,12 +255,14 @@ def _own_up(error: Exception, request: Any, *, has_cache: bool) -> None:
     sent on as such, and vLLM finds itself that they are not: it fails the request, and tells the API server to send them
     again the next time.
     """
-    logger.error("%s", error)
     embeddings = request.prompt_embeds
-    if not has_cache or not request.mm_features or (embeddings is not None and not embeddings.numel()):
+    is_told = has_cache and request.mm_features and (embeddings is None or embeddings.numel())
+    if is_told:
+        for feature in request.mm_features:
+            feature.data = None
+    logger.error("%s", error)
+    if not is_told:
         raise error
-    for feature in request.mm_features:
-        feature.data = None
 
 
 def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing) -> None:
