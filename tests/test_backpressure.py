@@ -242,6 +242,52 @@ async def test_a_client_that_connects_to_a_full_ring_gets_its_space_later(serve:
     assert ring.statistics().clients == 2
 
 
+#: Room for three leases of 128 KiB, and for nothing of LARGE beside them.
+CROWDED = {
+    "slab_nbytes": 3 * 128 * KIB + 32 * KIB,
+    "reply_nbytes": 4 * KIB,
+    "max_lease_nbytes": 128 * KIB,
+    "client_quota_nbytes": 128 * KIB,
+}
+LARGE = 100 * KIB
+
+
+async def test_idle_memory_is_recalled_rather_than_memory_in_use(serve: Any, connect: Any) -> None:
+    """The request that has the memory may wait for the one that wants it."""
+    ring = await serve(**CROWDED)
+    first, *idle = [await connect(lease_nbytes=128 * KIB) for _ in range(3)]
+    needy = await connect(lease_nbytes=4 * KIB)
+    answer = asyncio.create_task(first.request({"x": tensor(LARGE)}))
+    with await ring.claim() as claim:
+        await asyncio.wait_for(slot(needy, LARGE), 30)
+        await claim.reply(1)
+    del claim
+    await answer
+    assert [client.statistics().leases for client in (first, *idle)].count(0) == 1, "one idle lease was enough"
+
+
+async def test_who_was_served_just_now_is_not_asked_while_others_are_idle(serve: Any, connect: Any) -> None:
+    await serve(**CROWDED)
+    for _ in range(3):
+        await connect(lease_nbytes=128 * KIB)
+    needy = [await connect(lease_nbytes=4 * KIB) for _ in range(2)]
+    slots = await asyncio.wait_for(asyncio.gather(*(client.slot(LARGE) for client in needy)), 30)
+    for each in slots:
+        each.close()
+
+
+async def test_who_writes_for_long_is_passed_over(serve: Any, connect: Any) -> None:
+    """The engine does not know of its slot: that its lease does not come back is the sign."""
+    await serve(**CROWDED)
+    writers = [await connect(lease_nbytes=128 * KIB) for _ in range(2)]
+    held = [await writer.slot(LARGE) for writer in writers]
+    await connect(lease_nbytes=128 * KIB)  # the last, by address
+    needy = await connect(lease_nbytes=4 * KIB)
+    await asyncio.wait_for(slot(needy, LARGE), 30)
+    for each in held:
+        each.close()
+
+
 # -- only what is leased is writable ------------------------------------------------------------------------------------
 
 

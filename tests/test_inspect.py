@@ -242,6 +242,23 @@ async def test_a_full_slab_is_one_line_that_names_who_waits_and_who_has_it(
     assert await waiting == 2
 
 
+async def test_a_client_that_has_all_it_may_have_is_not_told_to_have_a_larger_slab(
+    serve: Any, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_LOOK_S", 0.01)
+    monkeypatch.setattr(inspection, "_FULL_S", 0.0)
+    await serve(slab_nbytes="4MiB", client_quota_nbytes="512KiB")
+    greedy, _ = await connect(description="greedy"), await connect()
+    async with greedy.slot(400_000):
+        waiting = asyncio.create_task(greedy.slot(400_000))
+        await eventually(lambda: [message for message in caplog.messages if "slab is full" in message])
+        [line] = [message for message in caplog.messages if "slab is full" in message]
+        assert "(greedy, pid " in line
+        assert line.endswith("have a larger client_quota_nbytes, or fewer requests of one client at a time")
+        assert not waiting.done()
+    (await waiting).close()
+
+
 async def test_who_looks_may_connect_in_the_turn_in_which_a_ring_closes(serve: Any, turns: Any) -> None:
     """Nothing is logged: asyncio accepted it for the cancelled task, and failed."""
     ring = await serve()

@@ -188,7 +188,7 @@ cdef class EngineBook:
                     effects.append(effect)
         client.connected = False
         for lending in self.lendings:
-            lending.forget(client.client_id)
+            lending.forget(client)
         self._drop_reply_wants(client)
         for lease in client.leases.values():
             self._lending(lease).change(lease, DISCONNECT)
@@ -293,6 +293,25 @@ cdef class EngineBook:
         self._serve_wants(effects)
         return effects
 
+    def moment_passed(self) -> list[EngineEffect]:
+        """Another moment has passed while clients wait for leases. The ring says so as long as :meth:`is_awaited`.
+
+        What does not answer is passed over, so that nobody waits for a silent client while others would give memory back.
+        """
+        cdef Lending lending
+        cdef list effects = []
+        for lending in self.lendings:
+            lending.moment_passed(effects)
+        return effects
+
+    def is_awaited(self) -> bool:
+        """Whether a caller waits for a lease, in either memory. Only :meth:`request_lease` makes one wait."""
+        cdef Lending lending
+        for lending in self.lendings:
+            if lending.is_awaited():
+                return True
+        return False
+
     cdef Lending _lending(self, LeaseRecord lease):
         return <Lending>self.lendings[lease.memory]
 
@@ -364,7 +383,9 @@ cdef class EngineBook:
             for slot in records:
                 client.slots[slot.generation] = slot
                 self._slots_in[PUBLISHED] += 1
-                self._device_slots += slot.kept is None and slot.lease.memory == DEVICE
+                if slot.kept is None:
+                    self._device_slots += slot.lease.memory == DEVICE
+                    slot.lease.new_moments = 0
         client.last_generation = last_generation
         client.last_request_id = <int64_t>request_id
         request = RequestRecord.__new__(RequestRecord)
@@ -589,6 +610,7 @@ cdef class EngineBook:
             record.lease.live.give(record.start, record.blocks)
             raise RemoteProtocolError("what is kept is in host memory")
         client.last_generation = record.generation
+        record.lease.new_moments = 0
         kept = self.kept.by_key.get(key)
         reason = self._why_not_kept(client, record, kept is not None)
         if reason is not None or kept is not None:

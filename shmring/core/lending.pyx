@@ -3,20 +3,32 @@
 A client has at most one request waiting in each memory. Requests are served in order of arrival, which is round robin over
 clients. The first request that can't be served gets a *window*: the address range that is cheapest to empty. Its leases are
 recalled, and it is closed to every other client until the request is granted or withdrawn. So small requests go on beside a
-large one, but can't overtake it for ever.
+large one, but can't overtake it for ever. For each request behind the first, leases outside of the window are recalled if they
+lie idle and would make room for it.
+
+What is cheapest is decided by state (``_Price``), and by size only between ranges whose leases are in the same states: a lease
+that lies idle (without live slots) is better than one in use, and one in use is better than one that was granted just now.
+A frontend that is stopped, or writes into a slot that the engine has not heard of, does not answer a recall. A lease that was
+recalled in vain is the last choice, and is not recalled again.
+
+Nobody waits for the silence of one client while others would give their memory back. While a caller waits, the ring says when
+another moment has passed (:meth:`Lending.moment_passed`; a moment is its to choose, the book has no clock). A lease whose
+holder does not answer for two moments is *silent*. Then the window is chosen again, if there is a range in a better state, and
+idle leases are recalled for the requests behind the first. The window never moves to a lease that was granted since it was
+opened. So it moves only finitely often, and small requests can't overtake the large one for ever by taking what it leaves.
 
 The owner's own leases in its window are not recalled. While a caller of the owner waits, the owner puts no slots into them, and
 returns those that are empty; afterwards it goes on using them. A request for which no caller waits is a *wish*: it is granted
-when there is room, and gets no window. If no request waits when a wish comes, and idle leases (without live slots) would make
-room for it, these are recalled, whichever client has them. So idle clients keep no memory from busy ones, and a wish never
-recalls a lease in use.
+when there is room, and gets no window. If no request waits when a wish comes, and idle leases would make room for it, these are
+recalled, whichever client has them. So idle clients keep no memory from busy ones, and a wish never recalls a lease in use.
 
 The slab is lent out by one :class:`Lending`, a device slab by another. Both count blocks in one address space.
 
 The cost of an event: a request behind other waiting requests is tried once, which is one search in the free runs. Free blocks
-in the window are set apart from them (``_apart``), so that this search does not find them. Leases are recalled at most once for
-a wish, and once for each grant or withdrawal that ends a window; that takes one pass over the leases by address. Blocks that
-come back are offered to all waiting clients, which costs nanoseconds for each one that they do not suffice for.
+in the window are set apart from them (``_apart``), so that this search does not find them. Choosing a range takes one pass over
+the leases by address. It is done once for a request, once for each grant or withdrawal that ends a window, and in each moment
+once for each client that waits, if there are idle leases. Blocks that come back are offered to all waiting clients, which costs
+nanoseconds for each one that they do not suffice for.
 ``tests/model/lending.py`` specifies the same without these optimisations.
 
 A slot that the engine keeps leaves the lease that it was in (:meth:`Lending.carve`): from then on, the lease has a hole, into
@@ -27,7 +39,8 @@ a window may lie over unpinned content. It does not lie over pinned content if a
 Invariants (:meth:`Lending.check`): free, lent and kept blocks add up, pieces do not overlap, and the counts are true.
 """
 
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint64_t
+from libc.string cimport memcpy, memset
 
 from shmring.core.effects import Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES as _BLOCK_NBYTES
@@ -70,10 +83,56 @@ cdef inline uint64_t _lent_blocks(LeaseRecord lease) noexcept:
     return lease.blocks - lease.kept_blocks
 
 
-cdef inline bint _is_avoided(Piece piece, bint idle_only) noexcept:
-    if piece.kept is not None:
-        return piece.kept.pins != 0
-    return piece.lease.state_number == QUARANTINED or (idle_only and piece.lease.live.units != piece.lease.kept_blocks)
+cdef enum:
+    # After so many moments without an answer, a recalled lease is silent; for as many, a granted lease is granted just now.
+    SILENT_AFTER = 2
+
+
+cdef enum _Price:
+    # What it costs to empty a piece, by its state; the worst first. A range is as good as the worst piece in it.
+    MAY_NEVER_COME = 0  # a quarantined lease, which comes back when a process dies; pinned content
+    LENT_SINCE          # lent since the window was opened
+    NO_ANSWER           # recalled, and its holder does not answer: it is stopped, or busy with a slot
+    GRANTED_NOW         # its holder waited for it, and is probably writing its first slot
+    IN_USE              # it has live slots, or is the client's own
+    RECALLED            # and its holder may still answer
+    LIES_IDLE
+    CAN_GO              # unpinned content
+    PRICES
+
+
+cdef inline int _worst(const uint64_t* counts) noexcept nogil:
+    """The worst price of which there is a block; ``PRICES``: there is none."""
+    cdef int price
+    for price in range(PRICES):
+        if counts[price]:
+            return price
+    return PRICES
+
+
+cdef inline bint _is_less(const uint64_t* counts, const uint64_t* others) noexcept nogil:
+    """Whether there is less of the worst, or as much of that and less of the next, and so on."""
+    cdef int price
+    for price in range(PRICES):
+        if counts[price] != others[price]:
+            return counts[price] < others[price]
+    return False
+
+
+cdef inline int _price_of(Piece piece, uint64_t client_id, uint64_t next_lease_id) noexcept:
+    """What it costs to empty a piece for a client whose window was opened before this lease was granted."""
+    cdef LeaseRecord lease = piece.lease
+    if lease is None:
+        return MAY_NEVER_COME if piece.kept.pins else CAN_GO
+    if lease.state_number == QUARANTINED:
+        return MAY_NEVER_COME
+    if lease.lease_id >= next_lease_id:
+        return LENT_SINCE
+    if lease.client_id == client_id or lease.live.units != lease.kept_blocks:
+        return IN_USE
+    if lease.recalled:
+        return RECALLED if lease.silent_moments < SILENT_AFTER else NO_ANSWER
+    return GRANTED_NOW if lease.new_moments else LIES_IDLE
 
 
 cdef class Lending:
@@ -137,12 +196,18 @@ cdef class Lending:
         """Bytes in leases of this state."""
         return self._blocks_in[state] * BLOCK_NBYTES if state != LEASE_FREE else 0
 
-    cdef object connect(self, ClientRecord client, uint64_t blocks):
-        """Returns a base lease, smaller than asked for if less is free; None if no memory is free, or a client waits for it."""
+    cdef bint is_awaited(self) except -1:
+        """Whether a caller waits for a lease."""
         cdef LeaseWant want
         for want in self._wants.values():
             if want.waits:
-                return None
+                return True
+        return False
+
+    cdef object connect(self, ClientRecord client, uint64_t blocks):
+        """Returns a base lease, smaller than asked for if less is free; None if no memory is free, or a client waits for it."""
+        if self.is_awaited():
+            return None
         self._make_room(blocks)
         blocks = min(blocks, self._free.largest())
         return self._lend(client, 0, self._free.take(blocks), blocks) if blocks else None
@@ -175,15 +240,44 @@ cdef class Lending:
             self.serve(effects)
         elif self._serve_one(client, want, effects):  # the others were tried before
             self.serve(effects)
-        if not waits and self._wants.get(client.client_id) is want and not self._is_over_quota(client, blocks):
-            self._recall_idle(blocks, effects)
+        if self._wants.get(client.client_id) is want and (waits or self._window is None):
+            self._recall_idle(client, want, effects)
         return 0
 
-    cdef int forget(self, uint64_t client_id) except -1:
-        """A client has gone: its request is forgotten, and the window is chosen again, as it may lie over a lease of that
-        client."""
-        self._wants.pop(client_id, None)
-        return self._close_window()
+    cdef int moment_passed(self, list effects) except -1:
+        """Another moment has passed while callers wait: what does not answer is passed over."""
+        cdef ClientRecord client
+        cdef LeaseRecord lease
+        cdef LeaseWant want
+        cdef uint64_t too_many = UINT64_MAX  # blocks for which idle leases do not suffice
+        cdef bint is_in_use, any_idle = False
+        for client in self.clients.values():
+            for lease in client.leases.values():
+                if lease.memory == self.memory:
+                    is_in_use = lease.live.units != lease.kept_blocks
+                    lease.new_moments -= lease.new_moments > 0
+                    lease.silent_moments += lease.recalled and not is_in_use and lease.silent_moments < SILENT_AFTER
+                    any_idle |= not (lease.recalled or is_in_use or lease.new_moments)
+        if self._window is not None and self._move_window(effects):
+            self.serve(effects)
+        if not any_idle:
+            return 0
+        for want in list(self._wants.values()):
+            if want.waits and want.blocks < too_many:
+                if not self._recall_idle(<ClientRecord>self.clients[want.client_id], want, effects):
+                    too_many = want.blocks
+        return 0
+
+    cdef int forget(self, ClientRecord client) except -1:
+        """A client has gone: its request is forgotten. The window is chosen again, if it was that client's, or lies over a lease
+        of it."""
+        cdef Piece piece
+        self._withdraw(client.client_id)
+        if self._window is not None:
+            for piece in self._pieces_in(self._window.start, self._window.blocks):
+                if piece.lease is not None and piece.lease.client_id == client.client_id:
+                    return self._close_window()
+        return 0
 
     cdef int change(self, LeaseRecord lease, int event) except -1:
         """Makes a transition of a lease."""
@@ -316,7 +410,8 @@ cdef class Lending:
             effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
             return self._withdraw(client.client_id)
         if self._window is None and want.waits:
-            self._open_window(client, want.blocks, effects)
+            self._cheapest_range(client.client_id, want.blocks, UINT64_MAX, &start)
+            self._open_window(client, start, want.blocks, self._next_lease_id, effects)
             if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # only content was there
                 effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
                 return self._withdraw(client.client_id)
@@ -329,6 +424,7 @@ cdef class Lending:
         lease.client_id, lease.memory, lease.start, lease.blocks = client.client_id, self.memory, start, blocks
         lease.state_number = leases.advance(LEASE_FREE, GRANT)
         lease.live = TakenRuns()
+        lease.new_moments = SILENT_AFTER * (token != 0)  # nobody waited for a base lease
         self._next_lease_id += 1
         self._by_start.insert(self._place_of(start), _piece(start, blocks, lease, None))
         client.leases[lease.lease_id] = lease
@@ -395,16 +491,36 @@ cdef class Lending:
         start[0] = <uint64_t>at
         return at >= 0
 
-    cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1:
-        """Opens a window in the range that is cheapest to empty: its leases are recalled, and its unpinned content is
-        dropped."""
-        cdef uint64_t start
-        self._cheapest_range(blocks, False, &start)
+    cdef int _open_window(
+        self, ClientRecord client, uint64_t start, uint64_t blocks, uint64_t next_lease_id, list effects
+    ) except -1:
+        """Opens a window: the leases in it are recalled, and its unpinned content is dropped."""
         self._window = Window.__new__(Window)
         self._window.client_id, self._window.start, self._window.blocks = client.client_id, start, blocks
+        self._window.next_lease_id = next_lease_id
         self._evict_range(start, blocks)
         self._set_apart()
         return self._recall(client, start, blocks, effects)
+
+    cdef bint _move_window(self, list effects) except -1:
+        """Chooses the window again, if what it waits for does not come and a range in a better state can be had; returns
+        whether. The caller must then serve the clients that wait."""
+        cdef Window window = self._window
+        cdef uint64_t counts[PRICES]
+        cdef uint64_t start
+        cdef int worst
+        cdef Piece piece
+        memset(counts, 0, sizeof(counts))
+        for piece in self._pieces_in(window.start, window.blocks):
+            counts[_price_of(piece, window.client_id, window.next_lease_id)] += piece.blocks
+        worst = _worst(counts)
+        if worst >= RECALLED or self._cheapest_range(window.client_id, window.blocks, window.next_lease_id, &start) <= worst:
+            return False
+        self._close_window()
+        self._open_window(
+            <ClientRecord>self.clients[window.client_id], start, window.blocks, window.next_lease_id, effects
+        )
+        return True
 
     cdef int _evict_range(self, uint64_t start, uint64_t blocks) except -1:
         """Drops the unpinned content in a range."""
@@ -426,12 +542,18 @@ cdef class Lending:
             first -= before.start + before.blocks > start
         return self._by_start[first:last]
 
-    cdef int _recall_idle(self, uint64_t blocks, list effects) except -1:
-        """Recalls the leases in the cheapest range for a wish, if they are idle."""
+    cdef bint _recall_idle(self, ClientRecord client, LeaseWant want, list effects) except -1:
+        """Recalls idle leases that would make room for a request that has no window; returns False if they do not suffice."""
         cdef uint64_t start
-        if self._window is None and self._cheapest_range(blocks, True, &start):
-            self._recall(None, start, blocks, effects)
-        return 0
+        cdef ClientRecord owner = client if want.waits else None  # who waits gives its own idle leases back by itself
+        if self._window is not None and self._window.client_id == client.client_id:
+            return True
+        if self._is_over_quota(client, want.blocks):
+            return True
+        if self._cheapest_range(0 if owner is None else owner.client_id, want.blocks, UINT64_MAX, &start) < LIES_IDLE:
+            return False
+        self._recall(owner, start, want.blocks, effects)
+        return True
 
     cdef int _recall(self, ClientRecord owner, uint64_t start, uint64_t blocks, list effects) except -1:
         """Recalls the leases in a range, except for those of the client that asks."""
@@ -447,53 +569,62 @@ cdef class Lending:
             for lease in holder.leases.values():
                 if lease in leases and not lease.recalled:
                     lease.recalled = True
+                    lease.new_moments = 0
                     recalled.append(lease.lease_id)
             if recalled:
                 effects.append(Recalled(holder.client_id, tuple(recalled)))
         return 0
 
-    cdef bint _cheapest_range(self, uint64_t blocks, bint idle_only, uint64_t* best) except -1:
-        """Finds the range of so many blocks that is cheapest to empty, and of several the lowest.
+    cdef int _cheapest_range(self, uint64_t client_id, uint64_t blocks, uint64_t next_lease_id, uint64_t* best) except -1:
+        """Finds the range of so many blocks that is cheapest to empty for a client, and of several the lowest. It does not lie
+        over the window of another client.
 
         A range that is moved up becomes cheaper only where it leaves a piece behind. So the lowest of the cheapest begins where the
-        memory begins, or behind a piece. One pass over those places, and over the pieces that a range then enters and has left.
-        Content that is not pinned counts only between ranges that are equal otherwise.
+        memory begins, or behind a piece, or behind that window. One pass over those places, and over the pieces that a range then
+        enters and has left.
+
+        Args:
+            client_id: of the client; 0: it makes no difference whose the leases are.
+            next_lease_id: leases from this one on were granted since the client's window was opened.
 
         Returns:
-            Whether it has no piece that must be avoided: a quarantined lease, which comes back only when a process dies; pinned
-            content; with ``idle_only`` also a lease in use.
+            The worst price of a piece in it; ``MAY_NEVER_COME`` also if all ranges lie over that window.
         """
-        cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start
-        cdef uint64_t leased = 0, avoided = 0, kept = 0, least_leased = 0, least_avoided = 0, least_kept = 0
+        cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start, behind
+        cdef uint64_t closed_start = 0, closed_end = 0
+        cdef uint64_t counts[PRICES]
+        cdef uint64_t least[PRICES]
         cdef Py_ssize_t count = len(self._by_start), left = 0, entered = 0
         cdef Piece piece
+        if self._window is not None and self._window.client_id != client_id:
+            closed_start, closed_end = self._window.start, self._window.start + self._window.blocks
+        memset(counts, 0, sizeof(counts))
+        memset(least, 0xff, sizeof(least))
         best[0] = start
-        while True:
+        while start <= last_start:
             while entered < count:
                 piece = <Piece>self._by_start[entered]
                 if piece.start >= start + blocks:
                     break
-                leased += piece.blocks * (piece.lease is not None)
-                kept += piece.blocks * (piece.lease is None)
-                avoided += piece.blocks * _is_avoided(piece, idle_only)
+                counts[_price_of(piece, client_id, next_lease_id)] += piece.blocks
                 entered += 1
-            if start == self._free.start or avoided < least_avoided or (
-                avoided == least_avoided and (leased < least_leased or (leased == least_leased and kept < least_kept))
-            ):
-                best[0], least_leased, least_avoided, least_kept = start, leased, avoided, kept
-            if left == count:
-                return not least_avoided
-            piece = <Piece>self._by_start[left]
-            start = piece.start + piece.blocks
-            if start > last_start:
-                return not least_avoided
+            if (start >= closed_end or start + blocks <= closed_start) and _is_less(counts, least):
+                best[0] = start
+                memcpy(least, counts, sizeof(counts))
+            behind = UINT64_MAX
+            if left < count:
+                piece = <Piece>self._by_start[left]
+                behind = piece.start + piece.blocks
+            if start < closed_end < behind:
+                start = closed_end
+                continue
+            start = behind
             if left == entered:  # there was a gap before it: the range begins after it without having entered it
                 entered += 1
-            else:
-                leased -= piece.blocks * (piece.lease is not None)
-                kept -= piece.blocks * (piece.lease is None)
-                avoided -= piece.blocks * _is_avoided(piece, idle_only)
+            elif left < count:
+                counts[_price_of(piece, client_id, next_lease_id)] -= piece.blocks
             left += 1
+        return _worst(least)
 
     cdef int _set_apart(self) except -1:
         """Takes the free blocks of the window out of the free list."""

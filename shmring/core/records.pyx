@@ -25,6 +25,8 @@ cdef class LeaseRecord:
     cdef public bint recalled
     cdef public bint given_up       # the holder's goodbye has named it
     cdef public uint64_t kept_blocks  # blocks of its range that have become the engine's: see ``kept_book.pyx``
+    cdef public int new_moments     # so many more moments it counts as granted just now; 0: a slot of it has come, or nobody waited
+    cdef public int silent_moments  # of those that have passed since its recall, how many without a live slot in it
     cdef int state_number
 
     @property
@@ -175,6 +177,7 @@ cdef class Window:
     cdef public uint64_t client_id
     cdef public uint64_t start
     cdef public uint64_t blocks
+    cdef public uint64_t next_lease_id  # when it was opened: leases from this one on were granted since
 
     @property
     def end(self) -> int:

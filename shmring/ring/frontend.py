@@ -54,6 +54,7 @@ from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.ring import limits
 from shmring.ring.life import Life
+from shmring.ring.moments import Moments
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
@@ -78,6 +79,7 @@ class Frontend(BaseFrontend):
         life, end: of its engine.
         calls: control calls that it may make, by name.
         device_claims: of the device slab: none or one.
+        moments: that pass while it waits for a lease.
         carry_out: carries effects of the book out.
         lost: called when nothing more comes from it, with its id.
         client_id: in the book, which knows it already.
@@ -95,6 +97,7 @@ class Frontend(BaseFrontend):
         end: EngineEnd,
         calls: Mapping[str, CallHandler],
         device_claims: tuple[DeviceClaims, ...],
+        moments: Moments,
         carry_out: Callable[[list[EngineEffect]], None],
         lost: Callable[[int], None],
         client_id: int,
@@ -112,6 +115,7 @@ class Frontend(BaseFrontend):
         self._book = end.book
         self._handlers = calls
         self._device_claims = device_claims
+        self._moments = moments
         self._carry_out = carry_out
         self._lost = lost
         self._calls: set[asyncio.Task[None]] = set()
@@ -150,6 +154,7 @@ class Frontend(BaseFrontend):
                 carry_out(book.abort(client_id, request_id))
             case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
                 carry_out(book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
+                self._moments.begin()
             case LeaseReturn(lease_ids):
                 carry_out(book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):

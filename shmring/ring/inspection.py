@@ -12,14 +12,15 @@ import asyncio
 import heapq
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmring.core.compiled import EngineBook, EngineEnd
+from shmring.core.compiled import EngineBook, EngineEnd, LeaseRecord, Lending, Window
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.loggers import logger_of
 from shmring.core.printable import printable
-from shmring.core.states import EngineSlot
+from shmring.core.states import EngineSlot, Lease
 from shmring.ring.frontend import Frontend
 from shmring.ring.injecting import Injector
 from shmring.ring.life import Life
@@ -84,6 +85,7 @@ class Inspection:
         self._requests: dict[_Key, float] = {}  # since when they are known
         self._slots: dict[int, tuple[float, str]] = {}  # by generation: likewise, and the name of the request
         self._waits: dict[int, float] = {}  # clients that wait for a lease
+        self._recalls: dict[int, float] = {}  # leases that are recalled, while somebody waits
         self._warned_at = -_FULL_AGAIN_S
         self._pause_s = _LOOK_S
         self._timer: asyncio.TimerHandle | None = life.loop.call_later(_LOOK_S, self._look_again)
@@ -126,6 +128,12 @@ class Inspection:
         self._slots = slots
         wants = {client_id for _, client_id in self._wants()}
         self._waits = {client_id: self._waits.get(client_id, now) for client_id in wants}
+        recalled = [lease.lease_id for lease in self._leases() if lease.recalled] if wants else []
+        self._recalls = {lease_id: self._recalls.get(lease_id, now) for lease_id in recalled}
+
+    def _leases(self) -> Iterator[LeaseRecord]:
+        for client in self._book.clients.values():
+            yield from client.leases.values()
 
     def _wants(self) -> Iterator[tuple[int, int]]:
         """The leases that callers wait for: bytes, and the client."""
@@ -246,26 +254,72 @@ class Inspection:
     # -- a full slab --------------------------------------------------------------------------------------------------
 
     def _describe_full(self, now: float) -> str:
-        """Says who waits, who holds what, and what to do."""
+        """Says who waits, for whose memory and why it does not come, who else has how much, and what to do."""
         snapshot = self._snapshot(now, {})
+        clients = {client.client_id: client for client in snapshot.clients}
         waiting = [client for client in snapshot.clients if client.wants_nbytes]
-        first, others = waiting[0], len(waiting) - 1
-        parts = [
-            f"{_named(first)} has waited for {first.waits_s:.0f} s for {_mib(first.wants_nbytes)}"
-            f"{f', and {others} more wait' if others else ''}"
-        ]
-        holders = sorted(snapshot.clients, key=lambda client: -client.leased_nbytes)[:_MAX_NAMED]
+        lending = next(lending for lending in self._book.lendings if waiting[0].client_id in lending._wants)
+        window = lending._window
+        first = waiting[0] if window is None else clients.get(window.client_id, waiting[0])
+        parts = [f"{_named(first)} has waited for {first.waits_s:.0f} s for {_mib(first.wants_nbytes)}"]
+        if len(waiting) > 1:
+            parts[0] += f", and {len(waiting) - 1} more wait"
+        if window is None:
+            parts.append("it must first return memory: it has as much as one client may have beside others")
+            return "; ".join([*parts, "have a larger client_quota_nbytes, or fewer requests of one client at a time"])
+        whose, advice = self._describe_window(lending, window, clients, now)
+        parts += whose
+        idle = self._idle_nbytes(lending, window)
         parts += [
-            f"{_named(client)} has {_mib(client.leased_nbytes)} with {client.slots} slots"
-            f"{' and has disconnected' if client.state == 'quarantined' else ''}"
-            for client in holders
-            if client.leased_nbytes
+            f"{_named(client)} has {_mib(idle[client.client_id])} that lie idle"
+            for client in sorted(snapshot.clients, key=lambda client: -idle[client.client_id])[:_MAX_NAMED]
+            if idle[client.client_id]
         ]
         if nbytes := snapshot.statistics["kept_pinned_nbytes"]:
             parts.append(f"kept content in use has {_mib(nbytes)}")
-        parts += _oldest(snapshot.requests, snapshot.draining)
-        slab = _mib(snapshot.blocks * BLOCK_NBYTES)
-        return f"{'; '.join(parts)}; have a slab of more than {slab} (slab_nbytes), or fewer requests at a time"
+        oldest = _oldest(snapshot.requests, snapshot.draining)
+        if oldest or not advice:
+            slab = _mib(snapshot.blocks * BLOCK_NBYTES)
+            advice.append(f"have a slab of more than {slab} (slab_nbytes), or fewer requests at a time")
+        return "; ".join([*parts, *oldest, *advice])
+
+    def _describe_window(
+        self, lending: Lending, window: Window, clients: Mapping[int, ClientSnapshot], now: float
+    ) -> tuple[list[str], list[str]]:
+        """Returns whose memory is emptied for the request that waits, and what helps, unless a larger slab does."""
+        nbytes: Counter[tuple[int, str]] = Counter()
+        advice: dict[str, None] = {}
+        for piece in lending._by_start:
+            lease = piece.lease
+            if lease is None or piece.start >= window.end or piece.start + piece.blocks <= window.start:
+                continue
+            if lease.state is Lease.QUARANTINED:
+                why = "its connection has ended, and its process lives"
+                advice["end the processes whose connections have ended"] = None
+            elif lease.client_id == window.client_id:
+                why = "which it uses itself"
+            elif lease.live.units != lease.kept_blocks:
+                why = "the engine has slots of it"
+            else:
+                why = f"does not answer since {now - self._recalls.get(lease.lease_id, now):.0f} s"
+                advice["a frontend that does not answer is stopped or busy with a slot: let it go on, or end it"] = None
+            nbytes[lease.client_id, why] += piece.blocks * BLOCK_NBYTES
+        parts = [
+            f"{_named(clients[client_id])} has {_mib(amount)} of what it waits for ({why})"
+            for (client_id, why), amount in nbytes.most_common(_MAX_NAMED)
+            if client_id in clients
+        ]
+        return parts, [*advice]
+
+    def _idle_nbytes(self, lending: Lending, window: Window) -> Counter[int]:
+        """Returns the bytes of leases outside of the window that nobody uses and that are not recalled, by client."""
+        nbytes: Counter[int] = Counter()
+        for lease in self._leases():
+            is_outside = lease.start >= window.end or lease.end <= window.start
+            is_idle = lease.state is Lease.LEASED and not lease.recalled and lease.live.units == lease.kept_blocks
+            if lease.memory == lending.memory and is_outside and is_idle:
+                nbytes[lease.client_id] += (lease.blocks - lease.kept_blocks) * BLOCK_NBYTES
+        return nbytes
 
 
 def _named(client: ClientSnapshot) -> str:

@@ -56,6 +56,7 @@ from shmring.ring.host_claims import ClaimedMemory, HostClaims
 from shmring.ring.injecting import Injector
 from shmring.ring.inspection import Inspection
 from shmring.ring.life import Life
+from shmring.ring.moments import Moments
 from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
 from shmring.ring.workers import Workers
@@ -153,9 +154,10 @@ class Shell:
         )
         self.replies = Replies(life, end, geometry, slab, copier, self.carry_out)
         self.workers = Workers(life, end, slab, copier)
+        self._moments = Moments(life, self._book, self.carry_out)
         self.loop.add_reader(self._host_claims.regions.bell, self._collect_deaths)
         make_frontend = functools.partial(
-            Frontend, life, end, dict(calls), self._device_claims, self.carry_out, self.client_lost
+            Frontend, life, end, dict(calls), self._device_claims, self._moments, self.carry_out, self.client_lost
         )
         self._handshakes = Handshakes(
             life,
@@ -427,6 +429,7 @@ class Shell:
         self.life.is_over = True
         self.end.is_open = False
         self.inspection.close()
+        self._moments.close()
         try:
             await self._handshakes.close()
         finally:

@@ -33,6 +33,7 @@ from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError
 from tests.model.pairs import PairedEngineBook
 from tests.model.state import plain
+from tests.model.waiting import check_waiting
 
 # As test_books_together: a crowded machine and the measuring of coverage each can double what this takes.
 pytestmark = pytest.mark.timeout(400)
@@ -117,8 +118,14 @@ T = TypeVar("T")
 class EngineBookMachine(RuleBasedStateMachine):
     """Events in any order, by up to four clients; their effects are checked one by one."""
 
-    @initialize(leasable=st.integers(2, 12), reply=st.integers(1, 6))
-    def create(self, leasable: int, reply: int) -> None:
+    @initialize(
+        leases=st.one_of(st.just([]), st.lists(st.integers(1, 3), min_size=3, max_size=3)),
+        leasable=st.integers(2, 12),
+        reply=st.integers(1, 6),
+    )
+    def create(self, leases: list[int], leasable: int, reply: int) -> None:
+        """A slab that is free, or one that is wholly lent to three clients, with a fourth that has nothing."""
+        leasable = sum(leases) or leasable
         self.geometry = Geometry(leasable_blocks=leasable, reply_blocks=reply)
         self.book = PairedEngineBook(self.geometry, EngineBookLimits(MAX_LEASE, QUOTA, MAX_LEASES, MAX_INFLIGHT))
         self.leasable = set(range(1, 1 + leasable))
@@ -130,8 +137,8 @@ class EngineBookMachine(RuleBasedStateMachine):
         self.next_ticket = 1
         self.last_reply = 0  # the newest generation
         self.departures = 0
-        self.connect(2)
-        self.connect(2)
+        for blocks in [*leases, 1] if leases else [2, 2]:
+            self.connect(blocks)
 
     # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -291,10 +298,15 @@ class EngineBookMachine(RuleBasedStateMachine):
     # -- leases ------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.connected())
-    @rule(data=st.data(), preferred=st.integers(0, 14), waits=st.sampled_from([True, True, False]))
-    def request_lease(self, data: Any, preferred: int, waits: bool) -> None:
+    @rule(
+        data=st.data(),
+        preferred=st.integers(0, 14),
+        waits=st.sampled_from([True, True, False]),
+        moments=st.sampled_from([0, 0, 3]),
+    )
+    def request_lease(self, data: Any, preferred: int, waits: bool, moments: int) -> None:
         client_id, client = self.draw_client(data)
-        blocks = data.draw(st.integers(1, len(self.leasable) + 1), label="blocks")
+        blocks = data.draw(st.one_of(st.integers(1, 2), st.integers(1, len(self.leasable) + 1)), label="blocks")
         client.last_token += 1
         if blocks > len(self.leasable):
             self.refuses(lambda: self.book.request_lease(client_id, client.last_token, blocks * BLOCK_NBYTES, 0))
@@ -308,6 +320,8 @@ class EngineBookMachine(RuleBasedStateMachine):
                 live = [self.clients[effect.client_id].live_in(lease_id) for lease_id in effect.lease_ids]
                 assert not any(live), "a wish recalls a lease that is in use"
         self.carry_out(effects)
+        for _ in range(moments):
+            self.pass_moment()
 
     @precondition(lambda self: self.wants)
     @rule(data=st.data())
@@ -330,6 +344,16 @@ class EngineBookMachine(RuleBasedStateMachine):
         for lease_id in set(lease_ids):
             del client.leases[lease_id]
         self.carry_out(self.book.return_leases(client_id, lease_ids))
+
+    @precondition(lambda self: any(waits for *_, waits in self.wants.values()))
+    @rule()
+    def moment_passes(self) -> None:
+        self.pass_moment()
+
+    def pass_moment(self) -> None:
+        if self.book.is_awaited():
+            self.carry_out(self.book.moment_passed())
+            check_waiting(self.book.host)
 
     # -- requests and slots --------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimit
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from shmring.errors import CapacityError, RemoteProtocolError
+from tests.model.waiting import check_waiting
 from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
@@ -214,6 +215,38 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
         book.died(client)
     assert (book.host.free_nbytes, book.lendings[1].free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
     assert (book.clients, book.waiting_lease_requests) == ({}, 0)
+
+
+@for_each("seed", range(6))
+def test_nobody_waits_beside_idle_memory_for_what_does_not_come(seed: int) -> None:
+    """Three clients hold all of it; they and three others ask, use what they have, or say nothing while moments pass."""
+    chance = random.Random(seed)
+    book = make_engine_book()
+    for client in range(1, 7):
+        book.connect(client, 4 * BLOCK_NBYTES)
+    numbers = dict.fromkeys(book.clients, 0)
+    for _ in range(300):
+        what, client = chance.randrange(8), chance.choice([*book.clients])
+        leases = book.clients[client].leases
+        if what < 2:
+            numbers[client] += 1
+            ask(book, client, numbers[client], chance.choice((1, 2, 3, 3, 8, 0)), HOST_MEMORY)
+        elif what == 2:
+            idle = [lease.lease_id for lease in leases.values() if not lease.live.units and lease.recalled]
+            book.return_leases(client, idle)
+        elif what == 3:
+            empty = [lease for lease in leases.values() if not lease.live.units]
+            if empty and len(book.clients[client].requests) < 4:
+                numbers[client] += 1
+                grant = LeaseGrant(0, empty[0].lease_id, empty[0].start * BLOCK_NBYTES, empty[0].blocks * BLOCK_NBYTES)
+                book.submit(client, numbers[client], [slot_in(grant, client, numbers[client])])
+        elif what == 4:
+            for request_id in [*book.clients[client].requests]:
+                book.abort(client, request_id)
+        elif book.is_awaited():
+            book.moment_passed()
+            check_waiting(book.host)
+        book.check()
 
 
 # -- a frontend's books ------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class EngineBook:
             effects += self._abort(client, request_id)
         client.connected = False
         for lending in self.lendings:
-            lending.forget(client_id)
+            lending.forget(client)
         self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
@@ -214,6 +214,14 @@ class EngineBook:
             self._return_lease(client, lease)
         return self._serve_wants()
 
+    def moment_passed(self) -> list[EngineEffect]:
+        """Another moment has passed while clients wait for leases."""
+        return [effect for lending in self.lendings for effect in lending.moment_passed()]
+
+    def is_awaited(self) -> bool:
+        """Whether a caller waits for a lease, in either memory."""
+        return any(lending.is_awaited() for lending in self.lendings)
+
     def _return_lease(self, client: ClientRecord, lease: LeaseRecord) -> None:
         self.lendings[lease.memory].take_back(client, lease)
 
@@ -259,6 +267,9 @@ class EngineBook:
             raise
         client.last_generation = last_generation
         client.slots |= {record.generation: record for record in records}
+        for record in records:
+            if record.lease is not None:
+                record.lease.new_moments = 0
         return records
 
     def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> EngineSlotRecord:
@@ -403,6 +414,7 @@ class EngineBook:
             self._give_back(record)
             raise RemoteProtocolError("what is kept is in host memory")
         client.last_generation = slot.generation
+        lease.new_moments = 0
         there = self.kept.by_key.get(key)
         reason = self._why_not_kept(client, record, there)
         if reason is not None or there is not None:

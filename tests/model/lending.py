@@ -2,7 +2,11 @@
 
 A client has at most one request waiting in each memory. Requests are served in order of arrival. The first that can't be
 served gets a *window*: the address range that is cheapest to empty (its leases are recalled), closed to every other client
-until the request is granted or withdrawn.
+until the request is granted or withdrawn. For each request behind the first, leases outside of it are recalled if they lie idle
+and would make room. What is cheapest is decided by the states of leases (``Price``).
+
+While somebody waits, moments pass. Who does not answer a recall for two of them is passed over: the window is chosen again, if
+there is a range in a better state. It never moves to leases that were granted since it was opened.
 
 The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
 with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
@@ -14,6 +18,8 @@ memory: the least recently used first, of which only what lies in the run that c
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterator
 
 from shmring.core.effects import EngineEffect, Granted, Recalled
@@ -28,6 +34,20 @@ from tests.model.records import ClientRecord, KeptRecord, LeaseRecord, LeaseWant
 __all__ = ["Lending"]
 
 MOST_TRIED = 128
+SILENT_AFTER = 2  # moments
+
+
+class Price(enum.IntEnum):
+    """What it costs to empty what lies in a range; the worst first."""
+
+    MAY_NEVER_COME = 0  # quarantined, or pinned content
+    LENT_SINCE = 1  # since the window was opened
+    NO_ANSWER = 2  # recalled in vain
+    GRANTED_NOW = 3
+    IN_USE = 4  # or of the client that asks
+    RECALLED = 5  # and may still come
+    LIES_IDLE = 6
+    CAN_GO = 7  # content that is not pinned
 
 
 class Lending:
@@ -50,7 +70,7 @@ class Lending:
         self._wants: dict[int, LeaseWant] = {}  # by client, in order of arrival
         self._window: Window | None = None
         self._next_lease_id = first_lease_id
-        self._contents = contents
+        self.contents = contents
         self._carved: dict[int, list[tuple[int, int]]] = {}  # what is in a lease no more, by lease
 
     @property
@@ -67,9 +87,13 @@ class Lending:
         """Bytes in leases of this state."""
         return sum(lease.blocks - lease.kept_blocks for lease in self._lent() if lease.state is state) * BLOCK_NBYTES
 
+    def is_awaited(self) -> bool:
+        """Whether a caller waits for a lease."""
+        return any(want.waits for want in self._wants.values())
+
     def connect(self, client: ClientRecord, blocks: int) -> LeaseGrant | None:
         """Returns a base lease, smaller than asked for where less is free; None if nothing is, or somebody waits for it."""
-        if any(want.waits for want in self._wants.values()):
+        if self.is_awaited():
             return None
         self._make_room(blocks)
         blocks = min(blocks, self._free.largest_run)
@@ -97,13 +121,33 @@ class Lending:
         preferred = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
         want = self._wants[client_id] = LeaseWant(client_id, token, blocks, preferred, waits)
         effects = self.serve()
-        is_left = self._wants.get(client_id) is want and not self._is_over_quota(self.clients[client_id], blocks)
-        return effects + (self._recall_idle(blocks) if is_left and not waits else [])
+        if self._wants.get(client_id) is want and (waits or self._window is None):
+            effects += self._recall_idle(want) or []
+        return effects
 
-    def forget(self, client_id: int) -> None:
-        """A client has gone: it waits for nothing, and the window is chosen again, as it may rest on a lease of that client."""
-        self._wants.pop(client_id, None)
-        self._window = None
+    def moment_passed(self) -> list[EngineEffect]:
+        """Another moment has passed while callers wait."""
+        for lease in self._lent():
+            lease.new_moments = max(0, lease.new_moments - 1)
+            if lease.recalled and lease.live.units == lease.kept_blocks:
+                lease.silent_moments = min(SILENT_AFTER, lease.silent_moments + 1)
+        effects = self._move_window()
+        too_large = math.inf
+        for want in [*self._wants.values()]:
+            if want.waits and want.blocks < too_large:
+                recalled = self._recall_idle(want)
+                too_large = want.blocks if recalled is None else too_large
+                effects += recalled or []
+        return effects
+
+    def forget(self, client: ClientRecord) -> None:
+        """A client has gone: it waits for nothing, and a window that is its own, or rests on a lease of it, is chosen again."""
+        self._withdraw(client.client_id)
+        window = self._window
+        if window is not None and any(
+            self._has_piece_in(lease, window.start, window.end) for lease in client.leases_in(self.memory)
+        ):
+            self._window = None
 
     def take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
         """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
@@ -134,8 +178,8 @@ class Lending:
 
     def evict(self, kept: KeptRecord) -> None:
         """What is kept and not pinned goes. The caller must then serve those that wait for blocks."""
-        assert self._contents is not None
-        self._contents.forget(kept)
+        assert self.contents is not None
+        self.contents.forget(kept)
         self._free.free(kept.start, kept.blocks)
 
     def _make_room(self, blocks: int, client_id: int = 0) -> None:
@@ -143,9 +187,9 @@ class Lending:
         free = {block for start, length in self._free.runs() for block in range(start, start + length)}
         if self._window is not None and self._window.client_id != client_id:
             free -= set(range(self._window.start, self._window.end))
-        if self._contents is None or any(set(range(start, start + blocks)) <= free for start in free):
+        if self.contents is None or any(set(range(start, start + blocks)) <= free for start in free):
             return
-        oldest = list(self._contents.unpinned.values())[:MOST_TRIED]
+        oldest = list(self.contents.unpinned.values())[:MOST_TRIED]
         for count, kept in enumerate(oldest, 1):
             free |= set(range(kept.start, kept.start + kept.blocks))
             first = last = kept.start
@@ -169,6 +213,7 @@ class Lending:
             blocks=blocks,
             state=advance(LEASE, Lease.FREE, LeaseEvent.GRANT),
             live=TakenRuns(),
+            new_moments=SILENT_AFTER if token else 0,
         )
         self._next_lease_id += 1
         client.leases[lease.lease_id] = lease
@@ -189,7 +234,8 @@ class Lending:
                     if self._withdraw(client_id):
                         break
                 elif self._window is None and want.waits:
-                    effects += self._open_window(client_id, want.blocks)
+                    start, _ = self._cheapest_range(client_id, want.blocks)
+                    effects += self._open_window(Window(client_id, start, want.blocks, self._next_lease_id))
                     if self._is_window_free() and (taken := self._take_run(client, want)) is not None:
                         effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
                         self._withdraw(client_id)
@@ -225,8 +271,8 @@ class Lending:
         quota = self.limits.device_quota_blocks if self.memory == DEVICE_MEMORY else self.limits.quota_blocks
         others = [other for other in self.clients.values() if other is not client and (other.connected or other.leases)]
         held = sum(lease.blocks - lease.kept_blocks for lease in leases)
-        if self._contents is not None:
-            pinned = sum(self._contents.by_generation[generation].blocks for generation in client.pins)
+        if self.contents is not None:
+            pinned = sum(self.contents.by_generation[generation].blocks for generation in client.pins)
         else:
             pinned = 0
         return bool(others and held) and held + pinned + blocks > quota
@@ -260,56 +306,102 @@ class Lending:
         assert carved, "the free runs changed under us"
         return start
 
-    def _open_window(self, client_id: int, blocks: int) -> list[EngineEffect]:
-        """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
-        start, _ = self._cheapest_range(blocks, idle_only=False)
-        self._window = Window(client_id, start, blocks)
-        for kept in [] if self._contents is None else [*self._contents.unpinned.values()]:
-            if self._window.overlaps(kept.start, kept.start + kept.blocks):
+    def _open_window(self, window: Window) -> list[EngineEffect]:
+        """Keeps a range for a want, and recalls the leases in it."""
+        self._window = window
+        for kept in [] if self.contents is None else [*self.contents.unpinned.values()]:
+            if window.overlaps(kept.start, kept.start + kept.blocks):
                 self.evict(kept)
-        return self._recall(start, start + blocks, but_of=client_id)
+        return self._recall(window.start, window.end, but_of=window.client_id)
 
-    def _recall_idle(self, blocks: int) -> list[EngineEffect]:
-        """Recalls the leases in the cheapest range for a wish, if they are idle."""
-        start, has_avoided = self._cheapest_range(blocks, idle_only=True)
-        return [] if self._window is not None or has_avoided else self._recall(start, start + blocks)
+    def _move_window(self) -> list[EngineEffect]:
+        """Chooses the window again, if what it waits for does not come and there is a range in a better state."""
+        window = self._window
+        if window is None:
+            return []
+        worst = self._worst_in(window.start, window.blocks, window.client_id, window.next_lease_id)
+        if worst is None or worst >= Price.RECALLED:
+            return []
+        start, best = self._cheapest_range(window.client_id, window.blocks, window.next_lease_id)
+        if best is not None and best <= worst:
+            return []
+        return self._open_window(Window(window.client_id, start, window.blocks, window.next_lease_id)) + self.serve()
 
-    def _cheapest_range(self, blocks: int, *, idle_only: bool) -> tuple[int, bool]:
-        """Returns where the range begins that is cheapest to empty, the lowest of those, and whether a lease in it is avoided.
+    def _recall_idle(self, want: LeaseWant) -> list[EngineEffect] | None:
+        """Recalls idle leases that would make room for a want that has no window; None: they do not suffice."""
+        window, owner = self._window, want.client_id if want.waits else None
+        if window is not None and window.client_id == want.client_id:
+            return []
+        if self._is_over_quota(self.clients[want.client_id], want.blocks):
+            return []
+        start, worst = self._cheapest_range(owner, want.blocks)
+        is_idle = worst is None or worst >= Price.LIES_IDLE
+        return self._recall(start, start + want.blocks, but_of=owner) if is_idle else None
 
-        That is a quarantined one, which comes back when a process dies, which may be never; or one that is in use.
+    def _pieces_by_price(self, client_id: int | None, next_lease_id: int | None) -> list[tuple[int, int, Price]]:
+        """All that is lent or kept: where it begins, its blocks, and what it costs to empty it for a client."""
+
+        def price(lease: LeaseRecord) -> Price:
+            if lease.state is Lease.QUARANTINED:
+                return Price.MAY_NEVER_COME
+            if next_lease_id is not None and lease.lease_id >= next_lease_id:
+                return Price.LENT_SINCE
+            if lease.client_id == client_id or lease.live.units != lease.kept_blocks:
+                return Price.IN_USE
+            if lease.recalled:
+                return Price.NO_ANSWER if lease.silent_moments >= SILENT_AFTER else Price.RECALLED
+            return Price.GRANTED_NOW if lease.new_moments else Price.LIES_IDLE
+
+        contents = [] if self.contents is None else self.contents.by_generation.values()
+        return [(*piece, price(lease)) for lease in self._lent() for piece in self._pieces(lease)] + [
+            (kept.start, kept.blocks, Price.MAY_NEVER_COME if kept.pins else Price.CAN_GO) for kept in contents
+        ]
+
+    def _worst_in(self, start: int, blocks: int, client_id: int | None, next_lease_id: int | None) -> Price | None:
+        """The worst price of what lies in a range; None: nothing lies there."""
+        prices = [
+            price
+            for piece, length, price in self._pieces_by_price(client_id, next_lease_id)
+            if piece < start + blocks and start < piece + length
+        ]
+        return min(prices, default=None)
+
+    def _cheapest_range(self, client_id: int | None, blocks: int, next_lease_id: int | None = None) -> tuple[int, Price | None]:
+        """Returns where the range begins that is cheapest to empty for a client, the lowest of those, and its worst price.
+
+        It does not lie over the window of another client; if there is no other range, its price is ``MAY_NEVER_COME``.
         """
+        pieces = self._pieces_by_price(client_id, next_lease_id)
+        window = self._window if self._window is not None and self._window.client_id != client_id else None
 
-        def is_avoided(lease: LeaseRecord) -> bool:
-            return lease.state is Lease.QUARANTINED or (idle_only and lease.live.units != lease.kept_blocks)
+        def cost(start: int) -> list[int]:
+            inside = [(price, length) for at, length, price in pieces if at < start + blocks and start < at + length]
+            return [sum(length for price, length in inside if price is each) for each in Price]
 
-        contents = [] if self._contents is None else [*self._contents.by_generation.values()]
-        lent = [(*piece, is_avoided(lease)) for lease in self._lent() for piece in self._pieces(lease)]
-        kept = [(kept.start, kept.blocks, kept.pins > 0) for kept in contents]
+        starts = [
+            start
+            for start in range(self._free.start, self._free.end - blocks + 1)
+            if window is None or not window.overlaps(start, start + blocks)
+        ]
+        if not starts:
+            return self._free.start, Price.MAY_NEVER_COME
+        start = min(starts, key=lambda start: (cost(start), start))
+        return start, self._worst_in(start, blocks, client_id, next_lease_id)
 
-        def in_range(pieces: list[tuple[int, int, bool]], start: int) -> list[tuple[int, int, bool]]:
-            return [piece for piece in pieces if piece[0] < start + blocks and start < piece[0] + piece[1]]
-
-        def cost(start: int) -> tuple[int, int, int, int]:
-            leased, content = in_range(lent, start), in_range(kept, start)
-            avoided = sum(length for _, length, is_avoided in leased + content if is_avoided)
-            return avoided, sum(length for _, length, _ in leased), sum(length for _, length, _ in content), start
-
-        avoided, *_, start = min(cost(start) for start in range(self._free.start, self._free.end - blocks + 1))
-        return start, avoided > 0
+    def _has_piece_in(self, lease: LeaseRecord, start: int, end: int) -> bool:
+        return any(piece < end and start < piece + length for piece, length in self._pieces(lease))
 
     def _recall(self, start: int, end: int, *, but_of: int | None = None) -> list[EngineEffect]:
         """Recalls the leases in a range, but those of one client."""
         effects: list[EngineEffect] = []
         for client in self.clients.values():
             leases = [
-                lease
-                for lease in client.leases_in(self.memory)
-                if not lease.recalled and any(piece < end and start < piece + length for piece, length in self._pieces(lease))
+                lease for lease in client.leases_in(self.memory) if not lease.recalled and self._has_piece_in(lease, start, end)
             ]
             if client.connected and client.client_id != but_of and leases:
                 for lease in leases:
                     lease.recalled = True
+                    lease.new_moments = 0
                 effects.append(Recalled(client.client_id, tuple(lease.lease_id for lease in leases)))
         return effects
 
@@ -319,7 +411,7 @@ class Lending:
 
     def check(self) -> None:
         """Asserts the invariants of this memory: no block is lost, and no two leases overlap."""
-        contents = [] if self._contents is None else [*self._contents.by_generation.values()]
+        contents = [] if self.contents is None else [*self.contents.by_generation.values()]
         taken = [piece for lease in self._lent() for piece in self._pieces(lease)]
         taken += [(kept.start, kept.blocks) for kept in contents]
         free = self._free.free_units

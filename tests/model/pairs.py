@@ -22,7 +22,7 @@ __all__ = ["PairedClientBook", "PairedEngineBook"]
 _Outcome = tuple[Any, BaseException | None]
 
 ENGINE_EVENTS = (
-    *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
+    *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases", "moment_passed"),
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
     *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply"),
     *("find", "keep", "unpin"),

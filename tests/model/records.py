@@ -23,6 +23,8 @@ class LeaseRecord:
     recalled: bool = False
     given_up: bool = False  # by its holder's goodbye
     kept_blocks: int = 0  # of its range, that have become the engine's
+    new_moments: int = 0  # so many more moments it counts as granted just now
+    silent_moments: int = 0  # of those that have passed since its recall, how many without a live slot in it
 
     @property
     def end(self) -> int:
@@ -108,6 +110,7 @@ class Window:
     client_id: int
     start: int
     blocks: int
+    next_lease_id: int  # leases from this one on were granted since it was opened
 
     @property
     def end(self) -> int:

@@ -42,6 +42,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "recalled",
         "given_up",
         "kept_blocks",
+        "new_moments",
+        "silent_moments",
     ),
     "KeptBook": ("by_key", "by_generation", "unpinned", "hits", "misses", "evictions"),
     "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
@@ -49,7 +51,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "RequestRecord": ("request_id", "slots", "state"),
     "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits"),
     "ReplyWant": ("client_id", "blocks"),
-    "Window": ("client_id", "start", "blocks"),
+    "Window": ("client_id", "start", "blocks", "next_lease_id"),
     "ClientBook": (
         *("leases", "_waiters", "_submitted", "_others"),
         *("_token", "_requested_nbytes", "_request_waits", "_wish_nbytes", "_next_generation"),

@@ -284,10 +284,16 @@ FAULTS = (
             "tests/test_claim.py::test_each_slot_of_a_claim_drains_for_its_own_views",
         ),
         (
+            "a lease whose first slot has come is still new",
+            "                    slot.lease.new_moments = 0\n",
+            "",
+            "tests/core/test_leases_as_stories.py::test_leases",
+        ),
+        (
             "a client that has gone still waits for a lease",
-            "lending.forget(client.client_id)",
+            "lending.forget(client)",
             "pass",
-            "tests/core/test_engine_book.py::test_the_window_is_chosen_again_when_a_holder_in_it_disconnects",
+            "tests/core/test_leases_as_stories.py::test_leases",
         ),
         (
             "a client that has gone still waits for replies",
@@ -397,21 +403,96 @@ FAULTS = (
         ),
         (
             "the last range that would fit is not looked at",
-            "if start > last_start",
-            "if start >= last_start",
-            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+            "while start <= last_start",
+            "while start < last_start",
+            "tests/core/test_leases_as_stories.py::test_leases",
         ),
         (
             "who comes new gets what somebody waits for",
-            "if want.waits:\n                return None",
-            "if False:\n                return None",
+            "if self.is_awaited():\n            return None",
+            "if False:\n            return None",
             "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
         ),
         (
             "a quarantined lease is as good as one that is leased",
-            "piece.lease.state_number == QUARANTINED",
-            "False",
-            "tests/core/test_lending.py::test_whatever_happens_no_block_of_either_memory_is_lost",
+            "if lease.state_number == QUARANTINED:",
+            "if False:",
+            "tests/core/test_leases_as_stories.py::test_leases",
+        ),
+        *(
+            (name, old, new, "tests/core/test_leases_as_stories.py::test_leases")
+            for name, old, new in (
+                (
+                    "a lease in use is as good as one that lies idle",
+                    "        return IN_USE\n",
+                    "        return LIES_IDLE\n",
+                ),
+                (
+                    "a lease that was granted just now is as good as one that lies idle",
+                    "return GRANTED_NOW if lease.new_moments else LIES_IDLE",
+                    "return LIES_IDLE",
+                ),
+                (
+                    "a lease that was recalled in vain is as good as one that was recalled just now",
+                    "return RECALLED if lease.silent_moments < SILENT_AFTER else NO_ANSWER",
+                    "return RECALLED",
+                ),
+                (
+                    "a window follows what is lent",
+                    "    if lease.lease_id >= next_lease_id:\n        return LENT_SINCE\n",
+                    "",
+                ),
+                (
+                    "a moment passes for leases in use as for others",
+                    "lease.recalled and not is_in_use and lease.silent_moments",
+                    "lease.recalled and lease.silent_moments",
+                ),
+                (
+                    "the window is not chosen again",
+                    "if self._window is not None and self._move_window(effects):",
+                    "if False:",
+                ),
+                (
+                    "when the window has moved, nobody gets what it leaves",
+                    "self._move_window(effects):\n            self.serve(effects)",
+                    "self._move_window(effects):\n            pass",
+                ),
+                (
+                    "nothing is recalled for who comes behind the first",
+                    "is want and (waits or self._window is None):",
+                    "is want and (not waits and self._window is None):",
+                ),
+                (
+                    "nothing is recalled for who is behind the first when a moment has passed",
+                    "            if want.waits and want.blocks < too_many:",
+                    "            if False:",
+                ),
+                (
+                    "leases are recalled for who may have no more",
+                    "        if self._is_over_quota(client, want.blocks):\n            return True\n",
+                    "",
+                ),
+                (
+                    "what is recalled for who is behind may lie in the window",
+                    "closed_start, closed_end = self._window.start, self._window.start + self._window.blocks",
+                    "pass",
+                ),
+                (
+                    "a range that begins where a window ends is not looked at",
+                    "if start < closed_end < behind:",
+                    "if False:",
+                ),
+                (
+                    "a window closes when anybody goes",
+                    "if piece.lease is not None and piece.lease.client_id == client.client_id:",
+                    "if True:",
+                ),
+                (
+                    "a lease that was granted stays new for ever",
+                    "lease.new_moments -= lease.new_moments > 0",
+                    "pass",
+                ),
+            )
         ),
     ),
     *faults_in(
@@ -435,13 +516,13 @@ FAULTS = (
             "a client's first request is its second",
             "self.last_request_id = -1",
             "self.last_request_id = 0",
-            "tests/core/test_engine_book.py::test_a_base_lease_answers_no_request_and_is_as_large_as_asked",
+            "tests/core/test_leases_as_stories.py::test_leases",
         ),
         (
             "leases are counted in the other memory",
             "return tuple(self.leases_in)",
             "return tuple(reversed(self.leases_in))",
-            "tests/core/test_engine_book.py::test_a_base_lease_answers_no_request_and_is_as_large_as_asked",
+            "tests/core/test_leases_as_stories.py::test_leases",
         ),
     ),
     *faults_in(

@@ -34,11 +34,12 @@ from shmring.ring.life import Life
 from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
 from shmring.ring.workers import Workers
+from tests.model.waiting import check_waiting
 from tests.simulation.around import Connected, CopyingThreads, End, Watch, standing_on
 from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
 from tests.simulation.injecting import Injecting
-from tests.simulation.loop import SimulatedLoop, came_to, local_of, require_obeyed
+from tests.simulation.loop import SimulatedLoop, callback_of, came_to, local_of, require_obeyed
 from tests.simulation.midst import Midst
 from tests.simulation.payloads import (
     INLINE_NBYTES,
@@ -308,6 +309,13 @@ class Engine:
         taken = sum(not wire.holds_forged for wire in forging)
         require(accused >= taken, "a forged message was accepted")
         require(accused <= taken, "an honest frontend is accused")
+
+    def fire(self) -> None:
+        """A timer fires. If it was a moment that has passed, nobody waits for the silent beside idle memory."""
+        is_moment = callback_of(self.loop.next_timer()).__name__ == "_moment_passed"
+        self.loop.fire()
+        if is_moment and self.book.is_awaited():
+            check_waiting(self.book.host)
 
     # -- handlers ------------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from tests.simulation.worker import WorkerProcess
 __all__ = ["Simulation"]
 
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
+_SILENT_MOMENTS = 2  # after which who does not answer is passed over
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
 
 # Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
@@ -310,6 +311,7 @@ class Simulation:
         """
         if self.scenario.stops:
             self._finish()
+            self._pass_moments()
             check_nobody_is_held_up(self)
             self._go_on()
         self._kill_who_keeps_memory()
@@ -328,6 +330,15 @@ class Simulation:
             self.apply(Action(Kind.WORKER_DIES))
         self._finish()
         check_end(self)
+
+    def _pass_moments(self) -> None:
+        """Time passes for those that wait for leases, until nothing follows from it."""
+        happened = -1
+        while self.engine is not None and self.engine.book.is_awaited() and len(self.trace) > happened:
+            for _ in range(_SILENT_MOMENTS):
+                self.apply(Action(Kind.TIMER))
+            happened = len(self.trace)
+            self._finish()
 
     def _go_on(self) -> None:
         """Those that have stopped or are silent go on, and find in their time what has come."""
@@ -507,7 +518,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.SHARE: _fan_out(lambda fan_out, action: fan_out.share_claim(fan_out.engine.claims[action.at], action.item)),
     Kind.CANCEL_CALL: _fan_out(lambda fan_out, action: fan_out.cancel(action.at)),
     Kind.TURN: _engine(lambda engine, action: engine.turn()),
-    Kind.TIMER: _engine(lambda engine, action: engine.loop.fire()),
+    Kind.TIMER: _engine(lambda engine, action: engine.fire()),
     Kind.FROM_WORKER: _fan_out(lambda fan_out, action: fan_out.connections[action.at].hear()),
     Kind.WORKERS_BELL: _fan_out(lambda fan_out, action: fan_out.hear_bell(action.at)),
     Kind.ENGINE_SEES_WORKERS_END: _fan_out(lambda fan_out, action: fan_out.sees_end(action.at)),

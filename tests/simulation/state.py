@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from shmring.core.compiled import ClientRecord, EngineBook, Submit
+from shmring.core.compiled import ClientRecord, EngineBook, Submit, Window
 from shmring.core.messages import (
     Abort,
     Failed,
@@ -43,7 +43,7 @@ from tests.model.inside import Done, Reply, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.injecting import Asked
-from tests.simulation.loop import came_to, local_of, waited_for
+from tests.simulation.loop import callback_of, came_to, local_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.scenario import Kind, Violation
@@ -305,7 +305,7 @@ class _Encoding:
             client = engine.clients[client_id]
             place, wire = places.get(id(client.process), -1), self._wire(client.wire, client_id, tokens.get(client_id, 0))
             said = [self._of_frontend(encode_message(part), client_id, 0) for part in client.frontend._goodbyes]
-            is_buried, record = client.watch.has_fired, self._client(book.clients[client_id])
+            is_buried, record = client.watch.has_fired, self._client(book.clients[client_id], window)
             clients.append([place, client.frontend.connected, is_buried, said, wire, record])
         return [
             clients,
@@ -325,8 +325,9 @@ class _Encoding:
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(engine, handling) for handling in engine.claims],
             [] if engine.fan_out is not None else engine.loop.plain_ready(engine.tasks),
+            any(callback_of(timer).__name__ == "_moment_passed" for timer in engine.loop.timers),
             [
-                [self._clients[each.client_id], each.connected, self._client(book.clients[each.client_id])]
+                [self._clients[each.client_id], each.connected, self._client(book.clients[each.client_id], window)]
                 for each in engine.injecting.known
             ],
             [self._asked_here(asked) for asked in engine.injecting.asked],
@@ -356,7 +357,7 @@ class _Encoding:
         ]
         return [contents, [names[generation] for generation in book.kept.unpinned]]
 
-    def _client(self, client: ClientRecord) -> list[Any]:
+    def _client(self, client: ClientRecord, window: Window | None) -> list[Any]:
         return [
             client.connected,
             client.dead,
@@ -370,6 +371,9 @@ class _Encoding:
                     lease.recalled,
                     lease.given_up,
                     lease.kept_blocks,
+                    lease.new_moments,
+                    lease.silent_moments,
+                    window is not None and lease.lease_id >= window.next_lease_id,
                 ]
                 for lease in client.leases.values()
             ],

@@ -217,12 +217,13 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
         "LeaseRecord": {
             "lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up", "kept_blocks",
+            "new_moments", "silent_moments",
         },
         "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state", "kept"},
         "RequestRecord": {"request_id", "slots", "state"},
         "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits"},
         "ReplyWant": {"client_id", "blocks"},
-        "Window": {"client_id", "start", "blocks"},
+        "Window": {"client_id", "start", "blocks", "next_lease_id"},
         "ClientRecord": {
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
             "unsent_replies", "pins",

@@ -1,0 +1,77 @@
+"""Frontends that do not answer when the engine recalls their lease: nobody waits for them while others have idle memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shmring
+from shmring.ring import inspection
+
+LIMIT_S = 60  # which only a hang reaches
+NBYTES = 600_000  # more than a half of a lease
+#: Room for three leases of 1 MiB, and for nothing of this size beside them.
+CROWDED: dict[str, Any] = {
+    "slab_nbytes": 3 * (1 << 20) + (192 << 10),
+    "reply_nbytes": 4096,
+    "max_lease_nbytes": "1MiB",
+    "client_quota_nbytes": "1MiB",
+}
+
+
+async def test_nobody_waits_for_a_stopped_frontend_beside_idle_memory(
+    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, settled: Any
+) -> None:
+    ring = await serve(**CROWDED)
+    stopped = launch("frontend", "write", "test", str(socket_dir))
+    assert await stopped.said() == ["writing"]
+    stopped.signal(signal.SIGSTOP)
+    idle = [await connect(lease_nbytes="1MiB") for _ in range(2)]
+    needy = [await connect(lease_nbytes=4096) for _ in range(2)]
+    slots = await asyncio.wait_for(asyncio.gather(*(client.slot(NBYTES) for client in needy)), LIMIT_S)
+    assert sum(client.statistics().leased_nbytes for client in idle) == 0, "theirs has gone to those who waited"
+    for slot in slots:
+        slot.close()
+    stopped.signal(signal.SIGCONT)  # it uses its slot, and returns its lease when it leaves the slot
+    for client in (*idle, *needy):
+        await client.close()
+    stopped.signal(signal.SIGKILL)
+    await settled(ring)
+
+
+async def test_the_log_says_who_does_not_answer(
+    serve: Any,
+    connect: Any,
+    launch: Callable[..., Any],
+    socket_dir: Path,
+    eventually: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else has enough: the request waits until the frontend is dead."""
+    monkeypatch.setattr(inspection, "_LOOK_S", 0.01)
+    monkeypatch.setattr(inspection, "_FULL_S", 0.2)
+    ring = await serve(slab_nbytes="1MiB")
+    silent = launch("frontend", "write", "test", str(socket_dir))
+    assert await silent.said() == ["writing"]
+    silent.signal(signal.SIGSTOP)
+    needy = await connect(lease_nbytes=4096)
+    waiting = asyncio.create_task(needy.slot(NBYTES))
+    with caplog.at_level(logging.WARNING):
+        await eventually(lambda: [message for message in caplog.messages if "slab is full" in message])
+    [line] = [message for message in caplog.messages if "slab is full" in message]
+    assert f"client {needy.client_id} (" in line
+    assert re.search(rf"pid {silent.pid}\) has 0.\d MiB of what it waits for \(does not answer since 0 s\)", line), line
+    assert line.endswith("a frontend that does not answer is stopped or busy with a slot: let it go on, or end it"), line
+    assert "slab_nbytes" not in line, "a larger slab is not what is missing"
+    assert not waiting.done()
+    silent.signal(signal.SIGKILL)
+    (await asyncio.wait_for(waiting, LIMIT_S)).close()
+    assert isinstance(ring, shmring.Ring)
