@@ -83,6 +83,7 @@ _FREEING_S_PER_GIB = 0.5
 _FRONTEND_START_TIMEOUT_S = (
     60.0  # of a frontend that replaces another; the engine runs already. On a busy machine, importing torch takes 10
 )
+_REPLACEMENT_CONNECT_S = 30.0  # of that time; then it ends, and says why it did not reach the engine
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 10.0  # a process that lived this long did not die of its start
@@ -511,6 +512,11 @@ class _Supervisor:
         fd = self._listening.fileno()
         settings = dataclasses.replace(self._options.frontend, listen_fd=fd, index=index)
         fds = [fd]
+        # The first one waits for the engine: then the time of the whole start counts.
+        timeout_s = None
+        if self._ready[index].is_set():
+            timeout_s = _FRONTEND_START_TIMEOUT_S
+            settings = dataclasses.replace(settings, connect_timeout_s=min(settings.connect_timeout_s, _REPLACEMENT_CONNECT_S))
         if self._usage is not None:
             settings = dataclasses.replace(settings, usage_fd=self._usage.fd)
             fds.append(self._usage.fd)
@@ -522,8 +528,6 @@ class _Supervisor:
             environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
         )
         self._frontends[index] = child
-        # The first one waits for the engine: then the time of the whole start counts.
-        timeout_s = _FRONTEND_START_TIMEOUT_S if self._ready[index].is_set() else None
         try:
             async with asyncio.timeout(timeout_s):
                 await child.wait_until_ready()

@@ -108,13 +108,6 @@ GUARDS = (
         "tests/test_ends_inside_calls.py::test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out",
     ),
     Guard(
-        "a ring keeps no task that has ended, and with it no error",
-        "shmring/ring/handshakes.py",
-        "self._accepting = None",
-        "pass",
-        "tests/test_raised_errors.py::test_ends_that_have_closed_keep_none",
-    ),
-    Guard(
         "a client that closes waits for its task that maps pages",
         "shmring/client/session.py",
         "                    await self.prefaulted()\n",
@@ -680,6 +673,27 @@ GUARDS = (
         "if uid not in allowed_uids:",
         "if False:",
         "tests/transport/test_endpoint.py::test_a_uid_that_is_not_allowed_is_refused_and_told",
+    ),
+    Guard(
+        "a name is its engine's own while that lives, also if its directory is removed",
+        "shmring/transport/endpoint.py",
+        "            if uid == os.getuid():\n",
+        "            if False:\n",
+        "tests/transport/test_endpoint.py::test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses",
+    ),
+    Guard(
+        "an error of pidfd_open is no proof of death",
+        "shmring/transport/liveness.py",
+        "        if error.errno in _NO_PROCESS:",
+        "        if True:",
+        "tests/transport/test_liveness.py::test_only_a_process_that_is_not_there_is_gone",
+    ),
+    Guard(
+        "a silent connection keeps no other out",
+        "shmring/ring/handshakes.py",
+        "            self._free_one()\n",
+        "            raise TimeoutError\n",
+        "tests/test_ring.py::test_silent_processes_keep_nobody_from_connecting",
     ),
     Guard(
         "nobody else can write to the directory of the socket",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -125,21 +126,23 @@ async def test_who_asks_and_does_not_read_keeps_nobody_waiting(
     assert "did not read it in time" in ring.inspect().errors[0].text
 
 
-async def test_only_so_many_may_ask_at_a_time(
+async def test_those_who_ask_and_do_not_read_keep_nobody_from_asking(
     serve: Any, connect: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.ring.limits.MAX_INSPECTIONS", 1)
+    """They have all the places. Whoever comes gets the place of the one that has been silent for longest."""
+    monkeypatch.setattr("shmring.ring.limits.MAX_INSPECTIONS", 3)
     ring = await serve()
     ring.add_to_snapshots(lambda: {"large": "x" * (2 << 20)})
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(str(socket_dir / f"{ring.name}.sock"))
-        silent.sendall(handshake_frame(Inspect(version=PROTOCOL_VERSION)))
-        await eventually(lambda: ring._shell._handshakes._inspecting == 1)
-        with pytest.raises(shmring.RemoteProtocolError, match="ask again"):
-            await shmring.inspect(ring.name, socket_dir=str(socket_dir))
+    with contextlib.ExitStack() as silent:
+        for _ in range(3):
+            connected = silent.enter_context(socket.socket(socket.AF_UNIX))
+            connected.connect(str(socket_dir / f"{ring.name}.sock"))
+            connected.sendall(handshake_frame(Inspect(version=PROTOCOL_VERSION)))
+        await eventually(lambda: len(ring._shell._handshakes._inspecting._pids) == 3)
         await connect()  # has nothing to do with that
-    await eventually(lambda: ring._shell._handshakes._inspecting == 0)
-    assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).clients
+        for _ in range(5):
+            assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).clients
+        assert ring.statistics().refused == 1, "only one place was needed, by one after the other"
 
 
 async def test_what_fails_once_is_looked_at_again(serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:

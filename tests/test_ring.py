@@ -9,7 +9,10 @@ import gc
 import logging
 import os
 import resource
+import shutil
+import signal
 import socket
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 import shmring
 from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
+from shmring.ring import limits
 from shmring.transport.endpoint import handshake_frame
 from tests.sessions import session_of
 
@@ -776,6 +780,22 @@ async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, sock
         await eventually(lambda: ring.statistics().clients == 0)
 
 
+class Accepting:
+    """A listening socket at which the kernel refuses some connections first."""
+
+    def __init__(self, listening: socket.socket, number: int) -> None:
+        self._listening = listening
+        self._failures = [OSError(number, os.strerror(number))] * 3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listening, name)
+
+    def accept(self) -> Any:
+        if self._failures:
+            raise self._failures.pop()
+        return self._listening.accept()
+
+
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.EIO, errno.EPROTO])
 async def test_accepting_goes_on_whatever_the_kernel_says(
@@ -783,47 +803,116 @@ async def test_accepting_goes_on_whatever_the_kernel_says(
 ) -> None:
     """A firewall, a security module, a frontend that went away in between: that must not be the last one for ever."""
     monkeypatch.setattr("shmring.ring.handshakes._ACCEPT_PAUSE_S", 0.001)
-    loop = asyncio.get_running_loop()
-    accept, failures = loop.sock_accept, [OSError(number, os.strerror(number))] * 3
-
-    class Loop:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(loop, name)
-
-        def __eq__(self, other: object) -> bool:
-            return other is loop or isinstance(other, Loop)
-
-        def __hash__(self) -> int:
-            return hash(loop)
-
-        async def sock_accept(self, listening: socket.socket) -> Any:
-            if failures:
-                raise failures.pop()
-            return await accept(listening)
-
-    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
     ring = await serve(echo)
-    monkeypatch.undo()
+    listener = ring._shell._handshakes._listener
+    monkeypatch.setattr(listener, "socket", Accepting(listener.socket, number))
     client = await connect()
     assert await client.request(1, timeout=5) == 1
     assert ring.statistics().refused == 3
-    assert os.strerror(number) in caplog.text
+    [line] = [message for message in caplog.messages if os.strerror(number) in message]
+    assert line.startswith("can't accept a frontend: ")
 
 
-async def test_a_ring_that_cannot_accept_any_more_says_so(
-    serve: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+async def test_silent_processes_keep_nobody_from_connecting(
+    serve: Any, connect: Any, socket_dir: Path, run_python: Any, eventually: Any
 ) -> None:
-    ring = await serve()
+    """A process has a connection in each place of those that have not said hello, and is stopped; others do what they like."""
+    places = 2 + limits.MAX_WORKERS
+    ring = await serve(echo, max_clients=2)
+    process = run_python("-c", _SAYS_NOTHING, socket_dir / "test.sock", places, stdin=subprocess.PIPE)
+    assert process.line() == "silent"
+    process.send(signal.SIGSTOP)
+    await eventually(lambda: len(ring._shell._handshakes._greeting._pids) == places)
+    clients = [await connect() for _ in range(2)]
+    assert await clients[1].request(1, timeout=5) == 1
+    assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).client_count == 2
+    assert ring.statistics().refused == 1, "only one place was needed, by one after the other"
 
-    def break_down(accepted: socket.socket) -> None:
-        accepted.close()
-        raise RuntimeError("a bug")
 
-    ring._shell._handshakes._shake_hands = break_down
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(os.fspath(ring._shell._handshakes._listener.path))
-        await eventually(lambda: "accepts no further frontends" in caplog.text)
-    assert "a bug" in caplog.text
+_SAYS_NOTHING = """
+import socket, sys
+connections = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]
+for connection in connections:
+    connection.connect(sys.argv[1])
+print("silent", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_an_engine_without_descriptors_says_so_once_however_often_frontends_try(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = await serve(echo)
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shmring.ring.handshakes.sealed_rings", refuse)
+        with pytest.raises(shmring.EngineDeadError, match="its log says why"):
+            await connect(connect_timeout_s=0.2)
+    assert ring.statistics().refused > 1
+    assert len([message for message in caplog.messages if "Too many open files" in message]) == 1
+    assert await (await connect()).request(1, timeout=5) == 1
+
+
+async def test_whoever_removes_the_directory_of_the_socket_keeps_nobody_out(
+    serve: Any,
+    connect: Any,
+    socket_dir: Path,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """logind removes ``$XDG_RUNTIME_DIR`` when its user logs out. Who is connected goes on; no other engine gets the name."""
+    monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.02)
+    directory = socket_dir / "run"
+    ring = await serve(echo, socket_dir=str(directory))
+    old = await connect(socket_dir=str(directory))
+    for _ in range(2):
+        shutil.rmtree(directory)
+        with pytest.raises(shmring.LocalProtocolError, match=rf"is running already \(pid {os.getpid()}"):
+            await serve(echo, socket_dir=str(directory))
+        new = await connect(socket_dir=str(directory))
+        assert await new.request(2, timeout=5) == 2
+        assert await old.request(1, timeout=5) == 1
+        await new.close()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    lines = [record for record in caplog.records if "was removed, and is there again" in record.getMessage()]
+    assert len(lines) == 2
+    assert "is there again" in ring.inspect().errors[0].text
+    await ring.close()
+    assert os.listdir(directory) == []
+    await (await serve(echo, socket_dir=str(directory))).close()
+
+
+async def test_what_comes_back_in_the_place_of_the_directory_is_checked_and_named_once(
+    serve: Any,
+    connect: Any,
+    socket_dir: Path,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.005)
+    directory = socket_dir / "run"
+    ring = await serve(echo, socket_dir=str(directory))
+    listener = ring._shell._handshakes._listener
+    keep = listener.keep
+    monkeypatch.setattr(listener, "keep", lambda: (looks.append(1), keep())[1])
+    old = await connect(socket_dir=str(directory))
+    shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+    directory.chmod(0o777)
+    await eventually(lambda: "can't be made again yet" in caplog.text)
+    looks.clear()
+    await eventually(lambda: len(looks) > 5)
+    [line] = [message for message in caplog.messages if "can't be made again yet" in message]
+    assert "chmod go-w" in line
+    assert await old.request(1, timeout=5) == 1
+    directory.chmod(0o700)
+    assert await (await connect(socket_dir=str(directory))).request(1, timeout=5) == 1
 
 
 @pytest.mark.first_row_on_both_loops
@@ -841,7 +930,7 @@ async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
 
     with monkeypatch.context() as patch:
         patch.setattr(f"shmring.ring.handshakes.{failing}", refuse)
-        with pytest.raises(shmring.EngineDeadError):
+        with pytest.raises(shmring.EngineDeadError, match="its log says why"):
             await connect(connect_timeout_s=0.05)
     await eventually(lambda: descriptors() == before)
     assert ring.statistics().refused > 0

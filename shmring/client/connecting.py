@@ -45,6 +45,7 @@ def connect(
         RemoteProtocolError: the engine refuses this client (all of them do).
         PermissionError: the process that listens there is not to be trusted.
         SlabError: its slab can't be mapped.
+        OSError: this process has no descriptors left, say; the text says what to do.
         ValueError, TypeError: a name, size or option is not valid.
     """
     settled = configured(ClientConfig, config, overrides)

@@ -1,30 +1,34 @@
 """How frontends and workers connect: accepting connections, the handshake, and the welcome of a new frontend.
 
-Invariants: a connection that fails on the way leaves nothing behind, and stops no other; a frontend that has the slab can't die
-unnoticed at any moment.
+Invariants: a connection that fails on the way leaves nothing behind, and stops no other; a peer that is silent keeps no other
+out; a frontend that has the slab can't die unnoticed at any moment; while the engine lives, new frontends find its socket, or
+the log says why not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import itertools
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from shmring.core.compiled import EngineBook, RingMemory
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.loggers import logger_of
 from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, Join, Welcome
-from shmring.errors import ClosedError, PeerLostError, RemoteProtocolError, SlabError
+from shmring.errors import ClosedError, LocalProtocolError, PeerLostError, RemoteProtocolError, SlabError
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.memory.slab import Slab
 from shmring.ring import limits
 from shmring.ring.frontend import Frontend
 from shmring.ring.injecting import Injector
 from shmring.ring.life import Life
-from shmring.transport.endpoint import Listener, Peer, answer_inspection, describe_peer, greet, refuse, send_welcome
+from shmring.transport.endpoint import Listener, Peer, answer_inspection, describe_peer, greet, peer_pid, refuse, send_welcome
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.rings import map_rings, sealed_rings
 
@@ -36,6 +40,50 @@ logger = logger_of("shmring.ring")
 # and its leases. A client that is lost, or is closed while views live, leaves one behind; 16 are a fault.
 _MAX_GONE = 16
 _ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
+_SHORT_AGAIN_S = 30.0  # between two lines about that: clients try again many times a second
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+_LOOK_S = 1.0  # between two looks at the socket's file: two system calls; a client that finds none tries for longer than that
+
+
+class _Places:
+    """Connections whose peers are waited for, in a place each, and for a time. Nothing else is held meanwhile.
+
+    A peer that is silent keeps no other out: if all places are taken, the process with the most loses the one that it has had
+    for longest.
+
+    Args:
+        count: of the places.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pids: dict[asyncio.Timeout, int] = {}  # whoever came first is first
+
+    @contextlib.asynccontextmanager
+    async def hold(self, pid: int) -> AsyncIterator[None]:
+        """Holds a place.
+
+        Args:
+            pid: of the peer.
+
+        Raises:
+            TimeoutError: the time is over, or another peer has got the place.
+        """
+        if len(self._pids) >= self._count:
+            self._free_one()
+        async with asyncio.timeout(limits.HANDSHAKE_S) as waiting:
+            self._pids[waiting] = pid
+            try:
+                yield
+            finally:
+                self._pids.pop(waiting, None)
+
+    def _free_one(self) -> None:
+        [(greediest, _)] = Counter(self._pids.values()).most_common(1)
+        oldest = next(waiting for waiting, pid in self._pids.items() if pid == greediest)
+        del self._pids[oldest]
+        if not oldest.expired():
+            oldest.reschedule(asyncio.get_running_loop().time())
 
 
 class Handshakes:
@@ -85,22 +133,28 @@ class Handshakes:
         self._inspect = inspect
         self._client_ids = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
-        self._greeting = 0  # of peers that are no frontends yet
-        self._inspecting = 0  # of peers that are being told what the engine does
-        accepting = life.loop.create_task(self._accept(), name=f"shmring-accept-{life.name}")
-        accepting.add_done_callback(self._accepting_ended)
-        self._accepting: asyncio.Task[None] | None = accepting
+        self._greeting = _Places(self._config.max_clients + limits.MAX_WORKERS)  # peers that are no frontends yet
+        self._inspecting = _Places(limits.MAX_INSPECTIONS)  # peers that are being told what the engine does
+        self._short_at = -_SHORT_AGAIN_S
+        self._why_lost = ""  # why the socket can't be made again; empty: it is there
+        self._pausing: asyncio.TimerHandle | None = None
+        self._looking = life.loop.call_later(_LOOK_S, self._look_again)
+        life.loop.add_reader(listener.socket.fileno(), self._accept)
 
     def next_client_id(self) -> int:
         """Returns a number that no frontend has had."""
         return next(self._client_ids)
 
     async def close(self) -> None:
-        """Accepts no more connections, and waits until the peers in a handshake have gone."""
-        if self._accepting is not None:
-            # asyncio would accept once more for the cancelled task if a connection has come in this turn of the loop, and fail.
-            self._life.loop.remove_reader(self._listener.socket)
-        tasks = [task for task in (self._accepting, *self._running) if task is not None]
+        """Accepts no more connections, and waits until the peers in a handshake have gone. A second call does nothing."""
+        descriptor = self._listener.socket.fileno()
+        if descriptor < 0:
+            return
+        self._looking.cancel()
+        if self._pausing is not None:
+            self._pausing.cancel()
+        self._life.loop.remove_reader(descriptor)
+        tasks = list(self._running)
         for task in tasks:
             task.cancel()
         try:
@@ -108,41 +162,88 @@ class Handshakes:
         finally:
             self._listener.close()
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = await self._life.loop.sock_accept(self._listener.socket)
-            except OSError as error:
-                self.refused += 1
-                logger.warning("can't accept a frontend: %s; if there are too many open files, raise their limit", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = self._life.loop.create_task(self._shake_hands(connected))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+    # -- accepting -----------------------------------------------------------------------------------------------------
 
-    def _accepting_ended(self, accepting: asyncio.Task[None]) -> None:
-        self._accepting = None  # if it was cancelled, it holds its error, whose traceback holds frames
-        if not accepting.cancelled():
-            logger.critical("ring %r accepts no further frontends", self._life.name, exc_info=accepting.exception())
+    def _accept(self) -> None:
+        """The loop calls this in each of its turns in which a connection waits."""
+        try:
+            self._take_connection(self._listener.socket)
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass  # it has gone
+        except OSError as error:
+            self.refused += 1
+            self._life.loop.remove_reader(self._listener.socket.fileno())  # or it would be called again and again, for nothing
+            self._pausing = self._life.loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
+            self._warn_of_shortage(error)
+
+    def _accept_again(self) -> None:
+        self._pausing = None
+        self._life.loop.add_reader(self._listener.socket.fileno(), self._accept)
+
+    def _take_connection(self, listening: socket.socket) -> None:
+        connected, _ = listening.accept()
+        task = self._life.loop.create_task(self._shake_hands(connected))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _warn_of_shortage(self, error: OSError | SlabError) -> None:
+        now = self._life.loop.time()
+        if now - self._short_at < _SHORT_AGAIN_S:
+            return
+        self._short_at = now
+        self._life.note_error(f"can't accept a frontend: {error}")
+        logger.warning("can't accept a frontend: %s; if there are too many open files, raise their limit", error)
+
+    def _look_again(self) -> None:
+        """Sees to it that new frontends find the socket, whatever somebody removes."""
+        if self._life.is_over or self._life.is_forked:
+            return
+        self._looking = self._life.loop.call_later(_LOOK_S, self._look_again)
+        path = self._listener.path
+        try:
+            before = self._listener.keep()
+        except (LocalProtocolError, OSError) as error:
+            if str(error) != self._why_lost:
+                self._why_lost = str(error)
+                self._life.note_error(f"the socket {path} was removed, and can't be made again yet: {error}")
+                logger.error(
+                    "the socket %s was removed, and can't be made again yet: %s; new clients can't connect, the others go on",
+                    path,
+                    error,
+                )
+            return
+        self._why_lost = ""
+        if before is not None:
+            self._move(before)
+            self._life.note_error(f"the socket {path} was removed, and is there again")
+            logger.warning("the socket %s was removed, and is there again; choose a socket_dir that nobody empties", path)
+
+    def _move(self, before: socket.socket) -> None:
+        """Listens at the new socket. Whoever waits in the one before is taken up."""
+        self._life.loop.remove_reader(before.fileno())
+        try:
+            while True:
+                self._take_connection(before)
+        except OSError:
+            pass  # no more wait there, or can be taken: they try again
+        finally:
+            before.close()
+        if self._pausing is None:
+            self._life.loop.add_reader(self._listener.socket.fileno(), self._accept)
+
+    # -- a handshake ---------------------------------------------------------------------------------------------------
 
     async def _shake_hands(self, connected: socket.socket) -> None:
         """Admits a new connection, or refuses it; raises none of its errors."""
         description = describe_peer(connected)
         try:
             connected.setblocking(False)
-            if self._greeting >= self._config.max_clients + limits.MAX_WORKERS:
-                refuse(connected, "the engine is busy with connections that say nothing")
-                raise RemoteProtocolError("too many connections that say nothing")
             allowed = self._config.allowed_uids if self._config.allowed_uids is not None else frozenset({os.getuid()})
-            self._greeting += 1
-            try:
-                async with asyncio.timeout(limits.HANDSHAKE_S):
-                    peer = await greet(connected, allowed)
-            finally:
-                self._greeting -= 1
+            pid = peer_pid(connected)
+            async with self._greeting.hold(pid):
+                peer = await greet(connected, allowed)
             if peer is None:
-                await self._answer_inspection(connected)
+                await self._answer_inspection(connected, pid)
             elif isinstance(peer.hello, Join):
                 await self._admit_worker(peer)
             else:
@@ -150,6 +251,9 @@ class Handshakes:
         except (RemoteProtocolError, PeerLostError, SlabError, ClosedError, TimeoutError, OSError) as error:
             self.refused += 1
             connected.close()
+            if isinstance(error, SlabError | OSError) and error.errno in _SHORT:
+                self._warn_of_shortage(error)
+                return
             reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             self._life.note_error(f"a connection of {description} was refused: {reason}")
             logger.warning("a connection of %s was refused: %s", description, reason)
@@ -157,18 +261,12 @@ class Handshakes:
             connected.close()
             raise
 
-    async def _answer_inspection(self, connected: socket.socket) -> None:
-        if self._inspecting >= limits.MAX_INSPECTIONS:
-            refuse(connected, f"{limits.MAX_INSPECTIONS} others are asking what the engine does; ask again")
-            raise RemoteProtocolError("too many connections that ask what the engine does")
-        self._inspecting += 1
+    async def _answer_inspection(self, connected: socket.socket, pid: int) -> None:
         try:
-            async with asyncio.timeout(limits.HANDSHAKE_S):
+            async with self._inspecting.hold(pid):
                 await answer_inspection(connected, self._inspect())
         except TimeoutError:
             raise PeerLostError("it asked for a snapshot, and did not read it in time") from None
-        finally:
-            self._inspecting -= 1
 
     def _admit(self, peer: Peer, hello: Hello) -> None:
         """Makes a peer a frontend, and takes its pidfd over."""

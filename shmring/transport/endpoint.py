@@ -4,9 +4,19 @@ message rings, and of the engine's load page.
 Over the socket, a message of the handshake is its length, a little-endian u32, and that many bytes.
 
 The socket lies in a directory that only its owner can write to, mode 0600, and its peer's uid is checked against an
-allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing. The process that holds the lock beside the
-socket is the engine of that name. The lock is a ``flock``, so it ends with the process, and a forked child closes its copy at
-once.
+allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing.
+
+One engine has a name in a directory. It holds two things that end with its process, and a forked child closes its copies at
+once:
+
+- a ``flock`` on a lock beside the socket. All processes that see the directory see it, also those in other containers. But
+  whoever removes the directory removes it as well (logind does that to ``$XDG_RUNTIME_DIR`` when its user logs out);
+- an address that only the kernel knows (``unix(7)``: an abstract socket), which nobody can remove. It is made of the name, the
+  path of the directory, the user and the mount namespace, so that containers that share a network, and not their files, have
+  one each.
+
+An engine looks every now and then whether socket and lock are where they were, and makes them again if they are not
+(:meth:`Listener.keep`).
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import os
 import socket
 import stat
@@ -64,6 +75,7 @@ __all__ = [
     "handshake_frame",
     "inspect_engine",
     "join_engine",
+    "peer_pid",
     "send_welcome",
     "socket_path",
     "sweep_names",
@@ -81,7 +93,11 @@ _LOCK_MARK = b"shmring"  # in a lock, after the pid: other files that end with .
 _LOCK_NBYTES = 64
 _SWEEPS = 5  # sweeps that may hold a lock, one after the other, when an engine takes its name
 _SWEEP_S = 0.01  # far longer than that takes one
+_BETWEEN_CALLS = 5  # looks at an address that another process has taken, and at which it does not listen yet
+_BETWEEN_CALLS_S = 0.01
+_PROBES = 128  # processes that may ask who has a name until its engine looks again
 _BACKLOG = 512  # frontends that may connect at the same moment
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5  # of a frontend that finds no place among them
 _MAX_PATH_NBYTES = 107  # of a Unix socket's address
 _PEER_CREDENTIALS = struct.Struct("3i")
 _ROLES: dict[type[Welcome | WorkerWelcome], str] = {Welcome: "client", WorkerWelcome: "worker"}
@@ -125,6 +141,11 @@ def _peer_credentials(peer: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def peer_pid(peer: socket.socket) -> int:
+    """Returns the pid of the process at the other end of a Unix socket; 0: it can't be seen from this process namespace."""
+    return _peer_credentials(peer)[0]
+
+
 def describe_peer(peer: socket.socket) -> str:
     """Describes the process at the other end of a Unix socket, for logs."""
     try:
@@ -138,12 +159,36 @@ def describe_peer(peer: socket.socket) -> str:
 
 
 class Listener:
-    """A listening socket and the lock that makes its name ours. Made by :meth:`create`."""
+    """A listening socket, and what makes its name ours. Made by :meth:`create`.
 
-    def __init__(self, path: Path, lock_fd: int, listening: socket.socket) -> None:
+    Args:
+        path: of the socket.
+        others_may_connect: whether other users may reach it.
+        name_holder: holds the name in the kernel; taken over.
+        lock_fd: of the lock; taken over.
+        listening: the socket; taken over.
+        bound: the status of its file.
+
+    Attributes:
+        path: see above.
+        socket: that listens now. :meth:`keep` may replace it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        others_may_connect: bool,
+        name_holder: socket.socket,
+        lock_fd: int,
+        listening: socket.socket,
+        bound: os.stat_result,
+    ) -> None:
         self.path = path
         self.socket = listening
+        self._others_may_connect = others_may_connect
+        self._name_holder = name_holder
         self._lock_fd = lock_fd
+        self._bound = bound
         _close_in_children(self)
 
     @classmethod
@@ -158,35 +203,70 @@ class Listener:
             LocalProtocolError: a living engine has this name.
             PermissionError: the directory is not safe, or a file that is no socket is in the socket's place.
         """
-        path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
-        _check_directory(path.parent, frozenset({os.getuid()}))
-        lock_fd = _take_lock(path.with_suffix(".lock"), path.stem)
+        _make_directory(path.parent, others_may_connect)
+        name_holder = _hold_name(path)
         try:
-            swept = sweep_names(path.parent)
-            _remove_stale(path)
-            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            lock_fd = _take_lock(path.with_suffix(".lock"))
             try:
-                listening.setblocking(False)
-                listening.bind(os.fspath(path))
-                path.chmod(0o666 if others_may_connect else 0o600)
-                listening.listen(_BACKLOG)
+                swept = sweep_names(path.parent)
+                listener = cls(path, others_may_connect, name_holder, lock_fd, *_bind(path, others_may_connect))
             except BaseException:
-                listening.close()
+                os.close(lock_fd)
                 raise
         except BaseException:
-            os.close(lock_fd)
+            name_holder.close()
             raise
-        listener = cls(path, lock_fd, listening)
         if swept:
             logger.info("removed sockets and locks of engines that are dead: %s", ", ".join(swept))
         return listener
 
+    def keep(self) -> socket.socket | None:
+        """Looks whether new clients still find the socket, and makes it, its lock and their directory again if they don't.
+
+        It waits for nobody. What the directory must be is checked as by :meth:`create`.
+
+        Returns:
+            The socket that listened until now, which the caller closes: connections may still wait in it. None: nothing was
+            missing.
+
+        Raises:
+            LocalProtocolError: another engine has taken the lock meanwhile (in another container, say).
+            OSError: the socket can't be made again: the directory is not safe (``PermissionError``), or can't be made. It may
+                be possible later.
+        """
+        _drop_probes(self._name_holder)
+        lock = self.path.with_suffix(".lock")
+        is_locked, is_bound = _is_same_file(self._lock_fd, lock), self._is_bound()
+        if is_locked and is_bound:
+            return None
+        _make_directory(self.path.parent, self._others_may_connect)
+        if not is_locked:
+            fd = _try_lock(lock)
+            if fd is None:
+                raise _name_taken(self.path, _owner_of(lock))
+            os.close(self._lock_fd)
+            self._lock_fd = fd
+            if is_bound:
+                return None
+        before = self.socket
+        self.socket, self._bound = _bind(self.path, self._others_may_connect)
+        return before
+
+    def _is_bound(self) -> bool:
+        try:
+            return os.path.samestat(self._bound, self.path.lstat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def close(self) -> None:
-        """Stops listening and gives the name up; the files go while the lock is still ours."""
+        """Stops listening and gives the name up. The files go while the lock is still ours; those of others stay."""
         if self._lock_fd < 0:
             return
-        for path in (self.path, self.path.with_suffix(".lock")):
-            path.unlink(missing_ok=True)
+        lock = self.path.with_suffix(".lock")
+        if self._is_bound():
+            self.path.unlink(missing_ok=True)
+        if _is_same_file(self._lock_fd, lock):
+            lock.unlink(missing_ok=True)
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -195,6 +275,7 @@ class Listener:
         self.socket.close()
         os.close(self._lock_fd)
         self._lock_fd = -1
+        self._name_holder.close()
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -216,19 +297,107 @@ def _close_inherited() -> None:
     _listeners.clear()
 
 
-def _take_lock(path: Path, name: str) -> int:
+def _make_directory(directory: Path, others_may_connect: bool) -> None:
+    directory.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
+    _check_directory(directory, frozenset({os.getuid()}))
+
+
+def _bind(path: Path, others_may_connect: bool) -> tuple[socket.socket, os.stat_result]:
+    """Listens at a path whose lock is ours; returns the file's status as well."""
+    _remove_stale(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.setblocking(False)
+        listening.bind(os.fspath(path))
+        path.chmod(0o666 if others_may_connect else 0o600)
+        listening.listen(_BACKLOG)
+        return listening, path.lstat()
+    except BaseException:
+        listening.close()
+        raise
+
+
+def _hold_name(path: Path) -> socket.socket:
+    """Returns a socket that holds a name in the kernel; see the head of this file.
+
+    Another user can take this address as well. Then the lock alone holds the name: others can't keep an engine from starting.
+
+    Raises:
+        LocalProtocolError: a living engine of this user has it.
+    """
+    address = _kernel_name(path)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.setblocking(False)
+        for attempt in range(_BETWEEN_CALLS + 1):
+            if attempt:
+                time.sleep(_BETWEEN_CALLS_S)
+            try:
+                holder.bind(address)
+                holder.listen(_PROBES)
+                return holder
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(address)
+                except ConnectionRefusedError:
+                    continue  # its process has just ended, or does not listen yet
+                except BlockingIOError:
+                    raise _name_taken(path, None) from None
+                pid, uid = _peer_credentials(probe)  # of the process that listens
+            if uid == os.getuid():
+                raise _name_taken(path, pid)
+            break
+        logger.warning("another user has taken the address %s; the lock beside the socket alone holds the name", address[1:])
+        return holder
+    except BaseException:
+        holder.close()
+        raise
+
+
+def _kernel_name(path: Path) -> str:
+    try:
+        mounts = os.stat("/proc/self/ns/mnt").st_ino
+    except OSError:  # nobody mounted /proc
+        mounts = 0
+    place = hashlib.sha256(f"{mounts} {path.parent.resolve()}".encode(errors="surrogateescape")).hexdigest()[:16]
+    return f"\0shmring-{os.getuid()}-{path.stem}-{place}"
+
+
+def _drop_probes(holder: socket.socket) -> None:
+    """Makes room for processes that ask who has a name: they have got their answer from the kernel."""
+    with contextlib.suppress(OSError):  # none waits; or the address is another's, or there is no descriptor left for it
+        for _ in range(_PROBES):
+            holder.accept()[0].close()
+
+
+def _name_taken(path: Path, pid: int | None) -> LocalProtocolError:
+    owner = "unknown" if pid is None else str(pid)
+    return LocalProtocolError(
+        f"an engine named {path.stem!r} is running already (pid {owner}, lock {path.with_suffix('.lock')}); "
+        "stop it or choose another name"
+    )
+
+
+def _take_lock(path: Path) -> int:
     for attempt in range(_SWEEPS + 1):
         if attempt:
             time.sleep(_SWEEP_S)  # it may be a sweep that has the lock, and is about to remove it
         fd = _try_lock(path)
         if fd is not None:
             return fd
-    owner = "unknown"
-    with contextlib.suppress(OSError, ValueError):  # its lock was removed just now, or is being written
-        owner = str(_lock_owner(path.read_bytes()))
-    raise LocalProtocolError(
-        f"an engine named {name!r} is running already (pid {owner}, lock {path}); stop it or choose another name"
-    )
+    raise _name_taken(path.with_suffix(".sock"), _owner_of(path))
+
+
+def _owner_of(lock: Path) -> int | None:
+    """Returns the pid that a lock names; None if it is not known: the lock was removed just now, or is being written."""
+    try:
+        return _lock_owner(lock.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _lock_owner(content: bytes) -> int:
@@ -296,7 +465,7 @@ def sweep_names(directory: Path, *, remove: bool = True) -> list[str]:
 def _is_same_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -307,7 +476,7 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise PermissionError(f"{path} is in the place of the socket and is none; remove it")
-    path.unlink()  # the lock is ours, so its engine is dead
+    path.unlink()  # the lock is ours, so it is no living engine's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -382,7 +551,7 @@ def answer_peer(peer: Peer, answer: EngineMessage, fds: Sequence[int]) -> None:
     frame = handshake_frame(answer)
     try:
         sent = socket.send_fds(peer.socket, [frame], list(fds))
-    except OSError as error:
+    except ConnectionError as error:
         raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
 
@@ -414,7 +583,7 @@ async def _receive_exactly(connected: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         try:
             more = await loop.sock_recv(connected, nbytes - len(data))
-        except OSError as error:
+        except ConnectionError as error:
             raise PeerLostError(f"the connection ended during the handshake: {error}") from error
         if not more:
             raise PeerLostError("the connection ended during the handshake")
@@ -444,7 +613,7 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
         EngineDeadError: no process listens there (any more).
         PermissionError: the process that listens there, or the directory, is not to be trusted.
         RemoteProtocolError: the engine refuses this client (with its reason), or it is no engine.
-        OSError: this process has no descriptors left.
+        OSError: this process has no descriptors left, or a call failed for another reason that says nothing about the engine.
     """
     connected, pidfd, fds, welcome = await _attach(path, hello, engine_uids, _DESCRIPTORS)
     assert isinstance(welcome, Welcome)
@@ -491,7 +660,9 @@ async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> bytes:
                 raise RemoteProtocolError(f"a snapshot of {length} bytes exceeds {MAX_SNAPSHOT_NBYTES}")
             answer = await _receive_exactly(connected, length)
         except PeerLostError as error:
-            raise EngineDeadError(f"the engine at {path} went away: {error}", engine=path.stem) from error
+            raise EngineDeadError(
+                f"the engine at {path} ended the connection: {error}; if it lives, its log says why", engine=path.stem
+            ) from error
     if not answer.startswith(b"{"):  # a message of the handshake, which is no JSON
         refusal = decode_engine_message(answer)
         reason = printable(refusal.reason) if isinstance(refusal, Refused) else "its answer is no snapshot"
@@ -510,7 +681,9 @@ async def _attach(path: Path, hello: Hello | Join, engine_uids: frozenset[int], 
         return await _shake_hands(connected, path, hello, engine_uids, descriptors)
     except PeerLostError as error:
         connected.close()
-        raise EngineDeadError(f"the engine at {path} went away: {error}", engine=path.stem) from error
+        raise EngineDeadError(
+            f"the engine at {path} ended the connection: {error}; if it lives, its log says why", engine=path.stem
+        ) from error
     except BaseException:
         connected.close()
         raise
@@ -543,18 +716,29 @@ async def _greet_engine(
     connected: socket.socket, path: Path, hello: Hello | Join | Inspect, engine_uids: frozenset[int]
 ) -> int:
     """Connects, and sends the first message; returns the engine's pid."""
-    loop = asyncio.get_running_loop()
     try:
-        await loop.sock_connect(connected, os.fspath(path))
+        await _connect(connected, path)
         pid, uid = _peer_credentials(connected)
         if uid not in engine_uids:
             raise PermissionError(f"the process at {path} runs as uid {uid}; expected one of {sorted(engine_uids)}")
-        await loop.sock_sendall(connected, handshake_frame(hello))
-    except PermissionError:
-        raise
-    except OSError as error:
+        await asyncio.get_running_loop().sock_sendall(connected, handshake_frame(hello))
+    except (ConnectionError, FileNotFoundError) as error:
         raise EngineDeadError(f"no engine listens at {path}: {error}", engine=path.stem) from error
     return pid
+
+
+async def _connect(connected: socket.socket, path: Path) -> None:
+    """Connects. If as many wait for the engine as may (it is stopped, say), it waits for a place; the caller bounds the time.
+
+    ``loop.sock_connect`` takes the kernel's answer for "under way", and so returns without a connection.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return connected.connect(os.fspath(path))
+        except BlockingIOError:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def give_up(connected: socket.socket) -> None:
@@ -605,7 +789,7 @@ async def _receive_with_fds(connected: socket.socket, descriptors: int) -> tuple
             break
         except (BlockingIOError, InterruptedError):
             await _readable(connected)
-        except OSError as error:
+        except ConnectionError as error:
             raise PeerLostError(f"the connection ended during the handshake: {error}") from error
     fds = array.array("i")
     for level, kind, payload in ancillary:

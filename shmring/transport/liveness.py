@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -20,6 +21,8 @@ from shmring.errors import PeerLostError
 __all__ = ["ProcessWatch", "is_stopped", "open_peer_pidfd"]
 
 _SO_PEERPIDFD = 77  # Linux 6.5
+# What pidfd_open says of a number that was a process's: nobody has it now, or a thread has (which depends on the kernel).
+_NO_PROCESS = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
 
 
 def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
@@ -34,6 +37,7 @@ def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
 
     Raises:
         PeerLostError: it is gone already, or lives in a process namespace that can't be seen from here.
+        OSError: this process can't open it, which says nothing about that process: there are no descriptors left, say.
     """
     with contextlib.suppress(OSError):
         return peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -42,11 +46,24 @@ def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
-        raise PeerLostError(f"process {pid} connected and is gone: {error}") from error
+        if error.errno in _NO_PROCESS:
+            raise PeerLostError(f"process {pid} connected and is gone: {error}") from error
+        raise OSError(error.errno, f"process {pid} can't be watched (pidfd_open): {error.strerror}{_advice(error)}") from error
     if _has_hung_up(peer):
         os.close(pidfd)
         raise PeerLostError(f"process {pid} connected and is gone")
     return pidfd
+
+
+def _advice(error: OSError) -> str:
+    match error.errno:
+        case errno.EMFILE:
+            return "; raise the limit of this process (ulimit -n)"
+        case errno.ENFILE:
+            return "; raise the limit of the machine (fs.file-max)"
+        case errno.EPERM | errno.EACCES | errno.ENOSYS:
+            return "; allow it in the seccomp profile of the container, or use Linux 5.3 or later"
+    return ""
 
 
 def _has_hung_up(peer: socket.socket) -> bool:

@@ -346,6 +346,26 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
     assert not running.done()
 
 
+async def test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not_reach_the_engine(
+    supervise: Any, eventually: Any, tmp_path: Path
+) -> None:
+    """It gives up before it is killed. The first one may wait for as long as the server may take to start."""
+    told = tmp_path / "told"
+    frontend = f"{LINK}{GET_ORDERS}link.send(b'r')\nwith open({str(told)!r}, 'a') as file: file.write(orders)\ntime.sleep(600)"
+    settings = dataclasses.replace(SETTINGS, connect_timeout_s=600.0)
+    server, _ = supervise(frontend=frontend, settings=settings)
+
+    def timeouts() -> list[float]:
+        lines = told.read_text().splitlines() if told.exists() else []
+        return [msgspec.json.decode(line)["settings"]["connect_timeout_s"] for line in lines]
+
+    await eventually(lambda: timeouts() == [600.0], 30)
+    await eventually(lambda: server._ready[0].is_set(), 30)
+    os.kill(server._frontends[0].pid, signal.SIGKILL)
+    await eventually(lambda: len(timeouts()) == 2, 30)
+    assert timeouts()[1] < supervisor._FRONTEND_START_TIMEOUT_S
+
+
 async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

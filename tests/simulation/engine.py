@@ -39,7 +39,7 @@ from tests.simulation.around import Connected, CopyingThreads, End, Watch, stand
 from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
 from tests.simulation.injecting import Injecting
-from tests.simulation.loop import SimulatedLoop, callback_of, came_to, local_of, require_obeyed
+from tests.simulation.loop import NOBODY_KNOCKS, SimulatedLoop, callback_of, came_to, local_of, require_obeyed
 from tests.simulation.midst import Midst
 from tests.simulation.payloads import (
     INLINE_NBYTES,
@@ -182,7 +182,7 @@ class Engine:
                 geometry=scenario.geometry,
                 reserved=cast(Any, reserved),
                 cuda=cast(Any, None),
-                listener=cast(Any, SimpleNamespace(socket=None)),
+                listener=cast(Any, SimpleNamespace(socket=SimpleNamespace(fileno=lambda: NOBODY_KNOCKS))),
                 payload_type=Any,
                 calls={},
                 claim_type=Claim,
@@ -197,7 +197,6 @@ class Engine:
         self.claims: list[Handling] = []
         self.draining: list[Draining] = []
         self._clients: dict[int, Client] = {}
-        self.loop.run_next()  # it waits for whoever comes
 
     @property
     def clients(self) -> dict[int, Client]:

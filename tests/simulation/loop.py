@@ -12,11 +12,13 @@ import select
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from tests.simulation.scenario import require
 
-__all__ = ["SimulatedLoop", "callback_of", "came_to", "local_of", "require_obeyed", "waited_for"]
+__all__ = ["NOBODY_KNOCKS", "SimulatedLoop", "callback_of", "came_to", "local_of", "require_obeyed", "waited_for"]
+
+NOBODY_KNOCKS = -1  # the descriptor of a listening socket: whoever comes, comes by an action
 
 
 class SimulatedLoop:
@@ -193,6 +195,8 @@ class SimulatedLoop:
             self.timers.remove(handle)
 
     def add_reader(self, descriptor: int, callback: Callable[[], object]) -> None:
+        if descriptor == NOBODY_KNOCKS:
+            return
         self._readers[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
 
@@ -201,11 +205,6 @@ class SimulatedLoop:
             return False
         self._poll.unregister(descriptor)
         return True
-
-    async def sock_accept(self, listener: object) -> NoReturn:
-        """Whoever comes, comes by an action."""
-        await self.create_future()
-        raise RuntimeError("nobody knocks here")
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """A callback has raised, or a task at whose error nobody has looked; who is dropped with its process has none."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
+import subprocess
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -303,6 +307,166 @@ def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: 
         client.connect(os.fspath(listener.path))
 
 
+# -- a socket that somebody removes --------------------------------------------------------------------------------------
+
+
+def can_connect(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(os.fspath(path)) == 0
+
+
+def remove_socket(path: Path) -> None:
+    path.unlink()
+
+
+def remove_lock(path: Path) -> None:
+    path.with_suffix(".lock").unlink()
+
+
+def remove_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+def move_directory(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+def replace_socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(os.fspath(path))
+
+
+def replace_directory(path: Path) -> None:
+    move_directory(path)
+    path.parent.mkdir(mode=0o700)
+
+
+@for_each(
+    "remove, is_bound_again",
+    [
+        (remove_socket, True),
+        (remove_lock, False),
+        (remove_directory, True),
+        (move_directory, True),
+        (replace_socket, True),
+        (replace_directory, True),
+    ],
+)
+def test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses(
+    remove: Callable[[Path], None], is_bound_again: bool
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="shmr-") as place:
+        path = Path(place, "run", "unit.sock")
+        listener = Listener.create(path, others_may_connect=False)
+        before = descriptors()
+        assert listener.keep() is None
+        remove(path)
+        with pytest.raises(LocalProtocolError, match=rf"'unit' is running already \(pid {os.getpid()}, "):
+            Listener.create(path, others_may_connect=False)
+        old = listener.keep()
+        assert (old is not None) == is_bound_again
+        if old is not None:
+            old.close()
+        assert listener.keep() is None
+        assert can_connect(path)
+        assert path.with_suffix(".lock").read_bytes().startswith(b"%d\n" % os.getpid())
+        with pytest.raises(LocalProtocolError):
+            Listener.create(path, others_may_connect=False)
+        assert descriptors() == before
+        listener.close()
+        assert os.listdir(path.parent) == []
+        Listener.create(path, others_may_connect=False).close()
+
+
+def test_a_name_that_another_engine_has_taken_meanwhile_stays_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another container, say, that shares the directory: another mount namespace is another address in the kernel."""
+    listener = Listener.create(path, others_may_connect=False)
+    remove_socket(path)
+    remove_lock(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shmring.transport.endpoint._kernel_name", lambda path: f"\0shmring-test-{os.getpid()}")
+        other = Listener.create(path, others_may_connect=False)
+    with pytest.raises(LocalProtocolError, match="running already"):
+        listener.keep()
+    listener.close()
+    assert other.keep() is None
+    assert can_connect(path)
+    other.close()
+
+
+def test_engines_in_two_directories_have_one_name_each(path: Path) -> None:
+    first = Listener.create(path.parent / "a" / path.name, others_may_connect=False)
+    second = Listener.create(path.parent / "b" / path.name, others_may_connect=False)
+    assert can_connect(first.path)
+    assert can_connect(second.path)
+    first.close()
+    second.close()
+
+
+def test_whoever_asks_often_who_has_a_name_is_told_each_time(listener: Listener) -> None:
+    """Each leaves a connection at the kernel's address, which the engine clears away when it looks."""
+    for _ in range(3):
+        for _ in range(50):
+            with pytest.raises(LocalProtocolError, match=f"pid {os.getpid()}"):
+                Listener.create(listener.path, others_may_connect=False)
+        assert listener.keep() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_who_takes_the_address_keeps_no_engine_from_starting(
+    path: Path, run_python: Callable[..., Process], caplog: pytest.LogCaptureFixture
+) -> None:
+    from shmring.transport import endpoint
+
+    squatting = run_python(
+        "-c",
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1])\n"
+        "s.listen(); print('listens', flush=True); sys.stdin.read()",
+        endpoint._kernel_name(path)[1:],
+        stdin=subprocess.PIPE,
+    )
+    assert squatting.line() == "listens"
+    listener = Listener.create(path, others_may_connect=False)
+    assert "another user has taken the address" in caplog.text
+    assert listener.keep() is None
+    with pytest.raises(LocalProtocolError, match="running already"):
+        Listener.create(path, others_may_connect=False)
+    listener.close()
+
+
+async def test_a_frontend_waits_while_as_many_wait_as_can(path: Path) -> None:
+    """An engine that is stopped accepts nobody. asyncio took what the kernel says then for a connection."""
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as waiting:
+        listening.bind(os.fspath(path))
+        listening.listen(0)
+        listening.setblocking(False)
+        while True:
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            if client.connect_ex(os.fspath(path)) == errno.EAGAIN:
+                break
+        attaching = asyncio.create_task(attach_engine(path, HELLO, ME))
+        await asyncio.wait([attaching], timeout=0.05)
+        assert not attaching.done()
+        loop = asyncio.get_running_loop()
+        heard: list[asyncio.Task[bytes]] = []
+        while not any(reading.done() for reading in heard):  # only the frontend says something
+            with contextlib.suppress(BlockingIOError):
+                connected, _ = listening.accept()
+                connected.setblocking(False)
+                waiting.enter_context(connected)
+                heard.append(loop.create_task(loop.sock_recv(connected, 4096)))
+            await asyncio.sleep(0.001)
+        [said] = [reading.result() for reading in heard if reading.done()]
+        assert HELLO.name.encode() in said
+        for reading in heard:
+            reading.cancel()
+        await asyncio.gather(*heard, return_exceptions=True)
+        attaching.cancel()
+        await asyncio.gather(attaching, return_exceptions=True)
+
+
 # -- the handshake ------------------------------------------------------------------------------------------------------
 
 
@@ -448,9 +612,9 @@ WELCOME_FRAME = handshake_frame(WELCOME)
 @pytest.mark.parametrize(
     ("data", "fds", "error", "text"),
     [
-        (b"", 0, EngineDeadError, "went away"),
-        (WELCOME_FRAME[:2], 1, EngineDeadError, "went away"),
-        (WELCOME_FRAME[:-1], 1, EngineDeadError, "went away"),
+        (b"", 0, EngineDeadError, "ended the connection"),
+        (WELCOME_FRAME[:2], 1, EngineDeadError, "ended the connection"),
+        (WELCOME_FRAME[:-1], 1, EngineDeadError, "ended the connection"),
         (WELCOME_FRAME, 0, RemoteProtocolError, "did not answer Hello"),
         (WELCOME_FRAME, 2, RemoteProtocolError, "did not answer Hello"),
         (handshake_frame(Refused("no thanks")), 0, RemoteProtocolError, "no thanks"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from shmring.errors import PeerLostError
 from shmring.processes.process import Process
 from shmring.transport import liveness
 from shmring.transport.liveness import ProcessWatch, open_peer_pidfd
+from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
 
@@ -150,6 +153,49 @@ def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeyp
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(PeerLostError, match="is gone"):
         open_peer_pidfd(ours, child.pid)
+
+
+@pytest.mark.one_loop
+@for_each(
+    "number, advice",
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.EPERM, "seccomp"),
+        (errno.ENOSYS, "seccomp"),
+        (errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_only_a_process_that_is_not_there_is_gone(number: int, advice: str) -> None:
+    """Everything else says something about this process, or about the machine."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.MonkeyPatch.context() as patch:
+
+        def refuse(pid: int) -> int:
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(liveness, "_SO_PEERPIDFD", 9999)
+        patch.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(OSError, match=rf"process {os.getpid()} can't be watched \(pidfd_open\): .*{advice}") as caught:
+            open_peer_pidfd(ours, os.getpid())
+    assert caught.value.errno == number
+    assert not isinstance(caught.value, PeerLostError)
+
+
+def test_a_process_without_descriptors_says_so_and_nothing_about_its_peer() -> None:
+    """With this kernel's own call: it has a pidfd to give, and finds no number for it."""
+    ours, theirs = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    with ours, theirs:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+        try:
+            with pytest.raises(OSError, match="raise the limit of this process") as caught:
+                open_peer_pidfd(ours, os.getpid())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
 
 
 def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
