@@ -198,4 +198,97 @@ FAULTS = (
             "tests/ray/test_cluster_routing.py::test_a_near_engine_is_chosen_unless_it_has_much_more_to_do",
         ),
     ),
+    *faults_in(
+        "shmring/integrations/reaching.py",
+        (
+            "pauses between attempts to reach a ring have no bound",
+            "min(2 * self._pause_s, LONGEST_S)",
+            "2 * self._pause_s",
+            "tests/vllm/test_reaching.py::test_pauses_are_bounded_and_the_log_says_what_has_changed",
+        ),
+        (
+            "each attempt that fails is a line of the log",
+            "        if not was_inline:",
+            "        if True:",
+            "tests/vllm/test_reaching.py::test_pauses_are_bounded_and_the_log_says_what_has_changed",
+        ),
+        (
+            "a ring that is lost a second time is not said to be",
+            "        self._pause_s = FIRST_S\n        self._is_inline = False\n\n\nclass",
+            "        self._pause_s = FIRST_S\n\n\nclass",
+            "tests/vllm/test_reaching.py::test_pauses_are_bounded_and_the_log_says_what_has_changed",
+        ),
+        (
+            "an engine that does not answer counts as connecting for ever",
+            '        self.reason = "engine"\n        pause_s',
+            "        pause_s",
+            "tests/vllm/test_reaching.py::test_an_engine_core_that_does_not_say_how_it_is_is_asked_again",
+        ),
+        (
+            "one attempt decides for ever",
+            "            await asyncio.sleep(pause_s)\n",
+            "            return\n",
+            "tests/vllm/test_reaching.py::test_a_link_tries_again_by_itself",
+        ),
+        (
+            "a connection that is lost is not made again",
+            "        if self.is_connected or self._is_closed or (self._trying is not None and not self._trying.done()):",
+            "        if self._trying is not None:",
+            "tests/vllm/test_reaching.py::test_a_connection_that_is_lost_is_made_again",
+        ),
+        (
+            "what is closed connects again",
+            "        if self.is_connected or self._is_closed or (",
+            "        if self.is_connected or (",
+            "tests/vllm/test_reaching.py::test_what_is_closed_tries_no_more",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/link.py",
+        (
+            "an engine core that does not answer is asked again and again",
+            "        if question is None:\n            question = self._question = asyncio",
+            "        if True:\n            question = self._question = asyncio",
+            "tests/vllm/test_reaching.py::test_a_question_that_is_not_answered_is_not_asked_twice",
+        ),
+        (
+            "an engine core without a ring is not asked again by a caller without a loop",
+            "            if self._closing.wait(pause_s) or (question.done() and not _has_ring(question)):",
+            "            if self._closing.wait(pause_s):",
+            "tests/vllm/test_reaching.py::test_without_a_loop_an_engine_core_that_gets_a_ring_later_is_asked_with_a_later_request",
+        ),
+        (
+            "a caller without a loop is connected to whichever ring has the name",
+            "            check_epoch(client.epoch, where.epoch, where.name)\n            on_gpu",
+            "            on_gpu",
+            "tests/vllm/test_reaching.py::test_without_a_loop_a_ring_of_the_name_that_another_engine_has_is_left_alone",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/engine.py",
+        (
+            "an engine core does not wait for its name",
+            "                self._why_not = str(error)\n                continue\n",
+            "                self._why_not = str(error)\n",
+            "tests/vllm/test_reaching.py::test_of_two_engine_cores_with_one_name_the_second_is_without_until_the_name_is_free",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/settings.py",
+        (
+            "two engine cores of one process make up one name",
+            'f"{self.run}-{engine_index}-{secrets.token_hex(3)}"',
+            'f"{self.run}-{engine_index}"',
+            "tests/vllm/test_settings.py::test_a_name_that_is_made_up_is_one_engine_cores",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/sglang/hooking.py",
+        (
+            "a request goes to the server that was asked last",
+            "manager = self._sending.get(lambda: None)()",
+            "manager = list(self._instances)[-1]",
+            "tests/sglang/test_reaching.py::test_of_two_servers_in_a_process_each_request_goes_to_its_own",
+        ),
+    ),
 )

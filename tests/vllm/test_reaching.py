@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 
 from shmring import threads
+from shmring.client.pauses import FIRST_S, LONGEST_S
+from shmring.core.loggers import logger_of
 from shmring.errors import EngineDeadError
+from shmring.integrations.reaching import Reach
 from shmring.integrations.vllm.engine import LostTensorError, Receiver
 from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
-from shmring.integrations.vllm.link import Where
+from shmring.integrations.vllm.link import AsyncLink, Where, client_config
 from shmring.integrations.vllm.workers import Queues
 from tests.sessions import session_of
 from tests.vllm.test_exchange import ENGINE, Exchange, Stream, described, picture, request_with, settings
@@ -87,6 +90,17 @@ async def goes_inline(exchange: Exchange) -> None:
     sent = picture()
     await exchange.send(sent)
     assert exchange.stream.messages.pop() == [(sent, None)]
+
+
+def test_pauses_are_bounded_and_the_log_says_what_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    reach = Reach("engine core 0", logger_of("vllm.shmring"))
+    assert reach.reason == "connecting"
+    for _ in range(2):
+        pauses_s = [reach.failed("it is silent") for _ in range(10)]
+        assert (pauses_s[0], pauses_s[1], max(pauses_s)) == (FIRST_S, 2 * FIRST_S, LONGEST_S)
+        assert reach.reason == "engine"
+        reach.reached()
+    assert caplog.text.count(INLINE + "it is silent") == 2
 
 
 # -- an engine core that keeps silent ---------------------------------------------------------------------------------------
@@ -220,6 +234,32 @@ async def test_an_engine_core_that_keeps_silent_keeps_no_other_one_from_being_to
     await eventually(lambda: all(link._client is not None and link._client.closed for link in links), 300)
     for receiver in receivers:
         await asyncio.to_thread(receiver.close)
+
+
+async def test_a_link_tries_again_by_itself(serve: Callable[..., Receiver], eventually: Eventually) -> None:
+    receiver = await asyncio.to_thread(serve)
+    answers = iter([ValueError("no"), OSError("no"), Where.of(receiver.where())])
+
+    async def find() -> Where:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    link = AsyncLink(0, find, client_config(settings(), 1), settings(), 0)
+    link.keep_trying()
+    await eventually(lambda: link.is_connected, 300)
+    await link.close()
+
+
+async def test_what_is_closed_tries_no_more(serve: Callable[..., Receiver], begin: Connect, eventually: Eventually) -> None:
+    exchange = begin(await asyncio.to_thread(serve))
+    link = link_of(exchange)
+    await eventually(lambda: link.is_connected, 300)
+    tried = link._trying
+    await link.close()
+    link.keep_trying()
+    assert link._trying is tried
 
 
 # -- a ring that is not the one that was meant --------------------------------------------------------------------------------
@@ -399,6 +439,25 @@ def test_without_a_loop_an_engine_core_that_gets_a_ring_later_is_asked_with_a_la
     until(lambda: send(frontend, second))
     assert frontend._traffic.tensors["copied", ""] == 1
     assert {reason for way, reason in frontend._traffic.tensors if way == "inline"} <= {"connecting", "engine"}
+    frontend.close()
+
+
+def test_without_a_loop_a_ring_of_the_name_that_another_engine_has_is_left_alone(
+    serve: Callable[..., Receiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = serve()
+    name, epoch = other.where()  # type: ignore[misc]
+
+    def ask(_: bytes) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result([name, epoch + 1])
+        return answer
+
+    frontend = SyncFrontend(settings(), [ENGINE], None, ask)
+    assert not send(frontend, other)
+    assert frontend._traffic.tensors == {("inline", "engine"): 1}
+    assert INLINE + "another engine has the name 'test-0' now" in caplog.text
+    assert other.report()["slots_in_use"] == 0
     frontend.close()
 
 
