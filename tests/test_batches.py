@@ -322,3 +322,43 @@ async def test_who_waits_to_claim_hears_that_the_engine_drains(serve: Any) -> No
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [shmring.ClosedError] * 2
     assert await iterating is None
+
+
+# -- one of a batch --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_exception_in_the_place_of_a_reply_fails_that_request_alone(
+    batches: Any, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def halve(claims: list[shmring.Claim]) -> list[object]:
+        return [claim.payload // 2 if claim.payload % 2 == 0 else ValueError(f"{claim.payload} is odd") for claim in claims]
+
+    await batches(halve, 8)
+    client = await connect()
+    results = await asyncio.gather(*[client.request(number, timeout=60) for number in (2, 3, 4)], return_exceptions=True)
+    assert results[0] == 1
+    assert results[2] == 2
+    assert isinstance(results[1], shmring.RemoteError)
+    assert (results[1].type_name, str(results[1])) == ("ValueError", "ValueError: 3 is odd")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_request_that_the_handler_has_ended_needs_no_reply(
+    batches: Any, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(claims: list[shmring.Claim]) -> list[object]:
+        for claim in claims:
+            if claim.payload == "fail":
+                claim.fail(ValueError("not this one"))
+            elif claim.payload == "finish":
+                await claim.done("mine")
+        return ["from the list"] * len(claims)
+
+    await batches(refuse, 8)
+    client = await connect()
+    requests = [client.request(which, timeout=60) for which in ("fail", "finish", "else")]
+    failed, finished, other = await asyncio.gather(*requests, return_exceptions=True)
+    assert isinstance(failed, shmring.RemoteError)
+    assert "not this one" in str(failed)
+    assert (finished, other) == ("mine", "from the list")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -26,8 +26,6 @@ async def handle_claims(
     claim_next: Callable[[], Awaitable[Claim]], handler: Callable[[Claim], Awaitable[object]], max_concurrency: int
 ) -> None:
     """See :meth:`Ring.run`."""
-    if max_concurrency < 1:
-        raise ValueError(f"max_concurrency must be at least 1, not {max_concurrency}")
     free = asyncio.Semaphore(max_concurrency)
     async with _seen_out() as start:
         while True:
@@ -111,8 +109,11 @@ async def _replies_to(
 
 async def _answer(claim: Claim, reply: object) -> None:
     try:
+        if isinstance(reply, BaseException):
+            claim.fail(reply)
         with claim:
-            await claim.done(reply)
+            if not claim.ended:  # the handler may have ended it itself
+                await claim.done(reply)
     except AbortedError:
         pass
     except Exception:  # noqa: BLE001 - as above: a reply that can't be sent ends its own request
