@@ -22,7 +22,7 @@ from bench.children import BenchError, on_uvloop
 from bench.machine import ROOT, Machine
 from bench.modes import MODES
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
-from shmring.config import parse_nbytes
+from shmring.door import parse_nbytes
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)

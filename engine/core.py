@@ -27,6 +27,7 @@ import msgspec
 
 import shmring
 from shmring.core.loggers import logger_of
+from shmring.door import seconds_of
 from shmring.engine.answers import checked, without_frames
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
@@ -149,6 +150,7 @@ class EngineCore:
             shmring.ShmringError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
         """
         scheduling = scheduler_config or SchedulerConfig(max_num_seqs=executor.describe().max_batch_size)
+        step_timeout_s = seconds_of(step_timeout_s, "step_timeout_s")
         core = cls(executor, scheduling, step_timeout_s=step_timeout_s, profiler_dir=profiler_dir, server=server)
         core._ring = await shmring.serve(name, ring_config, payload_type=EngineRequestPayload, calls=core._calls(), **overrides)
         core._ring.add_to_snapshots(core._describe)
@@ -485,7 +487,7 @@ class EngineCore:
         """Stops it; returns the trace's path."""
         return await self._on_thread("the profiler", self._profiler.stop)
 
-    async def drain(self, timeout: float) -> bool:
+    async def drain(self, timeout: float | None) -> bool:
         """Carries out the requests that it has, and those that still come while frontends turn to other engines.
 
         :meth:`run` returns when all have ended, and the result is whether they have in this time.

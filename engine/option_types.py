@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from shmring.config import parse_nbytes
+from shmring.door import parse_nbytes
 
 __all__ = ["COUNT", "JSON_OBJECT", "NBYTES", "SECONDS", "FiniteRange"]
 

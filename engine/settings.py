@@ -10,7 +10,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from shmring.config import RingConfig, validate_name
+from shmring.config import RingConfig
+from shmring.door import validate_name
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.engine.tracing import parse_endpoint

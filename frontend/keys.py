@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shmring.config import parse_nbytes
+from shmring.door import parse_nbytes
 
 __all__ = ["ADMIN_KEYS_VARIABLE", "KEYS_VARIABLE", "KeyOwner", "read_keys"]
 

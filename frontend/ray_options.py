@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import click
 
-from shmring.config import validate_name
+from shmring.door import validate_name
 from shmring.engine.flags import Flag
 from shmring.engine.option_table import Option, filled, options_of
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shmring.config import validate_name
+from shmring.door import validate_name
 from shmring.engine.logs import configure_logging
 from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of

@@ -53,8 +53,8 @@ from typing import TYPE_CHECKING, Annotated
 import click
 import msgspec
 
-from shmring.config import parse_nbytes
 from shmring.core.loggers import logger_of
+from shmring.door import parse_nbytes
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import FrontendState, Orders, Stop

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+from shmring.door import count_of, parse_nbytes, seconds_of, shown
+
 __all__ = [
     "BACKINGS",
     "Backing",
@@ -20,21 +22,11 @@ __all__ = [
     "RingOptions",
     "WorkerConfig",
     "WorkerOptions",
-    "parse_nbytes",
 ]
 
 #: Where a slab lies; see :class:`RingConfig`.
 Backing = Literal["auto", "/dev/shm", "memfd"]
 BACKINGS: tuple[Backing, ...] = get_args(Backing)
-
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
-    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
-    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
-    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _MAX_BUSY_POLL_S = 0.1
 _MIN_MESSAGE_RING_NBYTES = 16 << 10  # messages of 4 KiB, which have room for the text of an error and for lists of ids
@@ -42,52 +34,11 @@ _LARGEST_MESSAGE_NBYTES = 64 << 10  # as the core has it
 _MAX_MESSAGE_RING_NBYTES = 16 << 20  # a client takes twice as much, and what lies there is only late
 
 _LEAST_MAX_VALUES = 1024  # a payload of a few fields always finds room
+_LARGEST_COUNT = 2**31 - 1  # the core counts in 32 bits
+_LARGEST_UID = 2**32 - 1
 _LARGEST_BACKLOG = 256  # as the core has it: stamps in a worker's page
 
 _CUDA_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def parse_nbytes(size: int | str) -> int:
-    """Returns a size in bytes, given as a number of bytes or as text with a unit.
-
-    Args:
-        size: ``4096``, ``"4096"``, ``"64MiB"``, ``"1.5 GiB"``, ``"10MB"`` (decimal), ``"64M"`` (binary, as in ``docker run``).
-
-    Raises:
-        ValueError: the text is not a size, or the size is negative.
-        TypeError: it is neither an int nor a str.
-    """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"a size is an int of bytes or text such as '4GiB', not {type(size).__name__}")
-    if isinstance(size, int):
-        if size < 0:
-            raise ValueError(f"a size can't be negative: {size}")
-        return size
-    match = _SIZE.fullmatch(size)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{size!r} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
-def validate_name(name: str) -> str:
-    """Returns an engine's name if it can be part of a path and of a shared memory name, else raises ``ValueError``."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"{name!r} can't name an engine: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
-        )
-    return name
-
-
-def check_timeout(timeout: object) -> None:
-    """Raises unless this can be a timeout. For calls that may return without waiting, and so without using it.
-
-    Raises:
-        TypeError: it is no number, and not None.
-    """
-    if timeout is not None and not hasattr(timeout, "__float__"):
-        raise TypeError(f"timeout is a number of seconds, or None, not {timeout!r}")
 
 
 _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
@@ -95,6 +46,8 @@ _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
 
 def configured(kind: type[_Config], config: _Config | None, overrides: Mapping[str, object]) -> _Config:
     """Returns ``config`` (or the defaults) with ``overrides`` applied; an unknown option is a ``TypeError`` naming it."""
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config is a {kind.__name__}, or None, not {shown(config)}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(kind)}
     if unknown:
         raise TypeError(f"{kind.__name__} has no option {', '.join(sorted(unknown))}")
@@ -105,8 +58,20 @@ def configured(kind: type[_Config], config: _Config | None, overrides: Mapping[s
 def _normalise(config: Any, *size_fields: str) -> None:
     for field in size_fields:
         value = getattr(config, field)
-        if value is not None:
-            object.__setattr__(config, field, parse_nbytes(value))
+        if value is not None or getattr(type(config), field) is not None:  # some may be None, as they are if nobody says more
+            _set(config, field, parse_nbytes(value, field))
+
+
+def _set(config: Any, field: str, value: object) -> None:
+    object.__setattr__(config, field, value)
+
+
+def _uids_of(uids: Any, field: str) -> frozenset[int] | None:
+    if uids is None:
+        return None
+    if not isinstance(uids, frozenset | set | list | tuple):
+        raise TypeError(f"{field} is a set of user ids, or None, not {shown(uids)}")
+    return frozenset(count_of(uid, f"a user id in {field}", least=0, most=_LARGEST_UID) for uid in uids)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -114,11 +79,11 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_busy_poll(seconds: float) -> None:
-    """Raises ``ValueError`` unless an end may look for so long before it sleeps."""
+def busy_poll_of(seconds: float) -> float:
+    """Returns for how many seconds a side may look before it sleeps. Raises as :func:`~shmring.door.seconds_of`."""
     # Looking for longer does not reduce latency further, but keeps a core busy: vLLM's readers spin for a second, one core
     # each.
-    _require(0 <= seconds <= _MAX_BUSY_POLL_S, f"busy_poll_s must be between 0 and {_MAX_BUSY_POLL_S} seconds")
+    return seconds_of(seconds, "busy_poll_s", most=_MAX_BUSY_POLL_S)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,24 +184,20 @@ class RingConfig:
             "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
             "broadcast_nbytes",
         )  # fmt: skip
-        _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
-        _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
+        _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {shown(self.backing)}")
+        _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {shown(self.pin)}")
         _require(int(self.staging_nbytes) >= 4096, "staging_nbytes must be at least 4096")
         _require(
-            _CUDA_DEVICE.fullmatch(self.device_slab_device) is not None,
-            f"device_slab_device must be 'cuda' or 'cuda:N', not {self.device_slab_device!r}",
+            isinstance(self.device_slab_device, str) and _CUDA_DEVICE.fullmatch(self.device_slab_device) is not None,
+            f"device_slab_device must be 'cuda' or 'cuda:N', not {shown(self.device_slab_device)}",
         )
         for field in ("max_clients", "max_inflight", "max_tensors"):
-            _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
-        _require(
-            self.max_values >= _LEAST_MAX_VALUES, f"max_values must be at least {_LEAST_MAX_VALUES}, not {self.max_values}"
-        )
-        _require(
-            1 <= self.worker_backlog <= _LARGEST_BACKLOG,
-            f"worker_backlog must be from 1 to {_LARGEST_BACKLOG}, not {self.worker_backlog}",
-        )
+            _set(self, field, count_of(getattr(self, field), field, most=_LARGEST_COUNT))
+        _set(self, "max_values", count_of(self.max_values, "max_values", least=_LEAST_MAX_VALUES, most=_LARGEST_COUNT))
+        _set(self, "worker_backlog", count_of(self.worker_backlog, "worker_backlog", most=_LARGEST_BACKLOG))
         _require(int(self.broadcast_nbytes) >= 8192, "broadcast_nbytes must be at least 8192")
-        require_busy_poll(self.busy_poll_s)
+        _set(self, "busy_poll_s", busy_poll_of(self.busy_poll_s))
+        _set(self, "allowed_uids", _uids_of(self.allowed_uids, "allowed_uids"))
         ring_nbytes = int(self.message_ring_nbytes)
         _require(
             _MIN_MESSAGE_RING_NBYTES <= ring_nbytes <= _MAX_MESSAGE_RING_NBYTES and not ring_nbytes & (ring_nbytes - 1),
@@ -289,9 +250,10 @@ class ClientConfig:
     def __post_init__(self) -> None:
         _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes")
         _require(int(self.lease_nbytes) >= 4096, "lease_nbytes must be at least 4096")
-        require_busy_poll(self.busy_poll_s)
+        _set(self, "busy_poll_s", busy_poll_of(self.busy_poll_s))
         for field in ("lease_idle_s", "connect_timeout_s"):
-            _require(getattr(self, field) >= 0, f"{field} can't be negative")
+            _set(self, field, seconds_of(getattr(self, field), field))
+        _set(self, "engine_uids", _uids_of(self.engine_uids, "engine_uids"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,8 +279,9 @@ class WorkerConfig:
     busy_poll_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require_busy_poll(self.busy_poll_s)
-        _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")
+        _set(self, "busy_poll_s", busy_poll_of(self.busy_poll_s))
+        _set(self, "connect_timeout_s", seconds_of(self.connect_timeout_s, "connect_timeout_s"))
+        _set(self, "engine_uids", _uids_of(self.engine_uids, "engine_uids"))
 
 
 # ``**overrides`` for type checkers. A test compares them with the fields.

@@ -7,6 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from shmring.uncopied import uncopied
+
 __all__ = ["Opening"]
 
 
@@ -19,6 +21,8 @@ class Opening(Generic[_End]):
     def __init__(self, create: Callable[[], Awaitable[_End]]) -> None:
         self._create = create
         self._end: _End | None = None
+
+    __reduce_ex__ = uncopied("it opens one end; call serve, connect or join again")
 
     def __await__(self) -> Generator[Any, None, _End]:
         return self._create().__await__()

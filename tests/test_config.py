@@ -17,9 +17,8 @@ from shmring.config import (
     WorkerConfig,
     WorkerOptions,
     configured,
-    parse_nbytes,
-    validate_name,
 )
+from shmring.door import parse_nbytes, validate_name
 from tests.tables import for_each
 
 

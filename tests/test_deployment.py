@@ -29,7 +29,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from dockerfile_parse import DockerfileParser
 from jsonschema import validate
 
-from shmring.config import parse_nbytes
+from shmring.door import parse_nbytes
 from shmring.engine.option_table import Option
 from shmring.frontend import serve_command, supervisor
 from shmring.frontend.keys import KEYS_VARIABLE

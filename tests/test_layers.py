@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = ("shmring", "bench")
 LINKED = ("engine", "frontend")  # which are packages of shmring
 
-CORE = ("shmring.core", "shmring.errors", "shmring.config")
+CORE = ("shmring.core", "shmring.errors", "shmring.config", "shmring.door", "shmring.uncopied")
 WAITING = ("shmring.cancellation", "shmring.line")
 ENDS_STAND_ON = (
     "shmring.gpu",
@@ -39,13 +39,15 @@ ENDS_STAND_ON = (
 # itself, shmring/__init__.py, which has what everybody may use.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.errors": (),
-    "shmring.config": (),
+    "shmring.config": ("shmring.door",),
+    "shmring.door": ("shmring.errors",),
+    "shmring.uncopied": (),
     "shmring.statistics": (),
     "shmring.snapshot": (),
     "shmring.cancellation": (),
     "shmring.line": (),
     "shmring.processes": (),
-    "shmring.opening": (),
+    "shmring.opening": ("shmring.uncopied",),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, *WAITING),
     "shmring.transport": (*CORE, "shmring.snapshot"),
@@ -56,7 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
     "shmring.integrations": (
         *("shmring", "shmring.threads", "shmring.errors", "shmring.config", "shmring.memory.bundles", "shmring.ring.injecting"),
-        "shmring.core.loggers",
+        *("shmring.door", "shmring.uncopied", "shmring.core.loggers"),
         # a client in a Ray cluster is made of the parts of the other one
         *("shmring.client", "shmring.cancellation", "shmring.line", "shmring.opening", "shmring.statistics"),
         # an actor of Ray hosts an engine

@@ -207,7 +207,7 @@ async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.Client
         await client.request({}, engine="vision-2")
     with pytest.raises(ValueError, match="leaves no other engine"):
         await client.request({}, engine="vision-0", retry=1)
-    with pytest.raises(ValueError, match="sent again"):
+    with pytest.raises(ValueError, match="retry must be at least 0, not -1"):
         await client.request({}, retry=-1)
 
 

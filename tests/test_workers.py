@@ -1057,9 +1057,9 @@ async def test_receivers_are_served_in_turn_and_a_cancelled_one_passes_its_turn_
 
 def test_a_rank_is_a_small_number() -> None:
     for rank in (-1, 2**31, True, "0"):
-        with pytest.raises(ValueError, match="a rank is a number"):
+        with pytest.raises((TypeError, ValueError), match=r"a rank (is an int|must be from 0 to 2147483647), not "):
             shmring.join("test", rank)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="a rank is a number"):
+        with pytest.raises((TypeError, ValueError), match=r"a rank (is an int|must be from 0 to 2147483647), not "):
             shmring.threads.join("test", rank)  # type: ignore[arg-type]
 
 

@@ -26,23 +26,25 @@ import torch
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
 from shmring.client.engines import Engines
-from shmring.client.kept import Kept, check_key
+from shmring.client.kept import Kept
 from shmring.client.preparing import Preparations
-from shmring.client.routing import EngineLoad, Route, check_retry, check_route_key
+from shmring.client.routing import EngineLoad, Route
 from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
-from shmring.config import ClientConfig, parse_nbytes
-from shmring.core.compiled import MAX_NAME_CHARACTERS, ClientCalls
+from shmring.config import ClientConfig
+from shmring.core.compiled import ClientCalls
 from shmring.core.geometry import nbytes_for_slots
+from shmring.door import check_key, check_name, check_retry, check_route_key, names_of, parse_nbytes, shown, timeout_of
 from shmring.errors import EngineDeadError, ShmringError, WouldBlock
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
+from shmring.uncopied import uncopied
 
-__all__ = ["Client", "check_name"]
+__all__ = ["Client"]
 
 _Result = TypeVar("_Result")
 _Reply = TypeVar("_Reply")
@@ -86,7 +88,6 @@ class Client(ClientCalls):
         device_memory: DeviceMemory | None = None,
     ) -> None:
         """Makes a client that is not attached yet; see :func:`shmring.client.connecting.open_client`."""
-        check_name(description)
         self.names = tuple(names)
         self.config = config
         self.resent = 0
@@ -107,6 +108,8 @@ class Client(ClientCalls):
         )
         connections = {name: EngineConnection(attachment) for name, attachment in self._engines.attachments.items()}
         self.engines: Mapping[str, EngineConnection] = MappingProxyType(connections)
+
+    __reduce_ex__ = uncopied("it belongs to one process and one event loop; connect in the new one")
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class Client(ClientCalls):
                 ``engine``.
             ValueError: there is no such engine, or ``engine`` and ``retry`` contradict each other.
         """
-        check_retry(retry, engine)
+        retry = check_retry(retry, engine)
         why_not_sent = self._engines.why_not_sent if engine is None else functools.partial(self._engines.why_not_sent, engine)
         with self._deadlines.within(timeout, why_not_sent) as deadline:
             while True:
@@ -200,7 +203,8 @@ class Client(ClientCalls):
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does
         between two replies.
         """
-        check_retry(retry, engine)
+        retry = check_retry(retry, engine)
+        timeout = timeout_of(timeout)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         while True:
@@ -243,7 +247,6 @@ class Client(ClientCalls):
         check_route_key(key)
         if not request_id:
             return await self._submit_when_attached(payload, request_id, key, engine)
-        check_name(request_id)
         sending = self._submit_when_attached(payload, request_id, key, engine)
         return await self._preparations.prepare(request_id, sending)
 
@@ -290,7 +293,7 @@ class Client(ClientCalls):
         Raises:
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
-        check_name(request_id)
+        check_name(request_id, "request_id")
         return _first_that_can(
             self._engines.takers(payload, key, engine),
             lambda session: session.sending.submit_nowait(payload, request_id, ask=ask),
@@ -303,10 +306,11 @@ class Client(ClientCalls):
             How many requests were in flight. An unknown name is no error: its request may just have ended.
 
         Raises:
+            TypeError: it is neither a name nor several.
             ClosedError: this client belongs to the process that forked this one.
         """
         self._engines.check_process()
-        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        names = names_of(request_id)
         preparing = self._preparations.abort(names)
         pending = [submission for session in self._engines.sessions() for submission in session.end.pending.values()]
         in_flight = [submission for submission in pending if submission.name in names and not submission.ended]
@@ -328,7 +332,7 @@ class Client(ClientCalls):
             ValueError: there is no such engine; or there are several, and none is named.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
-        check_name(method)
+        check_name(method, "method")
         attachment = self._engines.given(engine) if engine is not None else self._engines.the_only("methods to call")
         with self._deadlines.within(timeout, lambda: f"{self._engines.why_no_answer(engine)}, for the call {method!r}"):
             session = await attachment.ready()
@@ -496,7 +500,7 @@ class Client(ClientCalls):
                 (:meth:`slot` maps it).
             CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
         """
-        asked_nbytes = parse_nbytes(nbytes)
+        asked_nbytes = parse_nbytes(nbytes, "nbytes")
         wanted = self._resolve_device(device)
 
         def take(session: Session) -> Slot:
@@ -526,7 +530,12 @@ class Client(ClientCalls):
             session.host_slots.book.check_capacity(total_nbytes)
 
     def _resolve_device(self, device: torch.device | str) -> torch.device | None:
-        return _where(device)
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"device is 'cpu', 'cuda' or a torch.device, not {shown(device)}")
+        try:
+            return _where(device)
+        except RuntimeError as error:  # torch knows no such device
+            raise ValueError(f"device is 'cpu', 'cuda' or a torch.device, not {shown(device)}") from error
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -635,18 +644,14 @@ class Client(ClientCalls):
         await self.close()
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError unless this can name a request, a method or a client."""
-    if len(name) > MAX_NAME_CHARACTERS:
-        raise ValueError(f"a name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}")
-    name.encode()  # raises ValueError (UnicodeEncodeError) if it is no text
-
-
 def _parse_sizes(sizes: Sequence[int | str]) -> list[int]:
     """Returns sizes of slots, of which there is at least one, in bytes."""
-    if not sizes:
-        raise ValueError("there is at least one slot")
-    return [parse_nbytes(nbytes) for nbytes in sizes]
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+        raise TypeError(f"sizes is a list of sizes of slots, not {shown(sizes)}")
+    parts = [parse_nbytes(nbytes, "a size of a slot") for nbytes in sizes]
+    if not parts:
+        raise ValueError("sizes has at least one size of a slot")
+    return parts
 
 
 def _first_that_can(sessions: Sequence[Session], attempt: Callable[[Session], _Result]) -> _Result:
@@ -668,5 +673,5 @@ def _where(device: torch.device | str) -> torch.device | None:
     if wanted.type == "cpu":
         return None
     if wanted.type != "cuda":
-        raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
+        raise ValueError(f"a slot is on device 'cpu' or 'cuda', not on {str(wanted)!r}")
     return wanted

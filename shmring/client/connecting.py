@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from shmring.client.client import Client
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
+from shmring.door import check_name, shown
 from shmring.opening import Opening
 
 __all__ = ["connect", "open_client", "settle"]
@@ -67,10 +68,14 @@ def settle(
     """Returns what arguments of :func:`connect` mean.
 
     Raises:
-        TypeError: there is a route, and one engine.
+        TypeError: there is a route, and one engine; or something is no name.
+        ValueError: the description is too long.
     """
+    if not isinstance(name, str | list | tuple):
+        raise TypeError(f"name is the name of an engine, or a list of them, not {shown(name)}")
+    check_name(description, "description")
     if isinstance(name, str) and route is not None:
-        raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
+        raise TypeError(f"route={shown(route)} is for several engines: connect([...], route=...)")
     again = not isinstance(name, str) if reconnect is None else reconnect
     options = Options(route=route or "least_loaded", reconnect=again, description=description)
     return ((name,) if isinstance(name, str) else tuple(name)), options

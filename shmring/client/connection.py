@@ -6,6 +6,7 @@ from shmring.client.attachment import Attachment
 from shmring.core.states import ClientSlot
 from shmring.errors import ShmringError
 from shmring.statistics import ClientStatistics
+from shmring.uncopied import uncopied
 
 __all__ = ["EngineConnection"]
 
@@ -23,6 +24,8 @@ class EngineConnection:
 
     def __repr__(self) -> str:
         return f"<EngineConnection {self.name!r}, {'attached' if self.connected else 'not attached'}>"
+
+    __reduce_ex__ = uncopied("it is a part of its client; connect in the new process")
 
     @property
     def connected(self) -> bool:

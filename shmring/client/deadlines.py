@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable
 from types import TracebackType
 
-from shmring.config import check_timeout
+from shmring.door import timeout_of
 
 __all__ = ["Deadline", "Deadlines"]
 
@@ -36,23 +36,24 @@ class Deadlines:
         self._timer_s = 0.0  # when it goes off; uvloop's can't be asked if that is at once
 
     def within(self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None) -> Deadline:
-        """Bounds a ``with`` block in time.
+        """Bounds a ``with`` block in time. This is where a call's ``timeout`` comes in.
 
         Args:
-            timeout: seconds, from now or up to ``until_s``; None: as long as it takes.
+            timeout: as of :func:`~shmring.door.timeout_of`: seconds, from now or up to ``until_s``.
             waits_for: says what the block waits for, for the error's text.
             until_s: the deadline, in the loop's time.
 
         Raises:
+            TypeError, ValueError: this is no timeout.
             TimeoutError: on leaving the block, if it took longer. Its text says what was waited for.
         """
-        return Deadline(self, timeout, waits_for, until_s)
+        return Deadline(self, None if timeout is None else timeout_of(timeout), waits_for, until_s)
 
     def add(self, deadline: Deadline, until_s: float) -> None:
-        """For a deadline: its block was entered."""
-        heapq.heappush(self._heap, (until_s, next(self._numbers), deadline))
+        """For a deadline: its block is entered. If the loop can set no timer, nothing has changed."""
         if self._timer is None or until_s < self._timer_s:
             self._set_timer(until_s)
+        heapq.heappush(self._heap, (until_s, next(self._numbers), deadline))
 
     def left(self) -> None:
         """For a deadline: its block was left."""
@@ -63,21 +64,24 @@ class Deadlines:
             self._over = 0
 
     def _set_timer(self, until_s: float) -> None:
+        timer = asyncio.get_running_loop().call_at(until_s, self._expire)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timer_s = asyncio.get_running_loop().call_at(until_s, self._expire), until_s
+        self._timer, self._timer_s = timer, until_s
 
     def _expire(self) -> None:
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        while self._heap and (self._heap[0][2].task is None or self._heap[0][0] <= now_s + _EARLY_S):
-            deadline = heapq.heappop(self._heap)[2]
-            if deadline.task is None:
-                self._over -= 1
-            else:
-                deadline.expire()
-        if self._heap:
-            self._set_timer(self._heap[0][0])
+        try:
+            while self._heap and (self._heap[0][2].task is None or self._heap[0][0] <= now_s + _EARLY_S):
+                deadline = heapq.heappop(self._heap)[2]
+                if deadline.task is None:
+                    self._over -= 1
+                else:
+                    deadline.expire()
+        finally:  # if one of them can't say what it waits for, the others are still to come
+            if self._heap:
+                self._set_timer(self._heap[0][0])
 
 
 class Deadline:
@@ -110,20 +114,18 @@ class Deadline:
         self._cancelling = self.task.cancelling()
         until_s = self._until_s
         if until_s is None:
-            try:
-                until_s = self.task.get_loop().time() + self._timeout
-            except TypeError:
-                self.task = None
-                check_timeout(self._timeout)
-                raise
+            until_s = self.task.get_loop().time() + self._timeout
         self._deadlines.add(self, until_s)
         return self
 
     def expire(self) -> None:
         """The time of the task in the block is over: it waits no longer."""
         assert self.task is not None
-        self._waited_for = self.waits_for()
-        self.task.cancel()
+        self._waited_for = ""
+        try:
+            self._waited_for = self.waits_for()
+        finally:  # whatever the asking raises
+            self.task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         task, self.task = self.task, None

@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
 from shmring.client.attachment import Attachment
-from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router, check_route_key
+from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
 from shmring.client.session import Session
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientEnd, Origin, Packed
 from shmring.core.states import ClientSlot
+from shmring.door import check_route_key, shown, validate_name
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
@@ -66,7 +67,7 @@ class Engines:
     ) -> None:
         _check_names(names)
         if route not in ROUTES:
-            raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {route!r}")
+            raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {shown(route)}")
         self.is_closed = False
         self._config = config
         self._reconnect = reconnect
@@ -264,11 +265,13 @@ class Engines:
         """Returns the attachment to an engine that is named.
 
         Raises:
-            ValueError: there is no such engine.
+            ValueError, TypeError: there is no such engine.
         """
+        if not isinstance(engine, str):
+            raise TypeError(f"engine is the name of an engine, or None, not {shown(engine)}")
         attachment = self.attachments.get(engine)
         if attachment is None:
-            raise ValueError(f"there is no engine {engine!r} here, there are {self._listed}")
+            raise ValueError(f"there is no engine {shown(engine)} here, there are {self._listed}")
         return attachment
 
     def the_only(self, what: str) -> Attachment:
@@ -487,8 +490,10 @@ class _Looking:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raises ValueError unless these can be the engines of one client."""
+    """Raises ValueError or TypeError unless these can be the engines of one client."""
     if not 1 <= len(names) <= _MAX_ENGINES:
         raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
+    for name in names:
+        validate_name(name)
     if len(set(names)) < len(names):
         raise ValueError(f"an engine is named twice in {list(names)}")

@@ -7,13 +7,14 @@ import os
 
 import msgspec
 
+from shmring.door import timeout_of
 from shmring.snapshot import RingSnapshot
 from shmring.transport.endpoint import inspect_engine, socket_path
 
 __all__ = ["inspect"]
 
 
-async def inspect(name: str, *, socket_dir: str | None = None, timeout: float = 5.0) -> RingSnapshot:
+async def inspect(name: str, *, socket_dir: str | None = None, timeout: float | None = 5.0) -> RingSnapshot:
     """Asks the engine of a name what it is doing now: who has which memory, which requests are old, what went wrong.
 
     It works for any ring of this user, whatever program serves it, and also while the slab is full.
@@ -29,6 +30,6 @@ async def inspect(name: str, *, socket_dir: str | None = None, timeout: float = 
         RemoteProtocolError: it is of a version that can't be asked.
         TimeoutError: its loop does not run; ``kill -USR1`` has a server's process write its stacks to its log.
     """
-    async with asyncio.timeout(timeout):
+    async with asyncio.timeout(timeout_of(timeout)):
         answer = await inspect_engine(socket_path(name, socket_dir), frozenset({os.getuid()}))
     return msgspec.json.decode(answer, type=RingSnapshot)

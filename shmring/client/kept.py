@@ -27,7 +27,6 @@ from shmring.core.compiled import ClientEnd, ClientSlotRecord, KeptContent, Pack
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.geometry import BLOCK_NBYTES, Geometry, slot_blocks
 from shmring.core.messages import (
-    KEY_NBYTES,
     MAX_FINDS,
     MAX_KEPT_PAYLOAD_NBYTES,
     SLOT_HEADER_NBYTES,
@@ -43,8 +42,9 @@ from shmring.line import Line, Place
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
 from shmring.transport.link import Link
+from shmring.uncopied import uncopied
 
-__all__ = ["Kept", "KeptContents", "check_key"]
+__all__ = ["Kept", "KeptContents"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
@@ -56,18 +56,6 @@ _WHY_NOT = {
     "keeping it",
     "pins": "this client has pinned as much kept content as the engine lets it have; leave some of it",
 }
-
-
-def check_key(key: bytes) -> None:
-    """Raises unless this can be a key.
-
-    Raises:
-        TypeError, ValueError: it is no ``bytes``, or has not 32 of them.
-    """
-    if not isinstance(key, bytes):
-        raise TypeError(f"a key is bytes, not {type(key).__name__}")
-    if len(key) != KEY_NBYTES:
-        raise ValueError(f"a key has {KEY_NBYTES} bytes, not {len(key)}: use a hash, such as hashlib.sha256")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -118,6 +106,8 @@ class Kept(Generic[_Payload]):
 
     def __repr__(self) -> str:
         return f"<Kept {self.key.hex()[:16]} of {self.nbytes} bytes, {'left' if self._pin is None else 'pinned'}>"
+
+    __reduce_ex__ = uncopied("it is one pin of its client; hand on its key, and find that with the other process's client")
 
     @property
     def payload(self) -> _Payload:

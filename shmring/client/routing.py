@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router", "check_retry", "check_route_key"]
+__all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router"]
 
 #: How a request's engine is chosen if neither a key, an engine nor a slot says so.
 Route = Literal["least_loaded", "round_robin"]
@@ -133,17 +133,3 @@ class Router:
             return hashed.digest(), name
 
         return max(names, key=rank)
-
-
-def check_route_key(key: object) -> None:
-    """Raises TypeError unless requests can be routed by this key."""
-    if key is not None and not isinstance(key, str | bytes):
-        raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
-
-
-def check_retry(retry: int, engine: str | None) -> None:
-    """Raises ValueError unless a request may be sent again so often, if an engine was named for it."""
-    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
-        raise ValueError(f"retry is how often a request may be sent again, not {retry!r}")
-    if retry and engine is not None:
-        raise ValueError(f"engine={engine!r} leaves no other engine to try; leave out retry or engine")

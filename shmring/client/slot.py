@@ -12,7 +12,6 @@ slot. The caller need not wait for that work: submitting and leaving the slot ta
 from __future__ import annotations
 
 import math
-import operator
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +21,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from shmring.core.compiled import BaseSlot
 from shmring.core.messages import TensorRef, item_nbytes
+from shmring.door import shape_of, shown
 from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
 from shmring.memory.views import gpu_dtype
+from shmring.uncopied import uncopied
 
 __all__ = ["DeviceSlot", "Slot"]
 
@@ -42,6 +43,8 @@ class Slot(BaseSlot):
         state = "closed" if self._end is None else self._record.state.name
         return f"<Slot of {self.nbytes} bytes, {self._cursor} used, {state}>"
 
+    __reduce_ex__ = uncopied("it is one piece of memory, which one caller leaves; copy what is in it, with clone() of a view")
+
     @property
     def engine(self) -> str:
         """The name of the engine in whose slab it is.
@@ -56,8 +59,10 @@ class Slot(BaseSlot):
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """For :meth:`tensor`: makes an uncommon tensor, or raises an error that says why it can't be made."""
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is a torch.dtype, not {shown(dtype)}")
         name = torch_dtype_name(dtype)
-        view = self._view(tuple(shape), name, dtype.itemsize)
+        view = self._view(shape, name, dtype.itemsize)
         assert isinstance(view, torch.Tensor)
         return view
 
@@ -67,21 +72,22 @@ class Slot(BaseSlot):
         Raises:
             TypeError: also if the slot is in device memory, which numpy can't use.
         """
-        spelled = np.dtype(dtype)
+        try:
+            spelled = np.dtype(dtype)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"dtype is that of a numpy array, not {shown(dtype)}") from error
         size = item_nbytes(spelled.str)
         if size is None:
             raise TypeError(f"a numpy array of dtype {spelled} can't be sent; use numbers, bool, text or times")
-        view = self._view(tuple(shape), spelled.str, size)
+        view = self._view(shape, spelled.str, size)
         assert isinstance(view, np.ndarray)
         return view
 
-    def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
-        shape = tuple(map(operator.index, shape))  # runs code of the caller, which may leave the slot
+    def _view(self, shape: tuple[int, ...] | list[int], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
+        shape = shape_of(shape)  # runs code of the caller, which may leave the slot
         if self._end is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
         self._end.shell.check_alive()
-        if any(extent < 0 for extent in shape):
-            raise ValueError(f"a shape has no negative extents: {shape}")
         nbytes = math.prod(shape) * itemsize
         return self._make(TensorRef(1, self._take_bytes(shape, dtype, nbytes), nbytes, dtype, shape))
 

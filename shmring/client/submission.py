@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmring.core.compiled import Awaited, BaseSubmission
 from shmring.errors import AbortedError, LocalProtocolError, RemoteError
+from shmring.uncopied import uncopied
 
 __all__ = ["Submission"]
 
@@ -27,6 +28,8 @@ class Submission(BaseSubmission):
     """
 
     __slots__ = ()
+
+    __reduce_ex__ = uncopied("its replies come to the client that has sent it; hand on copies of its replies")
 
     @property
     def engine(self) -> str:

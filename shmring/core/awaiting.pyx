@@ -14,8 +14,10 @@ from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from cpython.type cimport PyType_Modified
 
-from shmring import config
+from shmring import door
+from shmring.uncopied import uncopied
 
+cdef object _refuse = uncopied("it is awaited once; call again what returned it")
 cdef char _nothing_more  # its address is what says so
 
 
@@ -57,6 +59,9 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         """Waits in another object until the result is there."""
         self._inner = awaitable.__await__()
         return owned(None)
+
+    def __reduce_ex__(self, protocol: Any, /) -> Any:
+        _refuse(self, protocol)
 
     def __await__(self) -> Generator[Any, Any, _Result]:
         return self
@@ -197,8 +202,8 @@ cdef int may_be_awaited(type kind) except -1:
     return 0
 
 
-cdef int check_timeout(object timeout) except -1:
-    """Raises unless this is a number of seconds, or None. The check of a usual value costs nothing."""
-    if timeout is not None and type(timeout) is not float and type(timeout) is not int:
-        config.check_timeout(timeout)
-    return 0
+cdef object right_timeout(object timeout):
+    """As :func:`~shmring.door.timeout_of`. A usual value costs nothing."""
+    if timeout is None or (type(timeout) is float and 0 <= <double>timeout < door.LONGEST_S):
+        return timeout
+    return door.timeout_of(timeout)

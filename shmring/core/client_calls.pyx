@@ -8,7 +8,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from shmring.config import parse_nbytes
+from shmring.door import LARGEST_NBYTES, check_name, parse_nbytes
 
 cdef str _HOST = "cpu"
 
@@ -101,12 +101,12 @@ cdef class ClientCalls:
                 never given in its place.
             ValueError: ``nbytes`` is negative or no size, ``device`` another GPU than that of the device slab, or there is no
                 such engine.
-            TypeError: ``nbytes`` is neither int nor text, ``timeout`` no number, or ``key`` neither text nor bytes.
+            TypeError: ``nbytes`` is neither an integer nor text, ``timeout`` no number, or ``key`` neither text nor bytes.
         """
         cdef AcquiringSlot acquiring
-        if type(nbytes) is not int or nbytes < 0:
-            nbytes = parse_nbytes(nbytes)
-        check_timeout(timeout)
+        if type(nbytes) is not int or not 0 <= nbytes <= LARGEST_NBYTES:
+            nbytes = parse_nbytes(nbytes, "nbytes")
+        timeout = right_timeout(timeout)
         where = None if device is _HOST or device == _HOST else self._resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)
         acquiring.client = self
@@ -155,12 +155,18 @@ cdef class ClientCalls:
         return self._submit(end, payload, packed, name)
 
     def _submit_at_once(
-        self, payload, str name not None, key: str | bytes | None, str engine: str | None
+        self, payload, str request_id not None, key: str | bytes | None, str engine: str | None
     ) -> Submission | None:
-        """Submits; None if something has to be waited for, chosen or refused. Arguments as of :meth:`submit`."""
-        if self._end is None or key is not None or engine is not None or len(name) > MAX_NAME_CHARACTERS:
+        """Submits; None if something has to be waited for or chosen. Arguments as of :meth:`submit`.
+
+        Raises:
+            ValueError: this is no name. (An empty one, or one of few characters that are ASCII, is.)
+        """
+        if len(request_id) > MAX_NAME_CHARACTERS or not PyUnicode_IS_ASCII(request_id):
+            check_name(request_id, "request_id")
+        if self._end is None or key is not None or engine is not None:
             return None
-        return self._submit(self._end, payload, None, name)
+        return self._submit(self._end, payload, None, request_id)
 
     cdef object _submit(self, ClientEnd end, payload, Packed packed, str name):
         cdef uint64_t copied_nbytes

@@ -24,6 +24,7 @@ from libc.stdlib cimport free, malloc
 
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SlotRef
+from shmring.door import shape_of
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef enum:
@@ -316,23 +317,29 @@ cdef class BaseSlot:
         Raises:
             CapacityError: the slot has no room left for it; :func:`shmring.nbytes_for` says how large a slot must be.
             ClosedError: the slot was left.
-            TypeError: the dtype can't travel.
-            ValueError: an extent is negative.
+            TypeError: the dtype can't travel, or an extent is no integer.
+            ValueError: an extent is negative, or there are too many.
         """
         cdef int64_t extents[MAX_DIMENSIONS]
         cdef tuple known, items
         cdef ClientEnd end = self._end
         cdef Lent* region
         cdef int ndim = 0
+        cdef int overflow = 0
         cdef int64_t extent
         cdef uint64_t nbytes, offset
-        items = tuple(shape)
-        known = None if end is None else end._dtypes.get(dtype)
+        items = shape if type(shape) is tuple else shape_of(shape)
+        try:
+            known = None if end is None else end._dtypes.get(dtype)
+        except TypeError:  # it has no hash
+            known = None
         if known is None:
             return self._other_tensor(items, dtype)
         nbytes = known[2]
         for item in items:
-            extent = item
+            if type(item) is not int:
+                return self._other_tensor(items, dtype)
+            extent = PyLong_AsLongLongAndOverflow(item, &overflow)
             if extent <= 0 or ndim == MAX_DIMENSIONS or multiply_overflows(nbytes, <uint64_t>extent, &nbytes):
                 return self._other_tensor(items, dtype)
             extents[ndim] = extent

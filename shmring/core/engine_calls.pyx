@@ -8,6 +8,10 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t
 
+from shmring.door import count_of, seconds_of
+
+cdef object _MOST_CLAIMS = 0xFFFFFFFF  # more than there are ever
+
 
 cdef class EngineCalls:
     """See above.
@@ -37,7 +41,7 @@ cdef class EngineCalls:
         """
         return _claiming(self, 0)
 
-    def claim_many(self, uint32_t most, *, double linger_s=0) -> Awaitable[list[Claim]]:
+    def claim_many(self, most: int, *, linger_s: float = 0) -> Awaitable[list[Claim]]:
         """Waits for the next request, and claims it and those behind it that have come as well.
 
         For engines that work in steps on all requests that there are. It claims as many as may be claimed in one turn of the
@@ -53,11 +57,12 @@ cdef class EngineCalls:
 
         Raises:
             ClosedError: the ring is closed.
-            ValueError: ``most`` is 0.
+            ValueError: ``most`` is less than 1, or ``linger_s`` negative.
+            TypeError: one of them is no number.
         """
-        if not most:
-            raise ValueError("claim_many(0) would wait for nothing; ask for at least 1 claim")
-        return self._claim_lingering(most, linger_s) if linger_s > 0 else _claiming(self, most)
+        cdef uint32_t count = min(count_of(most, "most"), _MOST_CLAIMS)
+        cdef double lingering_s = seconds_of(linger_s, "linger_s")
+        return self._claim_lingering(count, lingering_s) if lingering_s > 0 else _claiming(self, count)
 
     def __aiter__(self) -> Self:
         return self

@@ -32,8 +32,11 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
+from contextvars import Context, copy_context
+
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.states import Request, RequestEvent
+from shmring.door import check_callable
 from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 
 cdef enum:
@@ -227,14 +230,21 @@ cdef class BaseClaim:
         """For the subclass."""
         raise NotImplementedError
 
-    def on_abort(self, callback: Callable[[], object]) -> None:
-        """Calls back in the loop when the request is aborted; at once if it was."""
+    def on_abort(self, callback: Callable[[], object], *, context: Context | None = None) -> None:
+        """Calls back in the loop when the request is aborted; at once if it was.
+
+        Args:
+            callback: what to call.
+            context: of context variables, in which it is called; None: a copy of the present one.
+        """
+        if not callable(callback):
+            check_callable(callback, "callback")
         if self.aborted:
-            callback()
+            callback() if context is None else context.run(callback)
             return
         if self._abort_callbacks is None:
             self._abort_callbacks = []
-        self._abort_callbacks.append(callback)
+        self._abort_callbacks.append((callback, copy_context() if context is None else context))
 
     def __dealloc__(self) -> None:
         if self._is_known:  # so its end is there: nothing clears a claim's references before this
@@ -749,12 +759,12 @@ cdef class EngineEnd:
 
     def mark_ended(self, BaseClaim claim not None, *, aborted: bool = False) -> None:
         """No more replies may be sent; the callbacks for this are called soon."""
-        callbacks = (claim._end_callbacks or []) + ((claim._abort_callbacks or []) if aborted else [])
+        ended, on_abort = claim._end_callbacks, claim._abort_callbacks
         claim._abort_callbacks = claim._end_callbacks = None
         claim.ended = True
         claim.aborted = claim.aborted or aborted
-        if callbacks:
-            self.shell.call_soon(callbacks)
+        if ended or (on_abort and aborted):
+            self.shell.call_soon(ended or [], on_abort or [] if aborted else [])
 
     def call_on_end(self, BaseClaim claim not None, callback: Callable[[], object]) -> None:
         """Keeps a callback for the request's end, however it ends."""

@@ -295,7 +295,7 @@ cdef class FanOutEnd:
     ) -> Awaitable[tuple[int, ...]]:
         """Sends a payload to workers when awaited. ``claim``: the claim that is shared; ``payload`` goes beside its payload."""
         cdef Broadcasting sending
-        check_timeout(timeout)
+        timeout = right_timeout(timeout)
         sending = Broadcasting.__new__(Broadcasting)
         sending.end, sending.payload, sending.to, sending.timeout = self, payload, to, timeout
         sending.claim = claim
@@ -304,7 +304,7 @@ cdef class FanOutEnd:
     def gather(self, payload, to: Sequence[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
         """Sends a payload to workers and waits for their replies when awaited."""
         cdef Gathering gathering
-        check_timeout(timeout)
+        timeout = right_timeout(timeout)
         gathering = Gathering.__new__(Gathering)
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from shmring.config import parse_nbytes, validate_name
+from shmring.door import parse_nbytes, validate_name
 
 __all__ = ["Reader", "SettingError", "choice", "name_the_run", "ring_name", "run_variable", "seconds"]
 

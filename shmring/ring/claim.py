@@ -17,10 +17,12 @@ from typing_extensions import TypeVar
 from shmring.core.compiled import BaseClaim, done
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
+from shmring.door import check_error, check_text
 from shmring.errors import WouldBlock
 from shmring.gpu.cuda import Stream
 from shmring.gpu.upload import NOTHING_GIVEN
 from shmring.ring.shell import Shell
+from shmring.uncopied import uncopied
 
 __all__ = ["Claim"]
 
@@ -60,6 +62,10 @@ class Claim(BaseClaim, Generic[_Payload]):
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "ended" if self.ended else "running"
         return f"<Claim {self.client_id}:{self.request_id} {printable(self.name)} {self.nbytes} bytes, {state}>"
+
+    __reduce_ex__ = uncopied(
+        "it is answered once, in the process that has it; share() it with workers, or hand on copies of its payload's tensors"
+    )
 
     async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
         """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
@@ -214,11 +220,13 @@ class Claim(BaseClaim, Generic[_Payload]):
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
+        check_error(error)
         self._end.release(self)
         self._end_with(RequestEvent.ERROR, error)
 
     def time_out(self, message: str) -> None:
         """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
+        check_text(message, "message")
         self._end.release(self)
         self._end_with(RequestEvent.DEADLINE, TimeoutError(message))
 

@@ -181,7 +181,8 @@ class Frontend(BaseFrontend):
             arguments = decode_values(call.arguments, self._life.config.max_values)
         except (RemoteProtocolError, msgspec.MsgspecError) as error:
             arguments = error
-        task = self._life.loop.create_task(self._answer_call(call, arguments))
+        context = self._life.context.copy()  # a message is heard in that of whoever happens to make the ring look
+        task = context.run(self._life.loop.create_task, self._answer_call(call, arguments))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 

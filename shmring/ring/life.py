@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import deque
 
@@ -34,6 +35,7 @@ class Life:
         is_over: whether the ring is closed.
         protocol_errors: how often a frontend or a worker broke the rules.
         errors: the last ones of any kind, with their times, for ``ring.inspect()``.
+        context: the context variables of who serves it; what is called for a frontend sees a copy of them.
     """
 
     def __init__(self, name: str, config: RingConfig, epoch: int, offload_nbytes: int | None = None) -> None:
@@ -47,6 +49,7 @@ class Life:
         self.is_over = False
         self.protocol_errors = 0
         self.errors: deque[tuple[float, str]] = deque(maxlen=MAX_ERRORS)
+        self.context = contextvars.copy_context()
         self._origin = Origin()
 
     def note_error(self, text: str) -> None:

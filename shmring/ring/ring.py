@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 from typing_extensions import TypeVar
 
 from shmring.core.compiled import Awaited, EngineCalls
+from shmring.door import check_callable, check_text, count_of, rank_of, seconds_of, timeout_of
 from shmring.errors import ClosedError, WouldBlock
 from shmring.ring.claim import Claim
 from shmring.ring.handling import handle_batches, handle_claims
@@ -22,6 +24,7 @@ from shmring.ring.injecting import Injector
 from shmring.ring.shell import Shell
 from shmring.snapshot import RingSnapshot
 from shmring.statistics import RingStatistics
+from shmring.uncopied import uncopied
 
 __all__ = ["Ring"]
 
@@ -46,6 +49,8 @@ class Ring(EngineCalls, Generic[_Payload]):
         self.name = life.name
         self.config = life.config
         self.epoch = life.epoch
+
+    __reduce_ex__ = uncopied("it belongs to one process and one event loop; serve a ring of another name in the new one")
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Ring(EngineCalls, Generic[_Payload]):
             ClosedError: the ring belongs to the process that forked this one.
         """
         self._shell.life.check_process()
-        await handle_claims(self.claim, handler, max_concurrency)
+        await handle_claims(self.claim, handler, count_of(max_concurrency, "max_concurrency"))
 
     async def run_batches(
         self, handler: Callable[[list[Claim[_Payload]]], Awaitable[Sequence[object]]], most: int, *, linger_s: float = 0.0
@@ -111,13 +116,17 @@ class Ring(EngineCalls, Generic[_Payload]):
         batch (``claim.aborted`` says so), and its reply is dropped.
 
         Args:
-            handler: called with 1 to ``most`` claims in order of arrival; returns as many replies.
+            handler: called with 1 to ``most`` claims in order of arrival; returns as many replies. An exception in the place of
+                a reply fails that one request: its caller gets a :class:`RemoteError`. A request that the handler has ended
+                itself (``claim.fail``, ``claim.done``) gets no reply; what stands in its place is dropped.
             most, linger_s: as of :meth:`claim_many`.
 
         Raises:
             ClosedError: the ring belongs to the process that forked this one.
         """
         self._shell.life.check_process()
+        count_of(most, "most")
+        seconds_of(linger_s, "linger_s")
         await handle_batches(lambda: self.claim_many(most, linger_s=linger_s), handler)
 
     def injector(self, name: str = "") -> Injector:
@@ -132,6 +141,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: the ring is closed.
         """
+        check_text(name, "name")
         return self._shell.injector(name)
 
     # -- workers ---------------------------------------------------------------------------------------------------
@@ -154,6 +164,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             TimeoutError: there were not as many in time.
             ClosedError: the ring is closed.
+            ValueError: an engine never has so many (64 at most).
         """
         return await self._shell.workers.wait(count, timeout)
 
@@ -178,6 +189,7 @@ class Ring(EngineCalls, Generic[_Payload]):
             WorkerLostError: there is no worker of a rank in ``to``. Nothing was sent.
             TypeError: something in the payload can't be sent; the message names its path. Or ``to`` is no list of ranks, or
                 ``timeout`` no number.
+            ValueError: a rank in ``to`` can be none, or ``timeout`` is NaN.
             CapacityError: what has to be copied can never fit ``broadcast_nbytes``, or a message.
             ClosedError: the ring is closed.
         """
@@ -225,7 +237,8 @@ class Ring(EngineCalls, Generic[_Payload]):
             WorkerLostError: there is none of this rank.
             ClosedError: the ring is closed.
         """
-        self._shell.workers.drop(rank, reason)
+        check_text(reason, "reason")
+        self._shell.workers.drop(rank_of(rank), reason)
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +260,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: the ring is closed.
         """
-        return await self._shell.drain(timeout, claiming=claiming)
+        return await self._shell.drain(timeout_of(timeout), claiming=claiming)
 
     async def close(self, reason: str = "the engine is closing") -> None:
         """Ends all connections, aborts running requests, and gives the slab and the name up. A second call does nothing.
@@ -255,6 +268,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Args:
             reason: the text that frontends get.
         """
+        check_text(reason, "reason")
         await self._shell.close(reason)
 
     async def __aenter__(self) -> Self:
@@ -285,7 +299,9 @@ class Ring(EngineCalls, Generic[_Payload]):
             ClosedError: as :meth:`inspect`.
         """
         self._shell.life.check_open()
-        self._shell.inspection.describe_program = describe_program
+        check_callable(describe_program, "describe_program")
+        context = contextvars.copy_context()
+        self._shell.inspection.describe_program = lambda: context.copy().run(describe_program)
 
     def statistics(self) -> RingStatistics:
         """Returns gauges of the present state, and counters since the start.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from shmring.config import RingConfig, RingOptions, configured
 from shmring.core.geometry import Geometry
+from shmring.door import check_calls
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.driver import Driver
@@ -125,6 +126,7 @@ def serve(
     Source: objects that can be awaited or used with ``async with`` are how ``websockets`` does it.
     """
     settled = configured(RingConfig, config, overrides)
+    check_calls(calls)
 
     async def create() -> Ring[Any]:
         return Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))

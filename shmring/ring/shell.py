@@ -16,6 +16,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from typing import Any
 
 import msgspec
@@ -331,10 +332,12 @@ class Shell:
         """For the end: slots go back to their frontend."""
         frontend.link.send_listed(Release, generations)
 
-    def call_soon(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """For the end: callbacks of claims run from the loop, outside of the ring's event."""
-        for callback in callbacks:
+    def call_soon(self, ours: Sequence[Callable[[], object]], callers: Sequence[tuple[Callable[[], object], Context]]) -> None:
+        """For the end: callbacks of claims run from the loop, outside of the ring's event. Those of callers have contexts."""
+        for callback in ours:
             self.loop.call_soon(callback)
+        for callback, context in callers:
+            self.loop.call_soon(callback, context=context)
 
     def end_claim(self, claim: BaseClaim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from shmring.core.compiled import (
@@ -49,6 +48,7 @@ from shmring.core.messages import (
     decode_worker_message,
 )
 from shmring.core.printable import printable, printable_lines
+from shmring.door import count_of, ranks_of, timeout_of
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
 from shmring.line import Line
 from shmring.memory.copier import Copier
@@ -188,21 +188,21 @@ class Workers:
 
     def broadcast(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Ring.broadcast`."""
-        return self.end.broadcast(payload, _ranks(to), timeout)
+        return self.end.broadcast(payload, ranks_of(to), timeout)
 
     def broadcast_nowait(self, payload: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Ring.broadcast_nowait`."""
-        return self._sent_now(self.end.send_now(payload, _ranks(to)))
+        return self._sent_now(self.end.send_now(payload, ranks_of(to)))
 
     def share(
         self, claim: BaseClaim, beside: object, to: Iterable[int] | None, timeout: float | None
     ) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Claim.share`."""
-        return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, claim=claim)
+        return self.end.broadcast([claim.payload, beside], ranks_of(to), timeout, claim=claim)
 
     def share_nowait(self, claim: BaseClaim, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Claim.share_nowait`."""
-        return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), claim=claim))
+        return self._sent_now(self.end.send_now([claim.payload, beside], ranks_of(to), claim=claim))
 
     def _sent_now(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         if ranks is None:
@@ -211,11 +211,11 @@ class Workers:
 
     def gather(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
         """See :meth:`Ring.gather`."""
-        return self.end.gather(payload, _ranks(to), timeout)
+        return self.end.gather(payload, ranks_of(to), timeout)
 
     def ask_now(self, payload: object, to: Iterable[int] | None) -> Gathering | None:
         """See :meth:`FanOutEnd.ask_now`."""
-        return self.end.ask_now(payload, _ranks(to))
+        return self.end.ask_now(payload, ranks_of(to))
 
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
         """For the end: sends a message that has to wait, or takes long to copy.
@@ -390,6 +390,8 @@ class Workers:
 
     async def wait(self, count: int, timeout: float | None) -> tuple[int, ...]:
         """See :meth:`Ring.wait_workers`."""
+        count = count_of(count, "count", least=0, most=limits.MAX_WORKERS)
+        timeout = timeout_of(timeout)
         self.life.check_open()
         self.life.check_loop()
         bound = asyncio.timeout(timeout)
@@ -524,7 +526,7 @@ class Workers:
     def drop(self, rank: int, reason: str) -> None:
         """See :meth:`Ring.drop_worker`."""
         self.life.check_open()
-        record = self.book.member(_rank(rank))
+        record = self.book.member(rank)
         if record is None:
             raise self.book.no_workers((rank,))
         worker = self._workers[record]
@@ -621,18 +623,3 @@ class Workers:
 def _meet(parcel: Parcel, other: Parcel) -> bool:
     """Whether both messages go to one worker, perhaps."""
     return parcel.to is None or other.to is None or not set(parcel.to).isdisjoint(other.to)
-
-
-def _ranks(to: Iterable[int] | None) -> Sequence[int] | None:
-    if to is None:
-        return None
-    if isinstance(to, str | bytes) or not isinstance(to, Iterable):
-        raise TypeError(f"to is a list of ranks, such as [0, 2], not {to!r}")
-    return tuple(sorted({_rank(rank) for rank in to}))
-
-
-def _rank(rank: int) -> int:
-    try:
-        return operator.index(rank)
-    except TypeError:
-        raise TypeError(f"a rank is an int, not {rank!r}") from None

@@ -16,9 +16,10 @@ import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from shmring.config import check_timeout
+from shmring.door import timeout_of
 from shmring.errors import WouldBlock
 from shmring.threads.loop_calls import LoopCall, LoopRunner, keep
+from shmring.uncopied import uncopied
 
 __all__ = ["Blocking", "blocking", "blocking_stream", "done_in_loop", "handed_out", "like", "read_through", "tried_at_once"]
 
@@ -44,6 +45,8 @@ class Blocking(Generic[_InLoop_co]):
 
     _in_loop: _InLoop_co
     _thread: LoopRunner
+
+    __reduce_ex__ = uncopied("it belongs to one process, whose threads may share it; open another one in the new process")
 
     def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function that the loop calls for this thread; a subclass may add a call before it."""
@@ -72,7 +75,7 @@ def tried_at_once(
 
     def twin(self: Blocking[Any], /, *arguments: Any, timeout: float | None = None, **named: Any) -> Any:
         if self._thread.is_direct:
-            check_timeout(timeout)
+            timeout = timeout_of(timeout)
             with contextlib.suppress(WouldBlock):
                 return self._thread.at_once(getattr(self._in_loop, name), *arguments, **named)
         return waiting(self, *arguments, timeout=timeout, **named)
@@ -171,7 +174,13 @@ class _HandOut(LoopCall):
         self._wrap = wrap
 
     def answer(self, result: Any = None, *, error: BaseException | None = None) -> None:
-        super().answer(self._wrap(self._thread, result) if error is None else None, error=error)
+        wrapped = None
+        if error is None:
+            try:
+                wrapped = self._wrap(self._thread, result)
+            except BaseException as failure:  # noqa: BLE001 - the thread that waits gets it, and the result goes as if dropped
+                error = failure
+        super().answer(wrapped, error=error)
 
 
 def blocking_stream(

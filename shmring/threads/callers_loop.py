@@ -153,7 +153,7 @@ class CallersLoop(LoopRunner):
 
     def _make_end(self) -> None:
         self._opening.on_end.append(self._has_answered)
-        self._life = self._loop.create_task(self._live())
+        self._life = self._context.run(self._loop.create_task, self._live())
         self._see_through(self._opening)
 
     def close(self, *arguments: Any) -> None:
@@ -302,8 +302,6 @@ class CallersLoop(LoopRunner):
         while self._queue:
             try:
                 super()._carry_out()
-            except Exception as error:  # noqa: BLE001 - it does not concern the thread that happens to be here
-                self._loop.call_exception_handler({"message": f"what was asked of {self._what} failed", "exception": error})
             except BaseException as error:
                 self._check_whole(error)
                 raise

@@ -24,10 +24,10 @@ import shmring.client.connection as connection_in_loop
 import shmring.client.kept as kept_in_loop
 import shmring.client.slot as slot_in_loop
 import shmring.client.submission as submission_in_loop
-from shmring.client.client import check_name
 from shmring.client.connecting import Options, open_client
 from shmring.config import ClientConfig
 from shmring.core.compiled import Mark
+from shmring.door import check_name, timeout_of
 from shmring.errors import ClosedError, WouldBlock
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
@@ -60,6 +60,7 @@ class Submission(Blocking[submission_in_loop.Submission]):
         self._thread = thread
         self._in_loop = submission
 
+    __reduce_ex__ = submission_in_loop.Submission.__reduce_ex__
     request_id = read_through(submission_in_loop.Submission.request_id)
     name = read_through(submission_in_loop.Submission.name)
     engine = read_through(submission_in_loop.Submission.engine)
@@ -126,7 +127,7 @@ class Submission(Blocking[submission_in_loop.Submission]):
 
     def _wait(self, wait: Callable[..., Awaitable[Any]], *arguments: Any, timeout: float | None) -> Any:
         try:
-            return self._thread.call(_waited, self._in_loop, wait, arguments, timeout)
+            return self._thread.call(_waited, self._in_loop, wait, arguments, timeout_of(timeout))
         except Exception:
             raise
         except BaseException:  # this thread was interrupted
@@ -212,6 +213,7 @@ class Slot(_Held[slot_in_loop.Slot]):
     def __repr__(self) -> str:
         return f"<Slot of {self.nbytes} bytes, closed>" if self._in_loop is None else repr(self._in_loop)
 
+    __reduce_ex__ = slot_in_loop.Slot.__reduce_ex__
     tensor = _in_this_thread(slot_in_loop.Slot.tensor)
     array = _in_this_thread(slot_in_loop.Slot.array)
 
@@ -254,6 +256,8 @@ class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
     def __repr__(self) -> str:
         state = f"<Kept {self.key.hex()[:16]} of {self.nbytes} bytes, left>"
         return state if self._in_loop is None else repr(self._in_loop)
+
+    __reduce_ex__ = kept_in_loop.Kept.__reduce_ex__
 
     @property
     def payload(self) -> _Payload:
@@ -313,7 +317,7 @@ class _ClientInLoop(client_in_loop.Client):
         engine: str | None = None,
     ) -> submission_in_loop.Submission:
         """As :meth:`submit_nowait`, with a long copy made beside the loop."""
-        check_name(request_id)
+        check_name(request_id, "request_id")
         full: WouldBlock | None = None
         for session in self._engines.takers(payload, key, engine):
             if full is not None and session.error is not None:

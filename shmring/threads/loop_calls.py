@@ -17,6 +17,7 @@ Invariants: a queued call is answered, at the latest when the loop has ended; th
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import sys
 from _thread import allocate_lock
@@ -123,8 +124,10 @@ class LoopCall:
                 self._undo(result)
             return
         self.result, self.error = result, error
-        self._end()
-        self._answered.release()
+        try:
+            self._end()
+        finally:
+            self._answered.release()
 
     def leave(self) -> None:
         """Its thread no longer waits, and takes no result."""
@@ -142,9 +145,12 @@ class LoopCall:
 
     def _end(self) -> None:
         self.is_ended = True
-        for callback in self.on_end:
-            callback()
-        self.on_end.clear()
+        try:
+            while self.on_end:
+                self.on_end.pop(0)()
+        finally:
+            if self.on_end:  # one has failed: the others are called as well
+                self._end()
 
     # -- in the thread that waits ------------------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ class _Question(LoopCall):
     """A call whose function gets the call, and has it answered, then or later.
 
     Args:
-        timeout: seconds until it is answered with a TimeoutError.
+        timeout: seconds until it is answered with a TimeoutError, as :func:`~shmring.door.timeout_of` returns them.
         what: the name of what is waited for, for that error.
         function, arguments, undo: as of :class:`LoopCall`.
     """
@@ -198,7 +204,7 @@ class _Question(LoopCall):
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self.answer(error=error)
         if self._timeout is not None and not self.is_ended:
-            timer = asyncio.get_running_loop().call_later(max(0.0, self._timeout), self._time_out, self._timeout)
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out, self._timeout)
             self.on_end.append(timer.cancel)
 
     def _time_out(self, timeout: float) -> None:
@@ -227,6 +233,7 @@ class LoopRunner:
         self._what = what
         self._make = make
         self._origin = Origin()
+        self._context = contextvars.copy_context()  # of who opens the end; what it calls for others sees these variables
         self._loop = loop
         self._queue: deque[LoopCall | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._opening = LoopCall(make, (), keep)
@@ -274,7 +281,7 @@ class LoopRunner:
         """Lets the loop find an object, and waits for it.
 
         Args:
-            timeout: seconds.
+            timeout: seconds, as :func:`~shmring.door.timeout_of` returns them.
             what: the name of the object, for the error.
             function: called in the loop, with a :class:`LoopCall` and the arguments. It has the call answered, then or later.
             arguments, undo: as of :meth:`call`.
@@ -400,27 +407,34 @@ class LoopRunner:
         if self._is_closed:
             call.answer(error=self._closed_error())
             return
-        call.begin()
+        try:
+            call.begin()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, no thread waits for ever
+            call.answer(error=error)
         if not call.is_ended:
             self._running[call] = None
             call.on_end.append(functools.partial(self._running.pop, call))
 
     def _carry_out(self) -> None:
-        # All queued calls, not only the one of this wake-up: a thread can be interrupted before it has woken the loop.
+        # All queued calls, not only the one of this wake-up: a thread can be interrupted before it has woken the loop. One that
+        # fails keeps no other from being carried out.
         for _ in range(len(self._queue)):
             item = self._queue.popleft()
-            if isinstance(item, LoopCall):
-                self._begin(item)
-            else:
-                function, arguments = item
-                function(*arguments)
+            try:
+                if isinstance(item, LoopCall):
+                    self._begin(item)
+                else:
+                    function, arguments = item
+                    function(*arguments)
+            except Exception as error:  # noqa: BLE001 - it does not concern the thread that happens to be here
+                self._loop.call_exception_handler({"message": f"what was asked of {self._what} failed", "exception": error})
 
 
 async def within(timeout: float | None, what: Callable[[], str], waiting: Awaitable[_Result]) -> _Result:
     """Awaits an object for so many seconds at most.
 
     Args:
-        timeout: seconds; None: as long as it takes.
+        timeout: seconds, as :func:`~shmring.door.timeout_of` returns them.
         what: says what is waited for when the time is over, for the error.
         waiting: for it.
 

@@ -96,7 +96,7 @@ class LoopThread(LoopRunner):
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._live())
+                runner.run(self._live(), context=self._context)
         except asyncio.CancelledError:
             pass  # the thread that opened it was interrupted
         except Exception as error:  # noqa: BLE001 - it is raised where this is closed

@@ -14,6 +14,7 @@ Invariant: a claim is handed to one thread, or is ended here: it was aborted, ha
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -24,8 +25,9 @@ from typing_extensions import TypeVar
 
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
-from shmring.config import RingConfig, RingOptions, check_timeout, configured, require_busy_poll
+from shmring.config import RingConfig, RingOptions, busy_poll_of, configured
 from shmring.core.compiled import BaseClaim, Gathering
+from shmring.door import check_callable, check_calls, check_error, check_text, count_of, shown, timeout_of
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.ring.serving import create_shell
@@ -48,6 +50,8 @@ _NOTHING: Any = object()
 #: How many requests that ended untaken are remembered, for a later ``take``. A message that names a request follows it within a
 #: second or so; of an older one, ``take`` says only that it was taken or has ended.
 _REMEMBERED = 4096
+
+_LARGEST_NUMBER = 2**64 - 1  # of a client or a request
 
 _NO_THREAD_NBYTES = 1 << 62  # nothing is as large
 
@@ -259,6 +263,8 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
     def __repr__(self) -> str:
         return repr(self._in_loop)
 
+    __reduce_ex__ = in_loop.Claim.__reduce_ex__
+
     @property
     def payload(self) -> _Payload:
         """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
@@ -324,7 +330,7 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
             ClosedError: the ring is closed.
             LocalProtocolError: the request has ended, or this is the loop's own thread.
         """
-        self._thread.call(self._reply, self._in_loop.reply, payload, timeout)
+        self._thread.call(self._reply, self._in_loop.reply, payload, timeout_of(timeout))
 
     share = tried_at_once(in_loop.Claim.share, in_loop.Claim.share_nowait)
     share_nowait = done_in_loop(in_loop.Claim.share_nowait)
@@ -339,7 +345,7 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
             timeout: seconds to wait, with a reply.
         """
         if reply is not _NOTHING:
-            self._thread.call(self._reply, self._in_loop.done, reply, timeout)
+            self._thread.call(self._reply, self._in_loop.done, reply, timeout_of(timeout))
             self._is_left = True
             return
         self._is_left = True
@@ -350,11 +356,13 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
+        check_error(error)
         self._is_left = True
         self._thread.post(self._in_loop.fail, error)
 
     def time_out(self, message: str) -> None:
         """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
+        check_text(message, "message")
         self._is_left = True
         self._thread.post(self._in_loop.time_out, message)
 
@@ -365,8 +373,9 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Calls back in the loop's thread when the request is aborted; soon if it was. The callback must not make calls that
-        wait."""
-        self._thread.post(self._in_loop.on_abort, callback)
+        wait. It sees the context variables of this thread, as they are now."""
+        check_callable(callback, "callback")
+        self._thread.post(functools.partial(self._in_loop.on_abort, callback, context=contextvars.copy_context()))
 
     def __enter__(self) -> Self:
         return self
@@ -406,7 +415,7 @@ class _Replies(LoopCall):
         timeout, gathering = self._timeout, self._gathering
         timer = None
         if timeout is not None:
-            timer = asyncio.get_running_loop().call_later(max(0.0, timeout), gathering.time_out)
+            timer = asyncio.get_running_loop().call_later(timeout, gathering.time_out)
         gathering.expect(self, timeout, timer)
         if gathering.is_over:
             self.answer()
@@ -471,6 +480,7 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
             TimeoutError: none came.
             ClosedError: the ring is closed.
         """
+        timeout = timeout_of(timeout)
         self._thread.check_open()
         claim = self._arrivals.pop_first()
         if claim is None:
@@ -515,8 +525,12 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
             RemoteProtocolError: it came, and can't be taken up: its payload is not of ``payload_type``, or its slot is stale.
             ClosedError: the ring is closed.
         """
-        self._thread.check_open()
+        if type(client_id) is not int or type(request_id) is not int or client_id | request_id > _LARGEST_NUMBER:
+            client_id = count_of(client_id, "client_id", least=0, most=_LARGEST_NUMBER)
+            request_id = count_of(request_id, "request_id", least=0, most=_LARGEST_NUMBER)
         key = client_id, request_id
+        timeout = timeout_of(timeout)
+        self._thread.check_open()
         claim = self._arrivals.pop(key)
         if claim is None:
             what = f"request {request_id} of client {client_id} to come"
@@ -571,8 +585,8 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
                 raise ValueError("busy_poll_s of one gather is for rings that are served_by their callers; set the ring's")
             return self._gather(payload, to=to, timeout=timeout)
         busy_s = self.config.busy_poll_s if busy_poll_s is None else busy_poll_s
-        require_busy_poll(busy_s)
-        check_timeout(timeout)
+        busy_s = busy_poll_of(busy_s)
+        timeout = timeout_of(timeout)
         gathering = thread.at_once(_ask, self._in_loop._shell.workers, payload, to, busy_s)
         if gathering is None:
             return self._gather(payload, to=to, timeout=timeout)
@@ -606,6 +620,7 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         Args:
             reason: what frontends are told.
         """
+        check_text(reason, "reason")
         self._thread.close(reason)
 
     def __enter__(self) -> Self:
@@ -669,8 +684,10 @@ def serve(
     Raises:
         SlabError, LocalProtocolError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
     """
-    if untaken_s is not None and not untaken_s > 0:
-        raise ValueError(f"untaken_s is a number of seconds above 0, or None, not {untaken_s}")
+    check_calls(calls)
+    untaken_s = timeout_of(untaken_s, "untaken_s")
+    if untaken_s == 0:
+        raise ValueError("untaken_s is a number of seconds above 0, or None")
     if served_by not in get_args(ServedBy):
-        raise ValueError(f"served_by is 'thread', 'callers' or 'both', not {served_by!r}")
+        raise ValueError(f"served_by is 'thread', 'callers' or 'both', not {shown(served_by)}")
     return Ring(name, configured(RingConfig, config, overrides), payload_type, calls, untaken_s, served_by)

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
 
 from typing_extensions import TypeVar
 
-from shmring.config import WorkerConfig, WorkerOptions, configured, require_busy_poll
+from shmring.config import WorkerConfig, WorkerOptions, busy_poll_of, configured
 from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, BaseMessage, Origin, RecordReader, RecordWriter, receive_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
+from shmring.door import check_name, rank_of, timeout_of
 from shmring.errors import (
     ClosedError,
     EngineDeadError,
@@ -43,6 +44,7 @@ from shmring.errors import (
 )
 from shmring.threads.greenlets import check_threads
 from shmring.transport.liveness import is_stopped
+from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
@@ -60,6 +62,8 @@ class Message(BaseMessage, Generic[_Payload]):
 
         @property
         def payload(self) -> _Payload: ...
+
+    __reduce_ex__ = uncopied("it is left once, in the process that has it; hand on copies of its payload's tensors")
 
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -79,7 +83,7 @@ class Message(BaseMessage, Generic[_Payload]):
             EngineDeadError, ClosedError: there is nobody to reply to.
         """
         connection: _Connection = self._end.shell
-        connection.send_answer(self, payload, timeout)
+        connection.send_answer(self, payload, timeout_of(timeout))
 
 
 class _Connection:
@@ -321,6 +325,8 @@ class Worker(Generic[_Payload]):
         self.config = config
         self._connection = _Connection(name, rank, joined, payload_type)
 
+    __reduce_ex__ = uncopied("it belongs to one process, whose threads may share it; join with another rank in the new one")
+
     def receive(self, timeout: float | None = None, *, busy_poll_s: float | None = None) -> Message[_Payload]:
         """Waits for the next message. Leave it: ``with worker.receive() as message:``.
 
@@ -339,8 +345,8 @@ class Worker(Generic[_Payload]):
         """
         busy_s = self.config.busy_poll_s
         if busy_poll_s is not None:
-            require_busy_poll(busy_poll_s)
-            busy_s = busy_poll_s
+            busy_s = busy_poll_of(busy_poll_s)
+        timeout = timeout_of(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         connection = self._connection
         if not connection.take(connection.receiving, timeout):
@@ -504,8 +510,8 @@ def join(
         LocalProtocolError: threads are greenlets here (gevent).
     """
     check_threads()
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
-        raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
+    rank = rank_of(rank)
+    check_name(label, "label")
     settled = configured(WorkerConfig, config, overrides)
     joined = _run_apart(name, rank, label, settled)
     try:

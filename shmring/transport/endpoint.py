@@ -37,7 +37,6 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from shmring.config import validate_name
 from shmring.core.compiled import GIVING_UP
 from shmring.core.loggers import logger_of
 from shmring.core.messages import (
@@ -57,6 +56,7 @@ from shmring.core.messages import (
     encode_message,
 )
 from shmring.core.printable import printable
+from shmring.door import directory_of, shown, validate_name
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RankTakenError, RemoteProtocolError
 from shmring.snapshot import MAX_SNAPSHOT_NBYTES
 from shmring.transport.liveness import open_peer_pidfd
@@ -112,15 +112,19 @@ def socket_path(name: str, socket_dir: str | None) -> Path:
 
     Raises:
         ValueError: the name can't be a file's name, or the path is longer than a socket's address can be.
+        TypeError: the name is no text, or the directory no path.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if socket_dir is not None:
-        directory = Path(socket_dir)
+    given = directory_of(socket_dir, "socket_dir")
+    if given is not None:
+        directory = Path(given)
     else:
         directory = Path(runtime, "shmring") if runtime else Path(f"/tmp/shmring-{os.getuid()}")
     path = directory / f"{validate_name(name)}.sock"
     if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
-        raise ValueError(f"{path} is longer than the {_MAX_PATH_NBYTES} bytes of a socket's address; set a shorter socket_dir")
+        raise ValueError(
+            f"{shown(str(path))} is longer than the {_MAX_PATH_NBYTES} bytes of a socket's address; set a shorter socket_dir"
+        )
     return path
 
 

@@ -20,6 +20,7 @@ from shmring.config import WorkerConfig, WorkerOptions, configured
 from shmring.core.compiled import BaseMessage, Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
+from shmring.door import check_name, rank_of
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.line import Line, give
 from shmring.opening import Opening
@@ -27,6 +28,7 @@ from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.loops import check_loop
 from shmring.transport.polling import Poller
+from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
@@ -56,6 +58,8 @@ class Message(BaseMessage, Generic[_Payload]):
 
         @property
         def payload(self) -> _Payload: ...
+
+    __reduce_ex__ = uncopied("it is left once, in the process that has it; hand on copies of its payload's tensors")
 
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -286,6 +290,8 @@ class Worker(Generic[_Payload]):
         self.config = config
         self._connection = _Connection(name, rank, config, joined, payload_type)
 
+    __reduce_ex__ = uncopied("it belongs to one process and one event loop; join with another rank in the new one")
+
     async def receive(self) -> Message[_Payload]:
         """Waits for the next message. Leave it: ``with await worker.receive() as message:``.
 
@@ -390,7 +396,7 @@ def join(
         SlabError: its memory can't be mapped.
         ValueError, TypeError: a name, rank or option is not valid.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
-        raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
+    rank = rank_of(rank)
+    check_name(label, "label")
     settled = configured(WorkerConfig, config, overrides)
     return Opening(lambda: _join(name, rank, settled, payload_type, label))

@@ -67,8 +67,8 @@ FAULTS = (
         ),
         (
             "a slot of no bytes is refused",
-            "if type(nbytes) is not int or nbytes < 0",
-            "if type(nbytes) is not int or nbytes <= 0",
+            "if type(nbytes) is not int or not 0 <= nbytes <= LARGEST_NBYTES",
+            "if type(nbytes) is not int or not 0 < nbytes <= LARGEST_NBYTES",
             "tests/test_slot.py",
             "Equivalent: parse_nbytes, which is called then, looks again.",
         ),
@@ -275,8 +275,7 @@ FAULTS = (
             "a request is taken up by a ring that has ended while it heard",
             "return self.claim_next() if self.is_open else None",
             "return self.claim_next()",
-            "tests/test_awaiting.py",
-            "Equivalent: nothing that an engine hears closes its ring within that call.",
+            "tests/test_door.py::test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more",
         ),
         (
             "of those that wait, the one behind remembers the one that has gone",

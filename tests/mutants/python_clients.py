@@ -146,8 +146,8 @@ FAULTS = (
         ),
         (
             "the timer is not set for what is left",
-            "        if self._heap:\n            self._set_timer(self._heap[0][0])",
-            "        pass",
+            "            if self._heap:\n                self._set_timer(self._heap[0][0])",
+            "            pass",
             "tests/test_deadlines.py::test_the_inner_of_two_does_not_end_the_outer",
         ),
         (

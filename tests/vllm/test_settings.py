@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shmring.config import validate_name
+from shmring.door import validate_name
 from shmring.integrations.environment import SettingError, name_the_run
 from shmring.integrations.vllm.settings import NAMES, PREFIX, Settings
 from tests.tables import for_each

@@ -15,11 +15,11 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
 
 import shmring
-from shmring.client.client import check_name
 from shmring.client.deadlines import Deadlines
 from shmring.client.preparing import Preparations
-from shmring.client.routing import EngineLoad, check_retry
-from shmring.config import ClientConfig, check_timeout, configured, parse_nbytes
+from shmring.client.routing import EngineLoad
+from shmring.config import ClientConfig, configured
+from shmring.door import check_key, check_name, check_retry, count_of, names_of, parse_nbytes, seconds_of, timeout_of
 from shmring.errors import EngineDeadError, LocalProtocolError, WouldBlock, fresh
 from shmring.integrations.ray.connection import Connection, Settings, Way
 from shmring.integrations.ray.connections import Connections
@@ -31,6 +31,7 @@ from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.routing import Route
 from shmring.opening import Opening
 from shmring.statistics import ClientStatistics
+from shmring.uncopied import uncopied
 
 __all__ = ["Client", "connect"]
 
@@ -53,6 +54,8 @@ class Client:
         self._deadlines = Deadlines()
         self._preparations = Preparations()
         self.engines: Mapping[str, Connection] = MappingProxyType(self._connections.by_name)
+
+    __reduce_ex__ = uncopied("it belongs to one process and one event loop; connect in the actor or task that is to use it")
 
     # -- the engines -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class Client:
             retry: how often it may be sent again because its engine died before a reply had come, or because Ray can't say
                 whether the engine has got it. It may then have been carried out twice, or in part.
         """
-        check_retry(retry, engine)
+        retry = check_retry(retry, engine)
         with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)) as deadline:
             why_not_sent = deadline.waits_for
             while True:
@@ -187,8 +190,8 @@ class Client:
 
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting.
         """
-        check_retry(retry, engine)
-        check_timeout(timeout)
+        retry = check_retry(retry, engine)
+        timeout = timeout_of(timeout)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         async def next_reply(submission: shmring.Submission | FarSubmission) -> list[Any]:
@@ -232,7 +235,7 @@ class Client:
         *,
         one_reply: bool = False,
     ) -> tuple[Connection, Way, shmring.Submission | FarSubmission]:
-        check_name(request_id)
+        check_name(request_id, "request_id")
         while True:
             connection, way = await self._named(request_id, self._connections.chosen(key, engine, payload))
             try:
@@ -273,7 +276,7 @@ class Client:
         Returns:
             How many were in flight.
         """
-        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        names = names_of(request_id)
         ways = [way for connection in self.engines.values() if (way := connection.now()) is not None]
         return self._preparations.abort(names) + sum(way.abort(names) for way in ways)
 
@@ -283,6 +286,7 @@ class Client:
         Args:
             engine: which one; None: the only one. To call several engines, call this for each of :attr:`names`.
         """
+        check_name(method, "method")
         connection = self._connections.the_only("control methods") if engine is None else self._connections.given(engine)
         with self._deadlines.within(timeout, lambda: f"the answer of engine {connection.name!r}"):
             way = await connection.ready()
@@ -307,8 +311,8 @@ class Client:
         Use it as ``async with client.slot(nbytes) as slot:``; see :meth:`shmring.Client.slot`. A request with tensors in a
         slot of the slab goes to the engine of that slot.
         """
-        asked_nbytes = parse_nbytes(nbytes)
-        check_timeout(timeout)
+        asked_nbytes = parse_nbytes(nbytes, "nbytes")
+        timeout = timeout_of(timeout)
 
         async def acquire() -> shmring.Slot | FarSlot:
             with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
@@ -330,6 +334,7 @@ class Client:
     ) -> shmring.Kept[Any] | None:
         """Looks for content that an engine on this node keeps; see :meth:`shmring.Client.find`. On another node, nothing is
         ever found."""
+        check_key(key)
         with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
             await self._connections.chosen(None, engine)
             for connection, way in self._connections.near_ones(engine):
@@ -352,6 +357,7 @@ class Client:
         Raises:
             LocalProtocolError: the engine is on another node, or all are.
         """
+        check_key(key)
         with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)):
             holder = self._connections.holder(payload, engine)
             if holder is None:
@@ -427,11 +433,13 @@ def connect(
     is_one = isinstance(name, str) and not is_pattern(name)
     if is_one and route is not None:
         raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
-    check_name(description)
-    configured(ClientConfig, None, {**options, "connect_timeout_s": connect_timeout_s})
+    check_name(description, "description")
+    near_bound = count_of(near_bound, "near_bound", least=0)
+    connect_timeout_s = seconds_of(connect_timeout_s, "connect_timeout_s")
+    configured(ClientConfig, None, options)
     settings = Settings(
-        float(connect_timeout_s),
-        None if in_flight_nbytes is None else parse_nbytes(in_flight_nbytes),
+        connect_timeout_s,
+        None if in_flight_nbytes is None else parse_nbytes(in_flight_nbytes, "in_flight_nbytes"),
         description,
         options,
     )

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 import shmring
+from shmring.door import timeout_of
 from shmring.integrations.ray.directory import (
     NAMESPACE,
     Where,
@@ -35,7 +36,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     ring: shmring.RingStatistics
 
 
-async def statistics(name: str = "*", *, timeout: float = 10.0) -> dict[str, EngineReport]:
+async def statistics(name: str = "*", *, timeout: float | None = 10.0) -> dict[str, EngineReport]:
     """Asks the engines of the cluster for their numbers, all at once.
 
     Args:
@@ -49,6 +50,7 @@ async def statistics(name: str = "*", *, timeout: float = 10.0) -> dict[str, Eng
         LocalProtocolError: this process is not connected to a Ray cluster.
         ValueError: this is no name.
     """
+    timeout = timeout_of(timeout)
     check_in_cluster()
     names = await names_like([validate_pattern(name)])
     tasks = {each: asyncio.create_task(_ask(each)) for each in names}

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import shmring
 from shmring.cancellation import retrieve, uninterrupted
-from shmring.client.routing import EngineLoad, check_route_key
+from shmring.client.routing import EngineLoad
+from shmring.door import check_route_key
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError
 from shmring.integrations.ray.connection import Connection, Looks, Settings, Way
 from shmring.integrations.ray.directory import check_in_cluster, is_like, is_pattern, names_like, validate_pattern

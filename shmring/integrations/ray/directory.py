@@ -14,7 +14,7 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from shmring.config import validate_name
+from shmring.door import validate_name
 from shmring.errors import EngineDeadError, LocalProtocolError
 
 __all__ = [

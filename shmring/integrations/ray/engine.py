@@ -24,8 +24,8 @@ import msgspec
 import ray
 
 import shmring
-from shmring.config import parse_nbytes, validate_name
 from shmring.core.loggers import logger_of
+from shmring.door import parse_nbytes, timeout_of, validate_name
 from shmring.engine.core import EngineCore
 from shmring.engine.counted import EngineNumbers
 from shmring.engine.executors import create_executor
@@ -165,10 +165,11 @@ class HostedEngine:
         Returns:
             Whether all requests have ended in that time.
         """
+        limit_s = timeout_of(timeout_s, "timeout_s")
         self._is_draining = True
         if self._core is not None:
-            return await self._core.drain(timeout_s)
-        return await self._ring.drain(timeout_s, claiming=True)
+            return await self._core.drain(limit_s)
+        return await self._ring.drain(limit_s, claiming=True)
 
     async def call(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         """Calls a control method, as a client of the ring does."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from shmring.door import shape_of
 from shmring.errors import CapacityError, ClosedError
 
 __all__ = ["FarSlot"]
@@ -32,19 +33,18 @@ class FarSlot:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns an uninitialised tensor in the slot."""
-        self._take(shape, dtype.itemsize)
+        shape = self._take(shape, dtype.itemsize)
         return torch.empty(shape, dtype=dtype)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Returns an uninitialised numpy array in the slot."""
-        self._take(shape, np.dtype(dtype).itemsize)
+        shape = self._take(shape, np.dtype(dtype).itemsize)
         return np.empty(shape, dtype)
 
-    def _take(self, shape: tuple[int, ...], item_nbytes: int) -> None:
+    def _take(self, shape: tuple[int, ...], item_nbytes: int) -> tuple[int, ...]:
+        shape = shape_of(shape)
         if self._closed:
             raise ClosedError("this slot was left")
-        if any(extent < 0 for extent in shape):
-            raise ValueError(f"a shape has no negative extents: {shape}")
         nbytes = math.prod(shape) * item_nbytes
         if self._used_nbytes + nbytes > self.nbytes:
             raise CapacityError(
@@ -53,6 +53,7 @@ class FarSlot:
                 capacity=self.nbytes,
             )
         self._used_nbytes += nbytes
+        return shape
 
     def close(self) -> None:
         """Leaves the slot."""

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Literal
 
-from shmring.config import parse_nbytes
+from shmring.door import parse_nbytes
 from shmring.integrations.environment import Reader, choice, ring_name, run_variable, seconds
 
 __all__ = ["NAMES", "PREFIX", "Settings"]
