@@ -19,6 +19,7 @@ SIDE = 1344
 @pytest.fixture(scope="module")
 def server(runtime_directory: Path) -> Iterator[Server]:
     environment = {"SHMRING_VLLM": "1", "SHMRING_VLLM_SLAB": "256MiB", "SHMRING_VLLM_CHECK": "1"}
+    environment["SHMRING_VLLM_WAIT_S"] = "10"  # where something else runs beside, a tensor would go inline after 0.05 s
     options = ["--data-parallel-size", "2"]
     with serve(runtime_directory, side=SIDE, api_servers=2, environment=environment, options=options) as server:
         yield server
