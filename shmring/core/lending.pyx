@@ -17,6 +17,10 @@ holder does not answer for two moments is *silent*. Then the window is chosen ag
 idle leases are recalled for the requests behind the first. The window never moves to a lease that was granted since it was
 opened. So it moves only finitely often, and small requests can't overtake the large one for ever by taking what it leaves.
 
+A window keeps its range from all others, so it is not kept for what does not come: after a second in vain the request gives it
+up and *rests* until there is a range whose holders answer. It has its turn in the line again then, and is twice as patient each
+time. So who ends in any bounded time is outlasted at last, and a process that has stopped holds up nobody but that request.
+
 The owner's own leases in its window are not recalled. While a caller of the owner waits, the owner puts no slots into them, and
 returns those that are empty; afterwards it goes on using them. A request for which no caller waits is a *wish*: it is granted
 when there is room, and gets no window. If no request waits when a wish comes, and idle leases would make room for it, these are
@@ -86,6 +90,8 @@ cdef inline uint64_t _lent_blocks(LeaseRecord lease) noexcept:
 cdef enum:
     # After so many moments without an answer, a recalled lease is silent; for as many, a granted lease is granted just now.
     SILENT_AFTER = 2
+    # A window waits for so many moments in vain at first. A frontend that writes is done in a second, as a rule.
+    VAIN_MOMENTS = 40
 
 
 cdef enum _Price:
@@ -231,6 +237,7 @@ cdef class Lending:
         want = LeaseWant.__new__(LeaseWant)
         want.client_id, want.token, want.blocks, want.waits = client.client_id, token, blocks, waits
         want.preferred_blocks = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
+        want.patience = VAIN_MOMENTS
         self._wants[client.client_id] = want
         owner = None if self._window is None else self.clients[self._window.client_id]
         if owner is client and (self._window.blocks != blocks or not waits):
@@ -258,7 +265,7 @@ cdef class Lending:
                     lease.new_moments -= lease.new_moments > 0
                     lease.silent_moments += lease.recalled and not is_in_use and lease.silent_moments < SILENT_AFTER
                     any_idle |= not (lease.recalled or is_in_use or lease.new_moments)
-        if self._window is not None and self._move_window(effects):
+        if self._move_window(effects) | self._wake():
             self.serve(effects)
         if not any_idle:
             return 0
@@ -409,7 +416,7 @@ cdef class Lending:
         if self._take_run(client, want, &start, &blocks):
             effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
             return self._withdraw(client.client_id)
-        if self._window is None and want.waits:
+        if self._window is None and want.waits and not want.rests:
             self._cheapest_range(client.client_id, want.blocks, UINT64_MAX, &start)
             self._open_window(client, start, want.blocks, self._next_lease_id, effects)
             if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # only content was there
@@ -503,24 +510,45 @@ cdef class Lending:
         return self._recall(client, start, blocks, effects)
 
     cdef bint _move_window(self, list effects) except -1:
-        """Chooses the window again, if what it waits for does not come and a range in a better state can be had; returns
-        whether. The caller must then serve the clients that wait."""
+        """Chooses the window again, if what it waits for does not come and a range in a better state can be had; gives it up, if
+        that has been so for long. Returns whether. The caller must then serve the clients that wait."""
         cdef Window window = self._window
+        cdef LeaseWant want
         cdef uint64_t counts[PRICES]
         cdef uint64_t start
         cdef int worst
         cdef Piece piece
+        if window is None:
+            return False
         memset(counts, 0, sizeof(counts))
         for piece in self._pieces_in(window.start, window.blocks):
             counts[_price_of(piece, window.client_id, window.next_lease_id)] += piece.blocks
         worst = _worst(counts)
-        if worst >= RECALLED or self._cheapest_range(window.client_id, window.blocks, window.next_lease_id, &start) <= worst:
+        if worst >= RECALLED:
             return False
+        if self._cheapest_range(window.client_id, window.blocks, window.next_lease_id, &start) <= worst:
+            window.vain_moments += worst <= NO_ANSWER
+            want = <LeaseWant>self._wants[window.client_id]
+            if window.vain_moments < want.patience:
+                return False
+            want.rests, want.patience = True, 2 * want.patience
+            self._close_window()
+            return True
         self._close_window()
         self._open_window(
             <ClientRecord>self.clients[window.client_id], start, window.blocks, window.next_lease_id, effects
         )
         return True
+
+    cdef bint _wake(self) except -1:
+        """Has requests rest no longer for which there is a range whose holders answer; returns whether there was one."""
+        cdef LeaseWant want
+        cdef uint64_t start
+        cdef bint any_woken = False
+        for want in self._wants.values():
+            if want.rests and self._cheapest_range(want.client_id, want.blocks, UINT64_MAX, &start) > NO_ANSWER:
+                want.rests, any_woken = False, True
+        return any_woken
 
     cdef int _evict_range(self, uint64_t start, uint64_t blocks) except -1:
         """Drops the unpinned content in a range."""

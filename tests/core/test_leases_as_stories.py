@@ -389,6 +389,20 @@ STORIES = {
         the moment passes -> 2 recalled 4
         8 asks 2 -> 3 recalled 5
         1 returns 3 -> 9 gets 6 at 1+2""",
+    "a window that waits in vain is given up, and the request has its turn again when it can be had": """
+        full 2 2 2; 9 asks 6 -> 1 recalled 3, 2 recalled 4, 3 recalled 5
+        2 returns 4 ->
+        3 returns 5 ->
+        8 asks 2 ->
+        40 moments pass ->
+        the moment passes -> 8 gets 6 at 3+2
+        10 connects 2 ->
+        10 asks 2 -> 10 gets 7 at 5+2
+        the moment passes ->
+        1 returns 3 ->
+        the moment passes -> 8 recalled 6, 10 recalled 7
+        8 returns 6 ->
+        10 returns 7 -> 9 gets 8 at 1+6""",
     "a window does not close because somebody else has gone": """
         full 2 2 2; 9 asks 4 -> 1 recalled 3, 2 recalled 4
         1 returns 3 ->
@@ -463,6 +477,8 @@ class Teller:
                 effects = book.goodbye(client, (), ())
             case "moment":
                 effects = book.moment_passed()
+            case "moments":
+                effects = [effect for _ in range(client) for effect in book.moment_passed()]
             case "dies":
                 effects = book.died(client)
         book.check()

@@ -6,7 +6,8 @@ until the request is granted or withdrawn. For each request behind the first, le
 and would make room. What is cheapest is decided by the states of leases (``Price``).
 
 While somebody waits, moments pass. Who does not answer a recall for two of them is passed over: the window is chosen again, if
-there is a range in a better state. It never moves to leases that were granted since it was opened.
+there is a range in a better state. It never moves to leases that were granted since it was opened. A want that waits in vain
+for long gives its window up, and rests until there is a range whose holders answer; each time it is twice as patient.
 
 The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
 with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
@@ -18,6 +19,7 @@ memory: the least recently used first, of which only what lies in the run that c
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections.abc import Iterator
@@ -131,7 +133,9 @@ class Lending:
             lease.new_moments = max(0, lease.new_moments - 1)
             if lease.recalled and lease.live.units == lease.kept_blocks:
                 lease.silent_moments = min(SILENT_AFTER, lease.silent_moments + 1)
-        effects = self._move_window()
+        is_moved, effects = self._move_window()
+        if self._wake() or is_moved:
+            effects += self.serve()
         too_large = math.inf
         for want in [*self._wants.values()]:
             if want.waits and want.blocks < too_large:
@@ -233,7 +237,7 @@ class Lending:
                     effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
                     if self._withdraw(client_id):
                         break
-                elif self._window is None and want.waits:
+                elif self._window is None and want.waits and not want.rests:
                     start, _ = self._cheapest_range(client_id, want.blocks)
                     effects += self._open_window(Window(client_id, start, want.blocks, self._next_lease_id))
                     if self._is_window_free() and (taken := self._take_run(client, want)) is not None:
@@ -314,18 +318,36 @@ class Lending:
                 self.evict(kept)
         return self._recall(window.start, window.end, but_of=window.client_id)
 
-    def _move_window(self) -> list[EngineEffect]:
-        """Chooses the window again, if what it waits for does not come and there is a range in a better state."""
+    def _move_window(self) -> tuple[bool, list[EngineEffect]]:
+        """Chooses the window again, if what it waits for does not come and there is a range in a better state; gives it up, if
+        that has been so for long. Returns whether."""
         window = self._window
         if window is None:
-            return []
+            return False, []
         worst = self._worst_in(window.start, window.blocks, window.client_id, window.next_lease_id)
         if worst is None or worst >= Price.RECALLED:
-            return []
+            return False, []
         start, best = self._cheapest_range(window.client_id, window.blocks, window.next_lease_id)
-        if best is not None and best <= worst:
-            return []
-        return self._open_window(Window(window.client_id, start, window.blocks, window.next_lease_id)) + self.serve()
+        if best is None or best > worst:
+            return True, self._open_window(Window(window.client_id, start, window.blocks, window.next_lease_id))
+        if worst <= Price.NO_ANSWER:
+            window = self._window = dataclasses.replace(window, vain_moments=window.vain_moments + 1)
+        want = self._wants[window.client_id]
+        if window.vain_moments < want.patience:
+            return False, []
+        want.rests, want.patience = True, 2 * want.patience
+        self._window = None
+        return True, []
+
+    def _wake(self) -> bool:
+        """Has wants rest no longer for which there is a range whose holders answer; returns whether there was one."""
+        woken = []
+        for want in self._wants.values():
+            worst = self._cheapest_range(want.client_id, want.blocks)[1] if want.rests else Price.NO_ANSWER
+            if worst is None or worst > Price.NO_ANSWER:
+                want.rests = False
+                woken.append(want)
+        return bool(woken)
 
     def _recall_idle(self, want: LeaseWant) -> list[EngineEffect] | None:
         """Recalls idle leases that would make room for a want that has no window; None: they do not suffice."""

@@ -71,6 +71,8 @@ class LeaseWant:
     blocks: int
     preferred_blocks: int
     waits: bool
+    rests: bool = False  # it has given its window up, since what lay there did not come
+    patience: int = 40  # so many moments it waits in vain before it gives a window up
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -111,6 +113,7 @@ class Window:
     start: int
     blocks: int
     next_lease_id: int  # leases from this one on were granted since it was opened
+    vain_moments: int = 0  # that have passed while what lies in it did not come
 
     @property
     def end(self) -> int:

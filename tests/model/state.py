@@ -49,9 +49,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
     "RequestRecord": ("request_id", "slots", "state"),
-    "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits"),
+    "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"),
     "ReplyWant": ("client_id", "blocks"),
-    "Window": ("client_id", "start", "blocks", "next_lease_id"),
+    "Window": ("client_id", "start", "blocks", "next_lease_id", "vain_moments"),
     "ClientBook": (
         *("leases", "_waiters", "_submitted", "_others"),
         *("_token", "_requested_nbytes", "_request_waits", "_wish_nbytes", "_next_generation"),

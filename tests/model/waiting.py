@@ -28,15 +28,16 @@ def check_waiting(lending: Any) -> None:
     for client_id, want in waiting.items():
         if _is_over_quota(lending, lending.clients[client_id], want.blocks):
             continue
-        assert window is not None, "the first who can't be served has no window"
+        assert window is not None or want.rests, "the first who can't be served has no window"
         idle = [
             lease
             for lease in _leases(lending)
             if lease.state is Lease.LEASED and lease.client_id not in waiting  # who waits gives its own back by itself
             if not (lease.recalled or lease.new_moments or lease.live.units != lease.kept_blocks)
         ]
-        if window.client_id != client_id:
-            usable = (free | set(_in_leases(idle))) - set(range(window.start, window.end))
+        if window is None or window.client_id != client_id:
+            reserved = set() if window is None else set(range(window.start, window.end))
+            usable = (free | set(_in_leases(idle))) - reserved
             assert _longest_run(usable) < want.blocks, "idle memory that would do was not recalled"
         elif any(_does_not_come(lease) and window.start < lease.end and lease.start < window.end for lease in _leases(lending)):
             usable = free | set(_in_leases(lease for lease in idle if lease.lease_id < window.next_lease_id))

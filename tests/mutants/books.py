@@ -449,13 +449,28 @@ FAULTS = (
                 ),
                 (
                     "the window is not chosen again",
-                    "if self._window is not None and self._move_window(effects):",
-                    "if False:",
+                    "if self._move_window(effects) | self._wake():",
+                    "if self._wake():",
                 ),
                 (
                     "when the window has moved, nobody gets what it leaves",
-                    "self._move_window(effects):\n            self.serve(effects)",
-                    "self._move_window(effects):\n            pass",
+                    "self._wake():\n            self.serve(effects)",
+                    "self._wake():\n            pass",
+                ),
+                (
+                    "a window is kept for what does not come",
+                    "if window.vain_moments < want.patience:",
+                    "if True:",
+                ),
+                (
+                    "who has given a window up gets one again at once",
+                    "if self._window is None and want.waits and not want.rests:",
+                    "if self._window is None and want.waits:",
+                ),
+                (
+                    "who has given a window up rests for ever",
+                    "want.rests, any_woken = False, True",
+                    "pass",
                 ),
                 (
                     "nothing is recalled for who comes behind the first",

@@ -28,7 +28,8 @@ from tests.simulation.worker import WorkerProcess
 __all__ = ["Simulation"]
 
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
-_SILENT_MOMENTS = 2  # after which who does not answer is passed over
+_MOMENTS = 45  # after which who does not answer is passed over, and a window in vain is given up
+_MAX_WINDOWS = 20  # that are given up, or granted, while nothing else begins
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
 
 # Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
@@ -316,6 +317,7 @@ class Simulation:
             self._go_on()
         self._kill_who_keeps_memory()
         self._finish()
+        self._pass_moments()  # for those who rest: they have their turn again
         for process in self.processes.values():
             self._check_settled(process.session)
         self._check_calls()
@@ -332,10 +334,15 @@ class Simulation:
         check_end(self)
 
     def _pass_moments(self) -> None:
-        """Time passes for those that wait for leases, until nothing follows from it."""
-        happened = -1
-        while self.engine is not None and self.engine.book.is_awaited() and len(self.trace) > happened:
-            for _ in range(_SILENT_MOMENTS):
+        """Time passes for those that wait for leases, until nothing follows from it. Of windows in vain each has its time."""
+        happened, window = -1, None
+        for _ in range(_MAX_WINDOWS):
+            if self.engine is None or not self.engine.book.is_awaited():
+                return
+            if len(self.trace) == happened and window is self.engine.book.host._window:
+                return
+            window = self.engine.book.host._window
+            for _ in range(_MOMENTS):
                 self.apply(Action(Kind.TIMER))
             happened = len(self.trace)
             self._finish()

@@ -317,11 +317,13 @@ class _Encoding:
                     want.blocks,
                     want.preferred_blocks,
                     want.waits,
+                    want.rests,
+                    want.patience,
                 ]
                 for client_id, want in book.host._wants.items()
             ],
             [[self._tickets[ticket], self._clients[want.client_id], want.blocks] for ticket, want in book._reply_wants.items()],
-            None if window is None else [self._clients[window.client_id], window.start, window.blocks],
+            None if window is None else [self._clients[window.client_id], window.start, window.blocks, window.vain_moments],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(engine, handling) for handling in engine.claims],
             [] if engine.fan_out is not None else engine.loop.plain_ready(engine.tasks),

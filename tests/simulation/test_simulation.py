@@ -221,9 +221,9 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         },
         "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state", "kept"},
         "RequestRecord": {"request_id", "slots", "state"},
-        "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits"},
+        "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"},
         "ReplyWant": {"client_id", "blocks"},
-        "Window": {"client_id", "start", "blocks", "next_lease_id"},
+        "Window": {"client_id", "start", "blocks", "next_lease_id", "vain_moments"},
         "ClientRecord": {
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
             "unsent_replies", "pins",
