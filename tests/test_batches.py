@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,6 +63,21 @@ async def test_tensors_go_both_ways_and_every_slot_comes_back(batches: Any, conn
     del replies
     await eventually(lambda: ring.statistics().slots_in_use == 0)
     assert ring.statistics().finished == 6
+
+
+async def test_a_batch_that_was_answered_is_forgotten_before_the_next_one_comes(batches: Any, connect: Any, turns: Any) -> None:
+    gone: list[weakref.ref[torch.Tensor]] = []
+
+    async def answer(claims: list[shmring.Claim]) -> list[object]:
+        replies = [torch.ones(10) for _ in claims]
+        gone.extend(map(weakref.ref, replies))
+        return list(replies)
+
+    await batches(answer)
+    client = await connect()
+    await client.request(1, timeout=20)
+    await turns()
+    assert [reference() for reference in gone] == [None]
 
 
 async def test_a_handler_that_raises_fails_its_batch_and_nothing_else(batches: Any, connect: Any, caplog: Any) -> None:

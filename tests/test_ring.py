@@ -654,6 +654,28 @@ asyncio.run(main())
 """
 
 
+async def test_who_was_refused_leaves_no_descriptor(serve: Any, connect: Any, turns: Any) -> None:
+    await serve(max_clients=1)
+    await connect()
+    counts = []
+    for _ in range(3):
+        with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
+            await connect()
+        await turns()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts == [counts[0]] * 3
+
+
+async def test_who_has_said_hello_counts_no_more_as_one_who_says_nothing(serve: Any, connect: Any) -> None:
+    ring = await serve()
+    ring._shell._handshakes._greeting._count = 1
+    for _ in range(3):
+        client = await connect()
+        await client.close()
+    assert ring.statistics().refused == 0
+    assert not ring._shell._handshakes._greeting._pids
+
+
 async def test_connections_that_have_gone_count_for_their_process_alone(
     serve: Any, connect: Any, socket_dir: Path, settled: Any, eventually: Any, run_python: Any
 ) -> None:

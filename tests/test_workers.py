@@ -618,6 +618,49 @@ async def test_two_who_are_cancelled_in_one_turn_are_both_cancelled(serve: Any, 
     await eventually(lambda: is_whole(ring))
 
 
+async def test_a_turn_that_came_as_its_sender_was_cancelled_goes_to_the_next(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    for number in range(4):
+        ring.broadcast_nowait(number)
+    calls = [asyncio.ensure_future(ring.broadcast(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    await asyncio.sleep(0)  # it passes its turn on
+    calls[1].cancel()
+    await asyncio.wait(calls[:2])
+    assert [call.cancelled() for call in calls[:2]] == [True, True]
+    for _ in range(4):
+        (await worker.receive()).leave()
+    assert await asyncio.wait_for(calls[2], 60) == (0,)
+    (await worker.receive()).leave()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_who_sends_to_others_stands_in_line_behind_who_sends_to_all(
+    serve: Any, join: Any, eventually: Any, turns: Any
+) -> None:
+    """Or that message would come to some before and to others behind it. Who leaves the line is in nobody's way."""
+    ring = await serve(**OPTIONS)
+    slow, quick = await join(1), await join(2)
+    for number in range(4):
+        ring.broadcast_nowait(number, to=[1])
+    to_slow, to_all, to_quick = (
+        asyncio.ensure_future(ring.broadcast(text, to=to)) for text, to in (("s", [1]), ("a", None), ("q", [2]))
+    )
+    await turns()
+    assert not to_quick.done()
+    to_all.cancel()
+    assert await asyncio.wait_for(to_quick, 60) == (2,)
+    assert not to_slow.done()
+    with await quick.receive() as message:
+        assert message.payload == "q"
+    for _ in range(5):
+        (await slow.receive()).leave()
+    await to_slow
+    await eventually(lambda: is_whole(ring))
+
+
 async def test_who_comes_right_after_a_cancelled_sender_is_sent(serve: Any, join: Any, eventually: Any) -> None:
     """Between the one that passes its turn on and the one that was cancelled in line, and has not run yet."""
     ring = await serve(**OPTIONS)
@@ -998,14 +1041,15 @@ async def test_what_a_dropped_worker_reads_comes_back_though_it_rings_no_more(se
     assert book.outstanding == 0
 
 
-async def test_the_pidfds_of_workers_that_have_gone_are_closed(serve: Any, join: Any, eventually: Any, turns: Any) -> None:
+async def test_workers_that_have_gone_leave_no_descriptors(serve: Any, join: Any, eventually: Any, turns: Any) -> None:
     ring = await serve(**OPTIONS)
     counts = []
     for _ in range(4):
         await (await join()).close()
         await eventually(lambda: not ring.statistics().workers)
         await turns()
-        counts.append(sum("pidfd" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()))
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        counts.append(sum("pidfd" in link or "shmring" in link for link in links))
     assert counts == [counts[0]] * 4
 
 
@@ -1053,6 +1097,29 @@ async def test_receivers_are_served_in_turn_and_a_cancelled_one_passes_its_turn_
     for receiver, expected in zip(receivers[1:], (1, 2), strict=True):
         with await receiver as message:
             assert message.payload == expected
+
+
+async def test_who_does_not_wait_takes_nothing_from_those_who_do(serve: Any, join: Any, turns: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    waiting = asyncio.create_task(worker.receive())
+    await turns()
+    ring.broadcast_nowait(1)
+    with pytest.raises(shmring.WouldBlock):
+        worker.receive_nowait()
+    with await waiting as message:
+        assert message.payload == 1
+
+
+async def test_all_who_wait_for_a_message_hear_of_the_end(serve: Any, join: Any, turns: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    waiting = [asyncio.create_task(worker.receive()) for _ in range(3)]
+    await turns()
+    await ring.close("enough")
+    for task in waiting:
+        with pytest.raises(shmring.ClosedError, match="enough"):
+            await task
 
 
 def test_a_rank_is_a_small_number() -> None:

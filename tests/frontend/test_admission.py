@@ -263,6 +263,36 @@ async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> 
     await first
 
 
+async def test_whoever_has_waited_in_vain_waits_no_longer(run: Run, eventually: Any) -> None:
+    settings = FrontendSettings(max_concurrent_requests=1, max_queued_requests=1, queue_timeout_s=0.01)
+    admission, handler = Admission(settings), Handler(proceed=False)
+    first = run(admission, Caller(b"first"), handler)
+    await eventually(lambda: handler.running == 1)
+    for _ in range(3):
+        error = await refusal(run(admission, Caller(b"next"), handler))
+        assert "turn did not come" in str(error)
+    handler.proceed.set()
+    await first
+
+
+async def test_a_turn_and_the_memory_of_a_body_are_given_back_once() -> None:
+    admission = Admission(FrontendSettings(max_concurrent_media=1))
+    first, second, third = (admission.new_request() for _ in range(3))
+    await first.body_share.grow(1000)
+    await first.take_turn()
+    await first.take_turn()
+    first.release_turn()
+    first.release_turn()
+    assert (first.body_share.nbytes, admission._bodies.memory.nbytes) == (0, 0)
+    await second.take_turn()
+    waiting = asyncio.create_task(third.take_turn())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    second.release_turn()
+    await waiting
+    third.release_turn()
+
+
 async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -> None:
     admission = Admission(FrontendSettings(max_concurrent_requests=1, max_queued_requests=1))
     handler = Handler(proceed=False)

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend import bodies
-from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
+from shmring.frontend.bodies import BodyMemory, BodyReader, BodyShare, HungUp, _Pace
 from shmring.frontend.body_scan import MAX_VALUES
 from shmring.frontend.errors import ApiError
 from shmring.frontend.settings import FrontendSettings
@@ -235,3 +235,29 @@ async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(
     waiting.sender.send(b"x", more=False)
     await asyncio.wait_for(waiting.task, 1)
     full.task.cancel()
+
+
+async def test_who_was_cancelled_just_now_is_passed_over() -> None:
+    memory = BodyMemory(10)
+    first, second, third, fourth = (BodyShare(memory) for _ in range(4))
+    await first.grow(10)
+    await second.grow(5)  # the one that may, although there is no room
+    waiting = [asyncio.create_task(share.grow(5)) for share in (third, fourth)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    second.release()
+    await asyncio.wait(waiting)
+    assert [task.cancelled() for task in waiting] == [True, False]
+    assert (third.nbytes, fourth.nbytes, memory.nbytes) == (0, 5, 15)
+    first.release()
+    fourth.release()
+    assert memory.nbytes == 0
+
+
+@pytest.mark.adjustable_clock
+async def test_the_time_that_a_body_waits_for_memory_is_not_its_senders(pass_time: PassTime) -> None:
+    pace, loop = _Pace(10), asyncio.get_running_loop()
+    with pace.paused():
+        await pass_time(1000)
+    pace.advance(1, overdraws=False)
+    assert pace.deadline(overdraws=False) > loop.time()

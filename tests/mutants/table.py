@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.mutants import books, ends, memory, payloads, python_clients, python_links, python_plugins, rings
+from tests.mutants import (
+    books,
+    ends,
+    memory,
+    payloads,
+    python_clients,
+    python_links,
+    python_plugins,
+    python_server,
+    rings,
+)
 
 FAULTS = (
     *rings.FAULTS,
@@ -13,4 +23,5 @@ FAULTS = (
     *python_links.FAULTS,
     *python_clients.FAULTS,
     *python_plugins.FAULTS,
+    *python_server.FAULTS,
 )

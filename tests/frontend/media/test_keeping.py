@@ -132,3 +132,10 @@ def test_a_medium_that_is_larger_than_all_that_may_be_kept_does_no_harm() -> Non
     assert keeping.prepared(key_of(1), 10 * 4096)
     assert not keeping.prepared(key_of(2), 10 * 4096)
     assert keeping.prepared(key_of(2), 10 * 4096)
+
+
+def test_what_is_prepared_again_is_remembered_once() -> None:
+    keeping = Keeping(64 << 20)
+    for number in range(30):
+        keeping.prepared(b"%d" % (number % 3), 1 << 20)
+        assert keeping._recent_nbytes == sum(keeping._recent.values()) == min(number + 1, 3) << 20
