@@ -265,6 +265,19 @@ async def test_replies_that_nobody_reads_are_bounded(ring: shmring.Ring) -> None
         assert await request.read() == []
 
 
+async def test_a_request_that_nobody_reads_keeps_no_other_one_waiting(ring: shmring.Ring) -> None:
+    part = np.zeros(ring.statistics().reply_nbytes, np.uint8)
+    with ring.injector() as injector:
+        unread, read = injector.inject(bundled(1)), injector.inject(bundled(2))
+        with await ring.claim() as one, await ring.claim() as other:
+            await one.reply(part)
+            with pytest.raises(shmring.WouldBlock):
+                one.reply_nowait(part)
+            await other.reply(part)
+            assert len(await read.read()) == 1
+        assert len(await unread.read()) == 1
+
+
 async def test_a_handler_that_waits_to_reply_hears_of_the_abort(ring: shmring.Ring) -> None:
     part = np.zeros(ring.statistics().reply_nbytes, np.uint8)
     with ring.injector() as injector:

@@ -1131,21 +1131,20 @@ async def test_closing_while_a_reply_gets_its_space_is_an_abort(
     """The space may be granted, and the ring closed before the handler runs again: there is no slab to write to."""
     monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", offload_nbytes)
     ring, client = await serve(reply_nbytes=8192), await connect()
-    first = await client.submit("first")
-    await client.submit("second")
-    claims = [await ring.claim(), await ring.claim()]
-    await claims[0].reply({"x": torch.ones(8000, dtype=torch.uint8)})
-    waiting = asyncio.create_task(claims[1].reply({"x": torch.ones(8000, dtype=torch.uint8)}))
+    await client.submit("x")
+    claim, book = await ring.claim(), ring._shell._book
+    blocking = book.acquire_reply(claim.client_id, 8000)
+    assert blocking is not None
+    waiting = asyncio.create_task(claim.reply({"x": torch.ones(8000, dtype=torch.uint8)}))
     await eventually(lambda: ring.statistics().replies_waiting)
     closing = asyncio.create_task(ring.close())
-    first._drop_replies()  # its caller reads none of them
+    ring._shell.carry_out(book.discard_reply(claim.client_id, blocking.generation))
     await turns(steps)
     await client.close()
     await closing
     with contextlib.suppress(shmring.AbortedError):
         await waiting
-    for claim in claims:
-        claim.done()
+    claim.done()
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from shmring.core.messages import (
     NotKept,
     Refused,
     Release,
+    ReplyRead,
     ReplyRelease,
     Welcome,
     decode_engine_message,
@@ -431,6 +432,11 @@ class Session:
         """Gives reply slots back that have no views."""
         if generations and self.life.error is None:
             self.link.send_listed(ReplyRelease, generations)
+
+    def reply_read(self, request_id: int) -> None:
+        """For the end: a caller has read a reply that was copied out, and its request has not ended."""
+        if self.life.error is None:
+            self.link.send(ReplyRead((request_id,)))
 
     def expect_unread(self) -> None:
         """For the end: replies lie in slots until they are read. What was dropped before that is found a while later."""

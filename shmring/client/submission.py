@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmring.core.compiled import Awaited, BaseSubmission
@@ -61,6 +62,10 @@ class Submission(BaseSubmission):
     async def result(self, reply_type: Any = Any) -> Any:
         """Waits for the one reply and the end.
 
+        If the task that awaits this is cancelled, the request is aborted, as with ``request``: the caller wants no answer any
+        more, and the engine would work for nobody. To wait for some time and then again, use :meth:`next` or :meth:`wait`,
+        which abort nothing, or ``asyncio.shield``.
+
         Raises:
             RemoteError: the engine failed, or finished without a reply.
             LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
@@ -73,6 +78,9 @@ class Submission(BaseSubmission):
             raise RemoteError(
                 "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
             ) from None
+        except asyncio.CancelledError:
+            self.abort()
+            raise
         try:
             if self.ended and not self._has_reply:
                 self._raise_error()
@@ -80,7 +88,9 @@ class Submission(BaseSubmission):
             await self.next(reply_type)
         except StopAsyncIteration:
             return reply
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self.abort()
             del reply  # if the error is kept, so is this frame, which would keep the reply's slot
             raise
         del reply

@@ -28,6 +28,7 @@ from shmring.door import shape_of
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef enum:
+    _COPY_OUT = 1
     _FEW_SUBMITTED = 4
     _FADES = 16  # an observed turnover fades over about so many slots
 
@@ -35,6 +36,17 @@ cdef enum:
 MAX_UNREAD_REPLIES: int = 65536
 
 cdef uint64_t _NO_CACHE_IS_SO_LARGE = UINT64_MAX >> 2
+
+assert COPY_OUT == _COPY_OUT
+
+
+@cython.final
+@cython.no_gc
+cdef class CopiedReply:
+    """A reply that was copied out of its slot when it came; the slot has gone back."""
+
+    cdef Content content
+    cdef ContentRegions regions  # of the copy
 
 
 cdef class BaseSubmission:
@@ -56,7 +68,7 @@ cdef class BaseSubmission:
     cdef readonly object _waiter  # type: asyncio.Future[None] | None
     cdef public bint _was_left    # whether its caller has seen its end, or has aborted it
     cdef readonly bint _on_gpu    # whether tensors of it lie in device memory, which may be gone with its engine
-    cdef object _replies          # Contents that came and were not taken; None until the first
+    cdef object _replies          # Contents and CopiedReplies that came and were not taken; None until the first
 
     def next(self, reply_type=Any) -> Awaited[Any]:
         """Waits for the next reply.
@@ -116,19 +128,29 @@ cdef class BaseSubmission:
 
     def _drop_replies(self) -> None:
         """Gives back the slots of unread replies, which will not be read."""
-        cdef Content content
         while self._replies:
-            content = self._replies.popleft()
-            self._end.shell.release_replies([slot.generation for slot in content.slots])
+            reply = self._replies.popleft()
+            if type(reply) is not CopiedReply:
+                self._end.shell.release_replies([slot.generation for slot in (<Content>reply).slots])
 
     @property
     def _unread_slots(self) -> int:
-        """How many unread replies lie in slots."""
-        cdef Content content
+        """How many unread replies came in slots: for each of them, the engine waits with a later one."""
         cdef int count = 0
-        for content in self._replies or ():
-            count += content.slot_count != 0
+        for reply in self._replies or ():
+            count += type(reply) is CopiedReply or (<Content>reply).slot_count != 0
         return count
+
+    cdef object _take_reply(self, object reply_type):
+        """Takes the first unread reply, decoded."""
+        cdef Content content
+        cdef object reply = self._replies.popleft()
+        cdef bint is_copied = type(reply) is CopiedReply
+        content = (<CopiedReply>reply).content if is_copied else <Content>reply
+        if content.slot_count and content.slot_numbers.lease_id == _COPY_OUT and not self.ended:
+            self._end.shell.reply_read(self.request_id)
+        decoder = self._end.decoder_of(reply_type)
+        return self._end._decode_copied(<CopiedReply>reply, decoder) if is_copied else self._end.decode_reply(content, decoder)
 
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
@@ -228,9 +250,7 @@ cdef class _NextReply(_Waiting):
         if not submission.ended and not submission._replies:
             submission._end.hear()  # the reply may be in the ring, unread
         if submission._replies:
-            return owned(
-                submission._end.decode_reply(submission._replies.popleft(), submission._end.decoder_of(self.reply_type))
-            )
+            return owned(submission._take_reply(self.reply_type))
         if submission.ended:
             submission._was_left = True
             if submission._error is not None:
@@ -1009,7 +1029,10 @@ cdef class ClientEnd(RecordHandler):
             if submission._replies is None:
                 submission._replies = deque()
             if len(submission._replies) < MAX_UNREAD_REPLIES:
-                submission._replies.append(content)
+                copied = None
+                if content.slot_count and content.slot_numbers.lease_id == _COPY_OUT:
+                    copied = self._copied_out(content)
+                submission._replies.append(content if copied is None else copied)
                 if content.slot_count and not self._has_unread:
                     self._has_unread = True
                     self.shell.expect_unread()
@@ -1026,16 +1049,45 @@ cdef class ClientEnd(RecordHandler):
             self.shell.release_replies([content.slot_numbers.generation])
         return 0
 
+    cdef CopiedReply _copied_out(self, Content content):
+        """Copies a reply out of its slot, and gives the slot back; None: it stays there until it is read.
+
+        So replies that nobody reads keep no space from others. The engine sends few of these to a request before its caller
+        reads one (``ReplyRead``).
+        """
+        cdef SlotNumbers* slot = content.slot_numbers
+        cdef CopiedReply copied = CopiedReply.__new__(CopiedReply)
+        if not self._is_slot_of(slot):
+            return None  # who reads it learns that
+        copied.content = content
+        copied.regions = regions_of(content, self._reply_key, self.regions, self._mapping)
+        copied.regions.is_copied_out = True
+        try:
+            copied.regions.region(content.slot_count)
+        except MemoryError:
+            return None  # there may be more when it is read
+        self.copied_nbytes += slot.nbytes
+        self.reply_copies += 1
+        self.reply_copied_nbytes += slot.nbytes
+        self.shell.release_replies([slot.generation])
+        return copied
+
+    cdef bint _is_slot_of(self, const SlotNumbers* slot) except -1:
+        """Whether a reply's slot holds what the engine announced."""
+        cdef uint64_t numbers[2]
+        return read_header(self._mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]) \
+            and numbers[0] == slot.generation and numbers[1] == slot.nbytes
+
     @property
     def unread_slots(self) -> int:
-        """How many unread replies of requests in flight lie in slots."""
+        """How many unread replies of requests in flight came in slots."""
         return sum(submission._unread_slots for submission in self.pending.values())
 
     def dropped(self) -> list:
-        """Returns the requests in flight that were dropped, and that have unread replies in slots.
+        """Returns the requests in flight that were dropped, and that have unread replies that came in slots.
 
-        Such a reply keeps its space, for which others may wait, and its request may never end: the engine may wait for space as
-        well. The shell is called for the first unread reply (``expect_unread``), and again while there are any left. Other
+        Such a reply may keep its space, for which others may wait, and its request may never end: the engine waits until it is
+        read. The shell is called for the first unread reply (``expect_unread``), and again while there are any left. Other
         requests that were dropped go on: perhaps only the engine's work was wanted.
         """
         self._has_unread = self.unread_slots > 0
@@ -1044,8 +1096,22 @@ cdef class ClientEnd(RecordHandler):
         self.shell.expect_unread()
         return [lone for lone in self.pending.lone() if lone._unread_slots]
 
+    cdef object _decode_copied(self, CopiedReply reply, PayloadDecoder decoder):
+        """Decodes a reply that was copied out of its slot when it came. It is here, also when its engine has gone meanwhile."""
+        cdef Content content = reply.content
+        cdef uint64_t nbytes = content.payload_nbytes
+        self.shell.check_readable()
+        if nbytes:
+            content.check_payload(
+                (reply.regions.region(content.slot_count).address + content.payload_offset)[:nbytes], self._bounds
+            )
+        try:
+            return decoder.decode(reply.regions, None)
+        except msgspec.ValidationError as error:
+            raise _unexpected(error) from error
+
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
-        """Decodes a reply. Its slot goes back when its last view dies, or at once if the engine is short of reply space.
+        """Decodes a reply. Its slot goes back when its last view dies, or at once if it is copied out only now.
 
         A reply without a slot came in a message: it is here, also when its engine has gone meanwhile.
 
@@ -1055,7 +1121,6 @@ cdef class ClientEnd(RecordHandler):
         """
         cdef ContentRegions regions
         cdef SlotNumbers* slot = content.slot_numbers
-        cdef uint64_t numbers[2]
         cdef bint is_viewed = False
         cdef Mapping mapping = self._mapping
         if content.slot_count:
@@ -1063,11 +1128,10 @@ cdef class ClientEnd(RecordHandler):
         else:
             self.shell.check_readable()
         regions = regions_of(content, self._reply_key, self.regions, mapping)
-        regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
+        regions.is_copied_out = content.slot_count and slot.lease_id == _COPY_OUT
         try:
             if content.slot_count:
-                if not read_header(mapping.at(slot.offset, SLOT_HEADER_NBYTES), <const char*>SLOT_MAGIC, &numbers[0], &numbers[1]) \
-                        or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
+                if not self._is_slot_of(slot):
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
                 if content.payload_nbytes:
                     content.check_payload(
@@ -1083,9 +1147,13 @@ cdef class ClientEnd(RecordHandler):
                 is_viewed = content.slot_count and regions.is_viewed(0)
             return reply
         except msgspec.ValidationError as error:
-            raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
+            raise _unexpected(error) from error
         finally:
             if content.slot_count:
                 regions.leave(0)
                 if not is_viewed:
                     self.shell.release_replies([slot.generation])
+
+
+cdef object _unexpected(error):
+    return RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}")

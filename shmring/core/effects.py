@@ -32,11 +32,16 @@ __all__ = [
 
 
 class ReplySlot(msgspec.Struct, frozen=True, gc=False):
-    """A slot of the reply reserve; ``start`` and ``blocks`` in blocks of the slab."""
+    """A slot of the reply reserve; ``start`` and ``blocks`` in blocks of the slab.
+
+    ``is_copied_out``: its client copies the reply out of it when it comes. ``request_id``: the request that it answers.
+    """
 
     generation: int
     start: int
     blocks: int
+    is_copied_out: bool = False
+    request_id: int = -1
 
 
 # -- of the engine's book ------------------------------------------------------------------------------------------------------

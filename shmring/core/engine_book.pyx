@@ -44,8 +44,15 @@ cdef enum:
 assert len(EngineSlot) == ENGINE_SLOT_STATES
 assert KEPT_LEASE_ID == KEPT_LEASE
 
+cdef enum:  # how a reply may go
+    UNREAD           # not before a caller has read an earlier one to the same request
+    WAITS            # not before its client has given back more of the reserve
+    PASSES           # its client copies it out of the slot when it comes
+    STAYS            # in its slot, until its last view is gone
+
 cdef enum:
     FEW_SLOTS = 16  # slots of one request for which no memory is allocated
+    UNREAD_REPLIES = 2  # of a request, that its client copies out: one for its caller, and one that is on its way meanwhile
 
 cdef int PUBLISHED = EngineSlot.PUBLISHED
 cdef int CLAIMED = EngineSlot.CLAIMED
@@ -100,6 +107,7 @@ cdef class EngineBook:
     cdef public uint64_t stale_releases    # releases of reply slots that had been given back before
     cdef public RunAllocator _replies
     cdef public dict _reply_wants  # type: dict[int, ReplyWant]  # by ticket, in order of arrival
+    cdef public bint _may_overtake         # whether a reply that finds no room lets those behind it pass
     cdef public uint64_t _next_reply_generation
     cdef public set _lent_replies  # type: set[int]  # generations, of all clients
     cdef uint64_t _max_inflight
@@ -233,7 +241,6 @@ cdef class EngineBook:
         if not client.leases and not client.replies and not client.pins and not client.slots:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
-            self._serve_reply_wants(effects)  # a client that is alone now has no quota
         if blocks:
             self._serve_wants(effects)
         self._served(effects)
@@ -727,25 +734,71 @@ cdef class EngineBook:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def acquire_reply(self, uint64_t client_id, nbytes: int) -> ReplySlot | None:
+    def acquire_reply(self, uint64_t client_id, nbytes: int, int64_t request_id=-1) -> ReplySlot | None:
         """Acquires a reply slot for a client now; None if that would overtake a waiter, or does not fit now.
+
+        Args:
+            request_id: the request that it answers.
 
         Raises:
             CapacityError: it is larger than the whole reserve.
         """
-        cdef ReplyWant want = ReplyWant.__new__(ReplyWant), other
-        want.client_id, want.blocks = client_id, self._reply_blocks_for(nbytes)
+        cdef ReplyWant want = self._reply_want(client_id, request_id, nbytes), other
         for other in self._reply_wants.values():
-            if not self._is_over_reply_quota(other):
+            if self._goes_before(other, want, self._reply_way(other)):
                 return None
         return self._acquire_reply(want)
 
-    def queue_reply(self, uint64_t client_id, ticket, nbytes: int) -> None:
+    cdef bint _goes_before(self, ReplyWant other, ReplyWant want, int way) except -1:
+        """Whether a reply that waits goes before another one that comes later. ``way``: of the one that waits."""
+        if other.client_id == want.client_id and other.request_id == want.request_id >= 0:
+            return True  # the replies to a request keep their order
+        if self._may_overtake or way == UNREAD:
+            return False
+        return way != WAITS or other.client_id == want.client_id
+
+    def queue_reply(self, uint64_t client_id, ticket, nbytes: int, int64_t request_id=-1) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
-        cdef ReplyWant want = ReplyWant.__new__(ReplyWant)
         self._connected(client_id)
-        want.client_id, want.blocks = client_id, self._reply_blocks_for(nbytes)
-        self._reply_wants[ticket] = want
+        self._reply_wants[ticket] = self._reply_want(client_id, request_id, nbytes)
+
+    cdef ReplyWant _reply_want(self, uint64_t client_id, int64_t request_id, nbytes):
+        cdef ReplyWant want = ReplyWant.__new__(ReplyWant)
+        want.client_id, want.request_id, want.blocks = client_id, request_id, self._reply_blocks_for(nbytes)
+        return want
+
+    def let_overtake(self, bint may_overtake) -> list[EngineEffect]:
+        """Says whether a reply that finds no room lets smaller ones behind it pass. Otherwise it would wait as long as there are
+        smaller ones; but who holds the room for which it waits may be silent, so the others must not wait as long as it does."""
+        cdef list effects = []
+        self._may_overtake = may_overtake
+        self._serve_reply_wants(effects)
+        return effects
+
+    def replies_read(self, uint64_t client_id, request_ids: Sequence[int]) -> list[EngineEffect]:
+        """A client's callers have read replies that it has copied out, one for each time that a request is named.
+
+        A request that has ended is no error: the messages crossed.
+
+        Raises:
+            RemoteProtocolError: so many were not sent. Nothing was changed.
+        """
+        cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        cdef RequestRecord request
+        cdef dict counts = {}
+        cdef list effects = []
+        for request_id in request_ids:
+            counts[request_id] = counts.get(request_id, 0) + 1
+        for request_id, count in counts.items():
+            request = client.requests.get(request_id)
+            if request_id > client.last_request_id or (request is not None and count > request.unread_replies):
+                raise RemoteProtocolError(f"client {client_id} has read a reply to request {request_id} that was not sent")
+        for request_id, count in counts.items():
+            request = client.requests.get(request_id)
+            if request is not None:
+                request.unread_replies -= count
+        self._serve_reply_wants(effects)
+        return effects
 
     def cancel_reply(self, ticket) -> list[EngineEffect]:
         """Leaves that queue, and passes the turn on."""
@@ -792,8 +845,13 @@ cdef class EngineBook:
     def discard_reply(self, uint64_t client_id, generation: int) -> list[EngineEffect]:
         """The engine has stopped writing a reply slot that it will not send."""
         cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        cdef RequestRecord request
         cdef list effects = []
         client.unsent_replies.remove(generation)
+        slot = client.replies[generation]
+        request = client.requests.get(slot.request_id)
+        if request is not None and slot.is_copied_out and request.unread_replies:
+            request.unread_replies -= 1
         self._free_reply(client, generation)
         self._serve_reply_wants(effects)
         self._reclaim(client, effects)
@@ -803,6 +861,8 @@ cdef class EngineBook:
         slot = client.replies.pop(generation)
         self._lent_replies.remove(generation)
         client.reply_blocks -= <uint64_t>slot.blocks
+        if slot.is_copied_out:
+            client.passing_blocks -= <uint64_t>slot.blocks
         self._replies.free(slot.start, slot.blocks)
         return 0
 
@@ -826,38 +886,71 @@ cdef class EngineBook:
             )
         return slot_blocks(nbytes)
 
-    cdef bint _is_over_reply_quota(self, ReplyWant want) except -1:
-        """Whether a client holds half of the reserve. So a client that never drops its views can't block the replies of the
-        others."""
-        cdef uint64_t held = (<ClientRecord>self.clients[want.client_id]).reply_blocks
-        return len(self.clients) > 1 and held > 0 and held + want.blocks > self._reply_reserve_blocks // 2
+    cdef int _reply_way(self, ReplyWant want) except -1:
+        """How a reply may go, as far as shares are concerned.
+
+        A client may hold as much of the reserve as it leaves free, and the replies that it copies out may take as much as they
+        leave free beside that; one such reply may always go. So no client ever has all of the reserve, and several that are
+        silent leave less and less of it free, but never nothing.
+
+        A client that copies replies out holds their slots for a moment, unless it is silent. The caller may be slow, so only
+        some unread replies of a request are copied out: its next one waits until a caller has read one of them.
+
+        Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
+        """
+        cdef ClientRecord client = <ClientRecord>self.clients[want.client_id]
+        cdef RequestRecord request
+        cdef uint64_t free = self._replies.free_units, left = free - want.blocks
+        if want.blocks <= free and client.reply_blocks + want.blocks <= left:
+            return STAYS
+        request = client.requests.get(want.request_id)
+        if request is not None and request.unread_replies >= UNREAD_REPLIES:
+            return UNREAD
+        if not client.passing_blocks or (want.blocks <= free and client.passing_blocks + want.blocks <= left):
+            return PASSES
+        return WAITS
 
     cdef object _acquire_reply(self, ReplyWant want):
-        cdef int64_t start = -1 if self._is_over_reply_quota(want) else self._replies.take(want.blocks)
+        cdef int way = self._reply_way(want)
+        cdef int64_t start = self._replies.take(want.blocks) if way > WAITS else -1
         cdef ClientRecord client
+        cdef RequestRecord request
         if start < 0:
             return None
-        slot = ReplySlot(self._next_reply_generation, start, want.blocks)
+        slot = ReplySlot(self._next_reply_generation, start, want.blocks, way == PASSES, want.request_id)
         self._next_reply_generation += 1
         client = <ClientRecord>self.clients[want.client_id]
         client.replies[slot.generation] = slot
         self._lent_replies.add(slot.generation)
         client.unsent_replies.add(slot.generation)
         client.reply_blocks += want.blocks
+        if way == PASSES:
+            client.passing_blocks += want.blocks
+            request = client.requests.get(want.request_id)
+            if request is not None:
+                request.unread_replies += 1
         return slot
 
     cdef int _serve_reply_wants(self, list effects) except -1:
         cdef ReplyWant want
+        cdef set clients = set(), requests = set()  # some of whose replies go on waiting
+        cdef int way
         if not self._reply_wants:
             return 0
         for ticket, want in list(self._reply_wants.items()):
-            if self._is_over_reply_quota(want):
+            if want.client_id in clients or (want.request_id >= 0 and (want.client_id, want.request_id) in requests):
                 continue
             slot = self._acquire_reply(want)
-            if slot is None:
+            if slot is not None:
+                del self._reply_wants[ticket]
+                effects.append(ReplyGranted(ticket, slot))
+                continue
+            requests.add((want.client_id, want.request_id))
+            way = UNREAD if self._may_overtake else self._reply_way(want)
+            if way > WAITS:
                 break  # the first that needs space is not overtaken
-            del self._reply_wants[ticket]
-            effects.append(ReplyGranted(ticket, slot))
+            if way == WAITS:
+                clients.add(want.client_id)
         return 0
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -895,6 +988,7 @@ cdef class EngineBook:
         assert not self._owes_service, "a pin has gone, and nobody was served"
         for client in self.clients.values():
             assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
+            assert client.passing_blocks == sum(slot.blocks for slot in client.replies.values() if slot.is_copied_out)
             assert client.connected or not client.requests, "a request outlives its connection"
             assert client.pin_count == sum(client.pins.values()) <= self._max_pins
             assert client.pinned_blocks == sum(self.kept.by_generation[generation].blocks for generation in client.pins)

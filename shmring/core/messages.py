@@ -63,6 +63,7 @@ __all__ = [
     "RankTaken",
     "Refused",
     "Release",
+    "ReplyRead",
     "ReplyRelease",
     "SlotRef",
     "TensorRef",
@@ -79,7 +80,7 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
@@ -87,8 +88,8 @@ MAX_LISTED = 1024
 #: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
 SLOT_HEADER_NBYTES = 64
 
-#: Lease id of a reply's slot if the reserve is short: the frontend copies the content out and gives the slot back at once.
-#: Otherwise it is 0.
+#: Lease id of a reply's slot if the frontend holds its share of the reserve: it copies the content out when the record comes,
+#: and gives the slot back at once. Otherwise it is 0.
 COPY_OUT = 1
 SLOT_MAGIC = b"shmrslot"
 
@@ -241,6 +242,12 @@ class ReplyRelease(_Message, frozen=True, tag=6):
     """Gives reply slots back whose last view has died."""
 
     generations: Generations
+
+
+class ReplyRead(_Message, frozen=True, tag=15):
+    """Callers have read a reply that was copied out of its slot, of each of these requests; others may follow it."""
+
+    request_ids: Generations
 
 
 class Call(_Message, frozen=True, tag=7):
@@ -461,7 +468,7 @@ class RankTaken(_Message, frozen=True, tag=122):
     pid: int
 
 
-FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye | Find | Keep | Unpin
+FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | ReplyRead | Call | Goodbye | Find | Keep | Unpin
 WorkerMessage = Join | AnswerFailed | AnswerPart
 EngineMessage = (
     Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept | WorkerWelcome | RankTaken

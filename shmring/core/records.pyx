@@ -94,6 +94,7 @@ cdef class EngineSlotRecord:
 cdef class RequestRecord:
     cdef public uint64_t request_id
     cdef public list slots  # type: list[EngineSlotRecord] | None  # None: it has none
+    cdef public uint64_t unread_replies  # that its client copies out, and that its caller has not read
     cdef int state_number
 
     @property
@@ -126,6 +127,7 @@ cdef class LeaseWant:
 cdef class ReplyWant:
     cdef public uint64_t client_id
     cdef public uint64_t blocks
+    cdef public int64_t request_id
 
 
 @cython.final
@@ -136,6 +138,7 @@ cdef class ClientRecord:
     cdef public bint connected
     cdef public bint dead
     cdef public uint64_t reply_blocks
+    cdef public uint64_t passing_blocks  # of them, that it copies out
     cdef public dict leases  # type: dict[int, LeaseRecord]  # by id
     cdef public dict slots  # type: dict[int, EngineSlotRecord]  # by generation
     cdef public dict requests  # type: dict[int, RequestRecord]  # by id

@@ -44,6 +44,7 @@ from shmring.core.messages import (
     LeaseRequest,
     LeaseReturn,
     Refused,
+    ReplyRead,
     ReplyRelease,
     SlotRef,
     Unpin,
@@ -159,6 +160,8 @@ class Frontend(BaseFrontend):
                 carry_out(book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 carry_out(book.release_replies(client_id, generations))
+            case ReplyRead(request_ids):
+                carry_out(book.replies_read(client_id, request_ids))
             case Find(token, key):
                 carry_out(book.find(client_id, token, key))
             case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):

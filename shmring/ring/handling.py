@@ -16,6 +16,7 @@ from shmring.core.loggers import logger_of
 from shmring.core.printable import printable_lines
 from shmring.errors import AbortedError, ClosedError
 from shmring.ring.claim import Claim
+from shmring.ring.places import Place, Places, own_place
 
 __all__ = ["handle_batches", "handle_claims"]
 
@@ -26,15 +27,16 @@ async def handle_claims(
     claim_next: Callable[[], Awaitable[Claim]], handler: Callable[[Claim], Awaitable[object]], max_concurrency: int
 ) -> None:
     """See :meth:`Ring.run`."""
-    free = asyncio.Semaphore(max_concurrency)
+    places = Places(max_concurrency)
     async with _seen_out() as start:
         while True:
-            await free.acquire()
+            await places.take()
             try:
                 claim = await claim_next()
             except ClosedError:
                 break
-            start(claim, _handle(claim, handler)).add_done_callback(lambda _: free.release())
+            place = Place(places)
+            start(claim, _handle(claim, handler, place)).add_done_callback(functools.partial(_leave, place))
         # The ring is closed, so every claim is aborted and its handler cancelled; or it drains, and they go on.
 
 
@@ -63,7 +65,12 @@ async def _seen_out() -> AsyncIterator[Callable[[Claim, Coroutine[Any, Any, None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _handle(claim: Claim, handler: Callable[[Claim], Awaitable[object]]) -> None:
+def _leave(place: Place, _: asyncio.Task[None]) -> None:
+    place.leave()
+
+
+async def _handle(claim: Claim, handler: Callable[[Claim], Awaitable[object]], place: Place) -> None:
+    own_place.set(place)
     task = asyncio.current_task()
     assert task is not None
     try:

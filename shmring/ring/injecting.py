@@ -6,10 +6,10 @@ arrival among all others, count toward ``max_inflight`` and in the statistics, a
 request is a :class:`~shmring.memory.bundles.Bundle`, whose tensors a handler views where they lie. Replies are bundles, too:
 copies, as other frontends get them. This is how requests come in that another transport has brought to this process.
 
-Replies that were not read are bounded for each injector by the size of the reply reserve; a handler that replies then waits, as
-it does for a frontend that does not read.
+Replies that were not read are bounded for each request by the size of the reply reserve; a handler that replies then waits, as
+it does for a frontend that does not read. A request that nobody reads keeps none of the others waiting.
 
-Invariants: after its end, a request gets nothing more; unread bytes are those of the replies that lie in its requests.
+Invariants: after its end, a request gets nothing more; its unread bytes are those of the replies that lie in it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shmring.ring.life import Life
 __all__ = ["Injected", "Injector"]
 
 
-class _Unread:
-    """The replies that were not read, in place of a frontend's link: it says whether there is room for more."""
+class Unread:
+    """The replies to a request that were not read, in place of a frontend's link: it says whether there is room for more."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self._limit_nbytes = limit_nbytes
@@ -57,10 +57,6 @@ class _Unread:
         while not self.can_write:
             await self._room.wait()
 
-    def send_listed(self, *_: object) -> None:
-        """Memory goes back to frontends by this, and an injector has none."""
-        raise AssertionError("an injector has no memory")
-
     def expect_space(self) -> None:
         """Whoever waits for room is told without this."""
 
@@ -70,6 +66,13 @@ class _Unread:
         self._room.set()
 
 
+class _NoLink:
+    """In place of a frontend's link: messages about memory do not come, since an injector has none."""
+
+    def send_listed(self, *_: object) -> None:
+        raise AssertionError("an injector has no memory")
+
+
 class Injected:
     """A request of this process's own. Read it to its end, or abort it.
 
@@ -77,12 +80,14 @@ class Injected:
         request_id: its number.
         name: the caller's own name for it; may be empty.
         ended: whether nothing more will come.
+        unread: its replies that were not read.
     """
 
-    def __init__(self, injector: Injector, request_id: int, name: str) -> None:
+    def __init__(self, injector: Injector, request_id: int, name: str, limit_nbytes: int) -> None:
         self.request_id = request_id
         self.name = name
         self.ended = False
+        self.unread = Unread(limit_nbytes)
         self._injector = injector
         self._replies: list[Bundle] = []
         self._error: Exception | None = None
@@ -101,7 +106,7 @@ class Injected:
             await self._news.wait()
         self._news.clear()
         replies, self._replies = self._replies, []
-        self._injector.count_unread(-sum(map(_size, replies)))
+        self.unread.count(-sum(map(_size, replies)))
         if not replies and self._error is not None:
             raise self._error
         return replies
@@ -111,19 +116,20 @@ class Injected:
         more than that."""
         if not self.ended:
             self._injector.abort(self)
-        self._injector.count_unread(-sum(map(_size, self._replies)))
+        self.unread.count(-sum(map(_size, self._replies)))
         self._replies = []
 
     def replied(self, reply: Bundle) -> None:
         """For the injector."""
         self._replies.append(reply)
-        self._injector.count_unread(_size(reply))
+        self.unread.count(_size(reply))
         self._news.set()
 
     def end(self, error: Exception | None) -> None:
         """For the injector: nothing more comes."""
         self.ended, self._error = True, error
         self._news.set()
+        self.unread.close()
 
 
 def _size(reply: Bundle) -> int:
@@ -136,7 +142,7 @@ class Injector(BaseFrontend):
     Args:
         life, end: of its engine.
         carry_out: carries effects of the book out.
-        limit_nbytes: of replies that were not read.
+        limit_nbytes: of the replies to a request that were not read.
         client_id: in the book, which knows it already.
         name: what the engine's log calls it.
 
@@ -158,7 +164,8 @@ class Injector(BaseFrontend):
         self.name = name
         self.pid = os.getpid()
         self.connected = True
-        self.link = _Unread(limit_nbytes)
+        self.link = _NoLink()
+        self._limit_nbytes = limit_nbytes
         self._life = life
         self._carry_out = carry_out
         self._requests: dict[int, Injected] = {}
@@ -195,7 +202,7 @@ class Injector(BaseFrontend):
         if len(self._requests) >= self._life.config.max_inflight:
             raise WouldBlock(f"{len(self._requests)} requests are in flight, the engine takes no more (max_inflight)")
         self._last_request_id += 1
-        request = self._requests[self._last_request_id] = Injected(self, self._last_request_id, request_id)
+        request = self._requests[self._last_request_id] = Injected(self, self._last_request_id, request_id, self._limit_nbytes)
         try:
             self.end.inject(self, request.request_id, request_id, payload)
         except BaseException:
@@ -221,9 +228,10 @@ class Injector(BaseFrontend):
 
     # -- for its requests, and for the shell ---------------------------------------------------------------------------
 
-    def count_unread(self, nbytes: int) -> None:
-        """So many bytes of replies have come, or (below 0) were read."""
-        self.link.count(nbytes)
+    def unread_of(self, request_id: int) -> Unread:
+        """Returns the unread replies to a request; none, if it has ended."""
+        request = self._requests.get(request_id)
+        return Unread(1) if request is None else request.unread
 
     def replied(self, request_id: int, packed: Packed) -> None:
         """For the end: a request has a reply."""
@@ -267,4 +275,3 @@ class Injector(BaseFrontend):
         self.connected = False
         self._why_closed = why
         self._carry_out(self.end.book.goodbye(self.client_id, (), ()))
-        self.link.close()

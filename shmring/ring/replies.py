@@ -2,16 +2,19 @@
 
 Theory of operation: a reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message.
 The slot is the engine's until the record that names it was written, and then its frontend's. Replies that wait for a slot stand
-in line in the book.
+in line in the book, which says how much of the reserve a frontend may have.
+
+A reply that waits holds nothing that others need: its handler has given its place up (``waits.py``), and a reply that finds no
+room for 50 ms lets smaller ones pass.
 
 Invariant: a slot whose reply is not sent goes back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +27,12 @@ from shmring.line import Line, Place, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_packer
+from shmring.ring.injecting import Unread
 from shmring.ring.life import Life
+from shmring.ring.waits import Waits
 from shmring.transport.link import Link
 
-__all__ = ["Replies"]
+__all__ = ["Replies", "link_of"]
 
 
 class Replies:
@@ -54,13 +59,14 @@ class Replies:
         self._life = life
         self._end = end
         self._book = end.book
-        self._reserve_nbytes = geometry.reply_nbytes
         self._slab = slab
         self._copier = copier
         self._carry_out = carry_out
         self._packer = make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values)
         self._inline_nbytes = int(config.inline_nbytes)
         self._line: Line[ReplySlot] = Line()
+        self._waits = Waits(life, self._describe, self._let_overtake)
+        self._reserve_nbytes = geometry.reply_nbytes
 
     def __len__(self) -> int:
         """How many wait for space."""
@@ -68,35 +74,49 @@ class Replies:
 
     async def send(self, claim: BaseClaim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
-        await self._send(claim, self._pack(claim, payload), self._end.send_reply)
+        await self._send(claim, payload, self._end.send_reply)
 
     async def send_last(self, claim: BaseClaim, payload: object) -> None:
         """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
-        await self._send(claim, self._pack(claim, payload), self._end.finish_with)
+        await self._send(claim, payload, self._end.finish_with)
 
-    async def _send(self, claim: BaseClaim, packed: Packed, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
+    async def _send(self, claim: BaseClaim, payload: object, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
+        """Sends a reply. While it waits for the frontend, a handler of ``ring.run`` has no place; afterwards it has one."""
+        packed = self._pack(claim, payload)
         frontend = self._end.frontend_of(claim)
-        link = frontend.link
-        if frontend.is_local:
-            await self._copier.copy(packed, self._slab.mapping, _own_content(packed))
-        slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes and not frontend.is_local else None
-        sent = False
+        link = link_of(frontend, claim)
         try:
-            self._end.check_running(claim)
-            if slot is not None:
-                await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
-            await self._writable(claim, link)
-            while not (sent := send(claim, packed, self._ref(packed, slot))):
-                link.expect_space()
+            if frontend.is_local:
+                await self._copier.copy(packed, self._slab.mapping, _own_content(packed))
+            slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes and not frontend.is_local else None
+            sent = False
+            try:
+                self._end.check_running(claim)
+                if slot is not None:
+                    await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
                 await self._writable(claim, link)
-        finally:
-            if slot is not None and not sent:
-                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+                while not (sent := send(claim, packed, self._ref(packed, slot))):
+                    link.expect_space()
+                    await self._writable(claim, link)
+            finally:
+                if slot is not None and not sent:
+                    self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+        except Exception:
+            await self._waits.take_place_again()
+            raise
+        if self._waits.has_taken_place:
+            await self._waits.take_place_again()
 
-    async def _writable(self, claim: BaseClaim, link: Link) -> None:
+    async def _writable(self, claim: BaseClaim, link: Link | Unread) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
-        with contextlib.suppress(PeerLostError):  # then the claim is aborted
-            await link.drain()
+        try:
+            if link.can_write:
+                await link.drain()
+            else:
+                with self._waits.of(claim):
+                    await link.drain()
+        except PeerLostError:
+            pass  # the claim is aborted
         self._end.check_running(claim)
 
     def send_nowait(self, claim: BaseClaim, payload: object) -> None:
@@ -104,13 +124,13 @@ class Replies:
         packed = self._pack(claim, payload)
         would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
         frontend = self._end.frontend_of(claim)
-        if not frontend.link.can_write:
+        if not link_of(frontend, claim).can_write:
             raise would_block
         if frontend.is_local:
             packed.copy_into(_own_content(packed))
             self._end.send_reply(claim, packed, None)
             return
-        slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes) if packed.slot_nbytes else None
+        slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes, claim.request_id) if packed.slot_nbytes else None
         if slot is None and packed.slot_nbytes:
             raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
         sent = False
@@ -126,14 +146,10 @@ class Replies:
                 self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
     def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
-        """Describes a reply's slot.
-
-        A caller may keep all its replies, and wait for more. So views of them must never hold all of the reserve.
-        """
+        """Describes a reply's slot."""
         if slot is None:
             return None
-        is_short = self._book.reply_free_nbytes < self._reserve_nbytes // 2
-        lease_id = COPY_OUT if is_short else 0
+        lease_id = COPY_OUT if slot.is_copied_out else 0
         return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
     def _pack(self, claim: BaseClaim, payload: object) -> Packed:
@@ -143,19 +159,29 @@ class Replies:
         return packed
 
     async def _acquire(self, claim: BaseClaim, nbytes: int) -> ReplySlot:
-        slot = self._book.acquire_reply(claim.client_id, nbytes)
+        slot = self._book.acquire_reply(claim.client_id, nbytes, claim.request_id)
         if slot is not None:
             return slot
         self._life.check_loop()
         place = self._line.enter()
-        self._book.queue_reply(claim.client_id, place, nbytes)
+        self._book.queue_reply(claim.client_id, place, nbytes, claim.request_id)
         give_up = functools.partial(self._give_up, place, claim)
         self._end.call_on_end(claim, give_up)
         try:
-            return await self._line.stay(place, self._discard, self._gave_up_waiting)
+            with self._waits.of(claim):
+                return await self._line.stay(place, self._discard, self._gave_up_waiting)
         finally:
             self._end.forget_on_end(claim, give_up)
             del place, give_up
+
+    def _let_overtake(self, may_overtake: bool) -> None:
+        self._carry_out(self._book.let_overtake(may_overtake))
+
+    def _describe(self, client_id: int) -> str:
+        """Says which client keeps replies waiting, and how much of the reserve it has."""
+        record = self._book.clients.get(client_id)
+        held_nbytes = 0 if record is None else record.reply_blocks * BLOCK_NBYTES
+        return f"{held_nbytes} of the {self._reserve_nbytes} bytes for replies (reply_nbytes)"
 
     def _give_up(self, place: Place[ReplySlot], claim: BaseClaim) -> None:
         if not place.done():
@@ -174,6 +200,11 @@ class Replies:
     def _discarded(self, slot: ReplySlot) -> list[EngineEffect]:
         client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
         return self._book.discard_reply(client_id, slot.generation)
+
+
+def link_of(frontend: Any, claim: BaseClaim) -> Link | Unread:
+    """What says whether a frontend reads as fast as it is written to."""
+    return frontend.unread_of(claim.request_id) if frontend.is_local else frontend.link  # type: ignore[no-any-return]
 
 
 def _own_content(packed: Packed) -> int:

@@ -98,7 +98,10 @@ class Ring(EngineCalls, Generic[_Payload]):
 
         Args:
             handler: called inside ``with claim:``.
-            max_concurrency: handlers at a time; further requests wait unclaimed, and can be aborted without cost.
+            max_concurrency: handlers at a time; further requests wait unclaimed, and can be aborted without cost. A handler
+                that waits for its frontend, in ``claim.reply`` or ``claim.done``, does not count, and counts again before it
+                goes on: so a frontend that reads nothing holds no other one up. There are at most ``max_inflight`` such
+                handlers for each frontend.
 
         Raises:
             ClosedError: the ring belongs to the process that forked this one.

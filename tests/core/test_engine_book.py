@@ -497,11 +497,11 @@ def queue_reply(book: EngineBook, client: int, ticket: int, blocks: int) -> None
 
 
 def test_a_reply_slot_comes_from_the_reserve() -> None:
-    book = make_book(leasable=12, reply=4)
+    book = make_book(leasable=12, reply=8)
     connect(book, 1)
     assert take_reply(book, 1, 3) == ReplySlot(generation=1, start=13, blocks=3)
     assert take_reply(book, 1, 1) == ReplySlot(generation=2, start=16, blocks=1)
-    assert book.reply_free_nbytes == 0
+    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
     assert book.host.free_nbytes == 11 * BLOCK_NBYTES
     book.check()
 
@@ -527,24 +527,37 @@ def test_a_reply_waits_for_space() -> None:
     book.check()
 
 
-def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
-    book = make_book(reply=4)
+def crowded_book() -> tuple[EngineBook, ReplySlot]:
+    """Two clients with two blocks each, and four are free; the first of them waits for five, and the second for one."""
+    book = make_book(reply=8)
     connect(book, 1)
-    first, second = take_reply(book, 1, 2), take_reply(book, 1, 1)
-    queue_reply(book, 1, 7, 3)
-    queue_reply(book, 1, 8, 1)  # the one free block would do
-    assert book.release_replies(1, [second.generation]) == []  # now two are free
-    effects = book.release_replies(1, [first.generation])
-    assert [effect.ticket for effect in effects if isinstance(effect, ReplyGranted)] == [7, 8]
+    connect(book, 2)
+    take_reply(book, 2, 2)
+    slot = take_reply(book, 1, 2)
+    queue_reply(book, 1, 7, 5)
+    queue_reply(book, 2, 8, 1)
+    return book, slot
+
+
+def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
+    book, slot = crowded_book()
+    effects = book.release_replies(1, [slot.generation])
+    assert [(effect.ticket, effect.slot.blocks) for effect in effects if isinstance(effect, ReplyGranted)] == [(7, 5), (8, 1)]
+
+
+def test_smaller_replies_pass_one_that_finds_no_room_if_they_are_let() -> None:
+    book, slot = crowded_book()
+    assert book.let_overtake(True) == [ReplyGranted(8, ReplySlot(3, 17, 1))]
+    assert book.acquire_reply(2, 1) == ReplySlot(4, 18, 1, is_copied_out=True)
+    assert book.let_overtake(False) == []
+    assert book.acquire_reply(2, 1) is None, "the one of five blocks comes first again"
+    assert book.release_replies(1, [slot.generation]) == []
+    book.check()
 
 
 def test_cancelling_a_wait_passes_the_turn_on() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    take_reply(book, 1, 3)
-    queue_reply(book, 1, 7, 2)
-    queue_reply(book, 1, 8, 1)
-    assert book.cancel_reply(7) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    book, _ = crowded_book()
+    assert book.cancel_reply(7) == [ReplyGranted(8, ReplySlot(3, 17, 1))]
     assert book.cancel_reply(7) == []
 
 
@@ -593,15 +606,23 @@ def test_a_reply_that_is_not_sent_after_all_is_free_again() -> None:
     book.check()
 
 
-def test_a_client_holds_at_most_half_of_the_reserve_beside_others() -> None:
-    book = make_book(reply=4)
+def test_a_client_holds_as_much_as_it_leaves_free_and_copies_half_of_that_out() -> None:
+    """So it never has all, also if it is alone: another one may come."""
+    book = make_book(reply=16)
     connect(book, 1)
+    ways = []
+    while (slot := book.acquire_reply(1, 1)) is not None:
+        book.reply_sent(1, slot.generation)
+        ways.append(slot.is_copied_out)
+    assert ways == [False] * 8 + [True] * 4
     connect(book, 2)
-    slot = take_reply(book, 1, 2)
-    queue_reply(book, 1, 7, 1)
-    take_reply(book, 2, 1)  # ... and does not silence the rest meanwhile
-    queue_reply(book, 2, 8, 2)
-    assert book.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(3, 16, 1))]
+    ways = []
+    while (slot := book.acquire_reply(2, 1)) is not None:
+        ways.append(slot.is_copied_out)
+    assert ways == [False] * 2 + [True], "of the four that are left"
+    connect(book, 3)
+    assert book.acquire_reply(3, 1) is not None
+    book.check()
 
 
 def test_one_reply_is_always_granted_however_large() -> None:
@@ -611,35 +632,95 @@ def test_one_reply_is_always_granted_however_large() -> None:
     take_reply(book, 1, 4)
 
 
-def test_a_request_over_the_reply_quota_lets_others_pass() -> None:
-    book = make_book(reply=8)
+def test_a_client_that_has_its_share_lets_others_pass() -> None:
+    book = make_book(reply=16)
     connect(book, 1)
     connect(book, 2)
-    take_reply(book, 1, 4)
-    other = take_reply(book, 2, 3)
+    for _ in range(12):
+        take_reply(book, 1, 1)
     queue_reply(book, 1, 7, 1)
+    slot = take_reply(book, 2, 2)
     queue_reply(book, 2, 8, 4)
-    assert book.release_replies(2, [other.generation]) == [ReplyGranted(8, ReplySlot(3, 17, 4))]
+    assert book.release_replies(2, [slot.generation]) == [ReplyGranted(8, ReplySlot(14, 25, 4, is_copied_out=True))]
+    book.check()
 
 
-def test_the_reply_quota_ends_when_the_others_are_gone() -> None:
+def test_the_replies_of_one_client_keep_their_order() -> None:
+    """A large one would never come, if smaller ones of its client always went first."""
+    book = make_book(reply=16)
+    connect(book, 1)
+    take_reply(book, 1, 6)
+    passing = take_reply(book, 1, 3)
+    queue_reply(book, 1, 7, 5)
+    queue_reply(book, 1, 8, 1)  # which might pass
+    granted = book.release_replies(1, [passing.generation])
+    assert [effect.ticket for effect in granted if isinstance(effect, ReplyGranted)] == [7]
+    assert book.acquire_reply(1, 1) is None
+    book.check()
+
+
+def requesting_book(reply: int, requests: int = 1) -> EngineBook:
+    """A book with a client, whose requests 1, 2, ... run."""
+    book = make_book(reply=reply)
+    connect(book, 1)
+    for request_id in range(1, requests + 1):
+        book.submit(1, request_id, [])
+        book.claim(1, request_id)
+    return book
+
+
+def copy_out(book: EngineBook, request_id: int) -> None:
+    """A reply of the whole reserve, which comes to its client, and is copied there."""
+    slot = book.acquire_reply(1, book.geometry.reply_blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES, request_id)
+    assert slot is not None
+    assert (slot.is_copied_out, slot.request_id) == (True, request_id)
+    book.reply_sent(1, slot.generation)
+    book.release_replies(1, [slot.generation])
+
+
+def test_two_replies_to_a_request_are_copied_out_before_a_caller_reads_one() -> None:
+    """A client's memory is bounded by that, and a caller who reads slowly holds its own request up, and no other."""
+    book = requesting_book(reply=4, requests=2)
+    copy_out(book, 1)
+    copy_out(book, 1)
+    assert book.acquire_reply(1, 3 * BLOCK_NBYTES, 1) is None
+    book.queue_reply(1, 7, 3 * BLOCK_NBYTES, 1)
+    assert book.acquire_reply(1, 1, 1) is None, "replies to a request keep their order"
+    copy_out(book, 2)
+    slot = ReplySlot(4, 13, 4, is_copied_out=True, request_id=1)
+    assert book.replies_read(1, [1]) == [ReplyGranted(7, slot)]
+    assert book.discard_reply(1, 4) == [], "it was not sent after all"
+    copy_out(book, 1)
+
+
+def test_a_reply_that_stays_in_its_slot_need_not_be_read() -> None:
+    book = requesting_book(reply=8)
+    for _ in range(4):
+        slot = book.acquire_reply(1, 1, 1)
+        assert slot is not None
+        assert not slot.is_copied_out
+    assert book.clients[1].requests[1].unread_replies == 0
+
+
+def test_no_more_replies_are_read_than_were_sent() -> None:
+    book = requesting_book(reply=4)
+    copy_out(book, 1)
+    for forged in ([1, 1], [1, 2], [2], [2**64 - 1]):
+        refuses(RemoteProtocolError, "that was not sent", book, partial(book.replies_read, 1, forged))
+    assert book.replies_read(1, [1]) == []
+    book.end(1, 1, RequestEvent.FINISH)
+    assert book.replies_read(1, [1, 1]) == [], "it had ended: the messages crossed"
+
+
+def test_what_a_dead_client_had_goes_to_those_that_wait() -> None:
     book = make_book(reply=4)
     connect(book, 1)
-    connect(book, 2)
-    take_reply(book, 1, 2)
-    queue_reply(book, 1, 7, 2)
-    assert book.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), ReplyGranted(7, ReplySlot(2, 15, 2))]
-
-
-def test_the_reply_quota_ends_with_the_death_of_the_last_other() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    connect(book, 2)
-    take_reply(book, 1, 2)
+    connect_bare(book, 2)
+    take_reply(book, 2, 2)
     take_reply(book, 2, 1)
     queue_reply(book, 1, 7, 2)
     assert book.disconnect(2) == []
-    assert ReplyGranted(7, ReplySlot(3, 15, 2)) in book.died(2)
+    assert ReplyGranted(7, ReplySlot(3, 13, 2)) in book.died(2)
 
 
 def test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on() -> None:
@@ -649,7 +730,7 @@ def test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on() -> None:
     take_reply(book, 3, 3)
     queue_reply(book, 1, 7, 2)
     queue_reply(book, 2, 8, 1)
-    assert book.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    assert book.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1, is_copied_out=True))]
     book.check()
 
 

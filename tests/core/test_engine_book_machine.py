@@ -134,6 +134,7 @@ class EngineBookMachine(RuleBasedStateMachine):
         self.wants: dict[int, tuple[int, int, int, bool]] = {}  # token, blocks, preferred, waits; by client, in order
         self.reply_wants: dict[int, tuple[int, int]] = {}  # by ticket: client, blocks; in order of arrival
         self.next_client = 1
+        self.may_overtake = False
         self.next_ticket = 1
         self.last_reply = 0  # the newest generation
         self.departures = 0
@@ -155,11 +156,17 @@ class EngineBookMachine(RuleBasedStateMachine):
         others = [c for i, c in self.clients.items() if i != client_id and (c.connected or c.leases)]
         return len(client.leases) >= MAX_LEASES or bool(others and client.leases and client.held + blocks > QUOTA)
 
-    def over_reply_quota(self, client_id: int, blocks: int) -> bool:
-        client = self.clients[client_id]
-        return (
-            len(self.clients) > 1 and bool(client.replies) and 2 * (client.reply_held + blocks) > 2 * (len(self.reserve) // 2)
-        )
+    def reply_way(self, client_id: int, blocks: int) -> str:
+        """How a reply may go, as far as shares are concerned."""
+        client, left = self.clients[client_id], len(self.free_replies()) - blocks
+        passing = sum(slot.blocks for slot in client.replies.values() if slot.is_copied_out)
+        if client.reply_held + blocks <= left:
+            return "stays"
+        return "waits" if passing and passing + blocks > left else "passes"
+
+    def reply_goes_before(self, other: tuple[int, int], client_id: int) -> bool:
+        """Whether a reply that waits goes before a client's later one."""
+        return not self.may_overtake and (self.reply_way(*other) != "waits" or other[0] == client_id)
 
     def take(self, grant: LeaseGrant, client_id: int) -> None:
         lease = ModelLease(grant.offset // BLOCK_NBYTES, grant.nbytes // BLOCK_NBYTES)
@@ -170,7 +177,7 @@ class EngineBookMachine(RuleBasedStateMachine):
     def take_reply(self, client_id: int, blocks: int, slot: ReplySlot) -> None:
         assert slot.blocks == blocks
         assert set(range(slot.start, slot.start + blocks)) <= self.free_replies()
-        assert not self.over_reply_quota(client_id, blocks)
+        assert self.reply_way(client_id, blocks) == ("passes" if slot.is_copied_out else "stays")
         self.clients[client_id].replies[slot.generation] = slot
         self.last_reply = max(self.last_reply, slot.generation)
         self.clients[client_id].unsent.add(slot.generation)
@@ -533,8 +540,8 @@ class EngineBookMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.book.acquire_reply(client_id, nbytes)
             return
-        overtakes = any(not self.over_reply_quota(*want) for want in self.reply_wants.values())
-        fits = longest_run(self.free_replies()) >= blocks and not self.over_reply_quota(client_id, blocks)
+        overtakes = any(self.reply_goes_before(want, client_id) for want in self.reply_wants.values())
+        fits = longest_run(self.free_replies()) >= blocks and self.reply_way(client_id, blocks) != "waits"
         slot = self.book.acquire_reply(client_id, nbytes)
         assert (slot is not None) == (fits and not overtakes)
         if slot is not None:
@@ -543,6 +550,11 @@ class EngineBookMachine(RuleBasedStateMachine):
             self.book.queue_reply(client_id, self.next_ticket, nbytes)
             self.reply_wants[self.next_ticket] = (client_id, blocks)
             self.next_ticket += 1
+
+    @rule(may_overtake=st.booleans())
+    def let_overtake(self, may_overtake: bool) -> None:
+        self.may_overtake = may_overtake
+        self.carry_out(self.book.let_overtake(may_overtake))
 
     @precondition(lambda self: self.reply_wants)
     @rule(data=st.data())
@@ -639,8 +651,11 @@ class EngineBookMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_a_reply_that_could_be_granted(self) -> None:
-        first = next((want for want in self.reply_wants.values() if not self.over_reply_quota(*want)), None)
-        assert first is None or longest_run(self.free_replies()) < first[1]
+        before: list[tuple[int, int]] = []
+        for client_id, blocks in self.reply_wants.values():
+            if not any(self.reply_goes_before(other, client_id) for other in before):
+                assert self.reply_way(client_id, blocks) == "waits" or longest_run(self.free_replies()) < blocks
+            before.append((client_id, blocks))
 
     def teardown(self) -> None:
         if not hasattr(self, "book"):

@@ -48,6 +48,7 @@ from shmring.core.messages import (
     RankTaken,
     Refused,
     Release,
+    ReplyRead,
     ReplyRelease,
     SlotRef,
     TensorRef,
@@ -82,6 +83,7 @@ GOLDEN: dict[Any, str] = {
     LeaseRequest(token=0x31, nbytes=0x32, preferred_nbytes=0x33, memory=DEVICE_MEMORY, waits=False): "96 04 31 32 33 01 c2",
     LeaseReturn(lease_ids=(0x31, 0x32)): "92 05 92 31 32",
     ReplyRelease(generations=(LARGEST, 0x32)): f"92 06 92 {LARGEST_HEX} 32",
+    ReplyRead(request_ids=(0x31, 0x31)): "92 0f 92 31 31",
     Call(call_id=0x31, method="health", arguments=b"\xc0"): "94 07 31 a66865616c7468 c401c0",
     Goodbye(
         kept_lease_ids=(0x31,),

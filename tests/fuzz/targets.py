@@ -59,6 +59,7 @@ from shmring.core.messages import (
     LeaseRequest,
     LeaseReturn,
     Release,
+    ReplyRead,
     ReplyRelease,
     SlotRef,
     Unpin,
@@ -296,6 +297,8 @@ class _Engine:
                 self.carry_out(self.book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 self.carry_out(self.book.release_replies(client_id, generations))
+            case ReplyRead(request_ids):
+                self.carry_out(self.book.replies_read(client_id, request_ids))
             case Find(token, key):
                 self.carry_out(self.book.find(client_id, token, key))
             case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
@@ -930,6 +933,7 @@ def _seeds_of_messages() -> list[bytes]:
         LeaseRequest(1, 2 * BLOCK_NBYTES, 4 * BLOCK_NBYTES),
         LeaseReturn((1,)),
         ReplyRelease((1,)),
+        ReplyRead((1,)),
         Goodbye((1,)),
         Release((1,)),
         *_KEPT_MESSAGES,

@@ -6,6 +6,7 @@ It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` ru
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from shmring.core.effects import (
     Answered,
@@ -63,6 +64,10 @@ _FIRST_DEVICE_LEASE_ID = 1 << 40
 _FIRST_USE = 1 << 63
 
 
+#: Of a request, that its client copies out and its caller has not read.
+_UNREAD_REPLIES = 2
+
+
 class EngineBook:
     """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order."""
 
@@ -81,6 +86,7 @@ class EngineBook:
             self.lendings.append(Lending(self.clients, limits, DEVICE_MEMORY, start, blocks, _FIRST_DEVICE_LEASE_ID))
         self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
         self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
+        self._may_overtake = False  # whether a reply that finds no room lets those behind it pass
         self._next_reply_generation = 1
         self._lent_replies: set[int] = set()  # generations, of all clients
         self.late_aborts = 0  # aborts of requests that had ended: messages cross
@@ -501,20 +507,55 @@ class EngineBook:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def acquire_reply(self, client_id: int, nbytes: int) -> ReplySlot | None:
+    def acquire_reply(self, client_id: int, nbytes: int, request_id: int = -1) -> ReplySlot | None:
         """Acquires a reply slot for a client now; None if that would overtake a waiter, or does not fit now.
 
         Raises:
             CapacityError: it is larger than the whole reserve.
         """
-        blocks = self._reply_blocks(nbytes)
-        if any(not self._is_over_reply_quota(want) for want in self._reply_wants.values()):
+        want = ReplyWant(client_id, self._reply_blocks(nbytes), request_id)
+        if any(self._goes_before(other, want) for other in self._reply_wants.values()):
             return None
-        return self._acquire_reply(ReplyWant(client_id, blocks))
+        return self._acquire_reply(want)
 
-    def queue_reply(self, client_id: int, ticket: int, nbytes: int) -> None:
+    def _goes_before(self, other: ReplyWant, want: ReplyWant) -> bool:
+        """Whether a reply that waits goes before another one that comes later."""
+        if other.client_id == want.client_id and other.request_id == want.request_id >= 0:
+            return True
+        match self._reply_way(other):
+            case "unread":
+                return False
+            case "waits":
+                return other.client_id == want.client_id and not self._may_overtake
+            case _:
+                return not self._may_overtake
+
+    def queue_reply(self, client_id: int, ticket: int, nbytes: int, request_id: int = -1) -> None:
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
-        self._reply_wants[ticket] = ReplyWant(self._connected(client_id).client_id, self._reply_blocks(nbytes))
+        client = self._connected(client_id)
+        self._reply_wants[ticket] = ReplyWant(client.client_id, self._reply_blocks(nbytes), request_id)
+
+    def let_overtake(self, may_overtake: bool) -> list[EngineEffect]:
+        """Says whether a reply that finds no room lets those behind it pass."""
+        self._may_overtake = may_overtake
+        return self._serve_reply_wants()
+
+    def replies_read(self, client_id: int, request_ids: Sequence[int]) -> list[EngineEffect]:
+        """A client's callers have read replies that it has copied out, one for each time that a request is named.
+
+        Raises:
+            RemoteProtocolError: so many were not sent. Nothing was changed.
+        """
+        client = self.clients[client_id]
+        for request_id in request_ids:
+            request = client.requests.get(request_id)
+            is_too_much = request is not None and request_ids.count(request_id) > request.unread_replies
+            if request_id > client.last_request_id or is_too_much:
+                raise RemoteProtocolError(f"client {client_id} has read a reply to request {request_id} that was not sent")
+        for request_id in request_ids:
+            if request_id in client.requests:
+                client.requests[request_id].unread_replies -= 1
+        return self._serve_reply_wants()
 
     def cancel_reply(self, ticket: int) -> list[EngineEffect]:
         """Leaves the queue of :meth:`queue_reply`, and passes the turn on."""
@@ -555,6 +596,10 @@ class EngineBook:
         """The engine has stopped writing a reply slot that it will not send."""
         client = self.clients[client_id]
         client.unsent_replies.remove(generation)
+        slot = client.replies[generation]
+        request = client.requests.get(slot.request_id)
+        if request is not None and slot.is_copied_out:
+            request.unread_replies = max(0, request.unread_replies - 1)
         self._free_reply(client, generation)
         return self._serve_reply_wants() + self._reclaim(client)
 
@@ -581,31 +626,40 @@ class EngineBook:
             )
         return blocks
 
-    def _is_over_reply_quota(self, want: ReplyWant) -> bool:
-        """Whether a client would hold more than half of the reserve. One that never drops its views must not block the rest."""
-        held = self.clients[want.client_id].reply_blocks
-        return len(self.clients) > 1 and held > 0 and held + want.blocks > self.geometry.reply_blocks // 2
+    def _reply_way(self, want: ReplyWant) -> Literal["stays", "passes", "waits", "unread"]:
+        """How a reply may go: it stays in its slot, or its client copies it out. Or it waits: for its client to give more of
+        the reserve back, or for a caller to read an earlier reply to the same request."""
+        client, left = self.clients[want.client_id], self._replies.free_units - want.blocks
+        if client.reply_blocks + want.blocks <= left:
+            return "stays"
+        request = client.requests.get(want.request_id)
+        if request is not None and request.unread_replies >= _UNREAD_REPLIES:
+            return "unread"
+        return "passes" if not client.passing_blocks or client.passing_blocks + want.blocks <= left else "waits"
 
     def _acquire_reply(self, want: ReplyWant) -> ReplySlot | None:
-        start = None if self._is_over_reply_quota(want) else self._replies.allocate(want.blocks)
+        way = self._reply_way(want)
+        start = self._replies.allocate(want.blocks) if way in {"stays", "passes"} else None
         if start is None:
             return None
-        slot = ReplySlot(self._next_reply_generation, start, want.blocks)
+        slot = ReplySlot(self._next_reply_generation, start, want.blocks, way == "passes", want.request_id)
         self._next_reply_generation += 1
         client = self.clients[want.client_id]
         client.replies[slot.generation] = slot
         self._lent_replies.add(slot.generation)
         client.unsent_replies.add(slot.generation)
+        if way == "passes" and want.request_id in client.requests:
+            client.requests[want.request_id].unread_replies += 1
         return slot
 
     def _serve_reply_wants(self) -> list[EngineEffect]:
         effects: list[EngineEffect] = []
+        before: list[ReplyWant] = []  # those that go on waiting
         for ticket, want in list(self._reply_wants.items()):
-            if self._is_over_reply_quota(want):
-                continue
-            slot = self._acquire_reply(want)
+            slot = None if any(self._goes_before(other, want) for other in before) else self._acquire_reply(want)
             if slot is None:
-                break  # the first that needs space is not overtaken
+                before.append(want)
+                continue
             del self._reply_wants[ticket]
             effects.append(ReplyGranted(ticket, slot))
         return effects

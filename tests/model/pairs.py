@@ -25,6 +25,7 @@ ENGINE_EVENTS = (
     *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases", "moment_passed"),
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
     *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply"),
+    *("let_overtake", "replies_read"),
     *("find", "keep", "unpin"),
 )
 

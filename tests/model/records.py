@@ -58,6 +58,7 @@ class RequestRecord:
     request_id: int
     slots: list[EngineSlotRecord]
     state: Request
+    unread_replies: int = 0  # that its client copies out, and that its caller has not read
 
     @property
     def generations(self) -> tuple[int, ...]:
@@ -79,6 +80,7 @@ class LeaseWant:
 class ReplyWant:
     client_id: int
     blocks: int
+    request_id: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -103,6 +105,11 @@ class ClientRecord:
     def reply_blocks(self) -> int:
         """Blocks of the reply reserve that it holds."""
         return sum(slot.blocks for slot in self.replies.values())
+
+    @property
+    def passing_blocks(self) -> int:
+        """Of them, those that it copies out."""
+        return sum(slot.blocks for slot in self.replies.values() if slot.is_copied_out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ __all__ = ["DERIVED", "FIELDS", "HIDDEN", "plain"]
 FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
         *("clients", "lendings", "late_aborts", "stale_releases"),
-        *("_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "kept", "_next_use"),
+        *("_replies", "_reply_wants", "_may_overtake", "_next_reply_generation", "_lent_replies", "kept", "_next_use"),
     ),
     "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
     "ClientRecord": (
@@ -48,9 +48,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "KeptBook": ("by_key", "by_generation", "unpinned", "hits", "misses", "evictions"),
     "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
-    "RequestRecord": ("request_id", "slots", "state"),
+    "RequestRecord": ("request_id", "slots", "state", "unread_replies"),
     "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"),
-    "ReplyWant": ("client_id", "blocks"),
+    "ReplyWant": ("client_id", "blocks", "request_id"),
     "Window": ("client_id", "start", "blocks", "next_lease_id", "vain_moments"),
     "ClientBook": (
         *("leases", "_waiters", "_submitted", "_others"),
@@ -63,7 +63,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 DERIVED: dict[str, tuple[str, ...]] = {
     "EngineBook": ("host",),
     "Lending": ("clients", "contents", "_apart", "_by_start"),
-    "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
+    "ClientRecord": ("reply_blocks", "passing_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
 }
 #: Of a frontend's compiled book, what Python does not see.
 HIDDEN = {"_submitted": slots_with_engine, "_others": slots_here}

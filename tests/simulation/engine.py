@@ -31,6 +31,7 @@ from shmring.ring import shell as shell_module
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import Frontend
 from shmring.ring.life import Life
+from shmring.ring.replies import link_of
 from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
 from shmring.ring.workers import Workers
@@ -557,7 +558,7 @@ class Engine:
         if claim.aborted or handling.replies >= self.scenario.max_replies:
             return actions
         wanted = self.scenario.reply_blocks_wanted
-        if not self.scenario.turns_wait and not self.shell._frontends[claim.client_id].link.can_write:
+        if not self.scenario.turns_wait and not link_of(self.shell._frontends[claim.client_id], claim).can_write:
             return actions
         actions += [Action(Kind.REPLY, index, blocks) for blocks in wanted]
         if self.scenario.in_code:

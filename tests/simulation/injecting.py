@@ -130,10 +130,9 @@ class Injecting:
 
     def check(self) -> None:
         """Unread bytes are those of the replies that lie in requests."""
-        for injector in self.known:
-            lying = [reply for asked in self.asked if asked.injector is injector for reply in asked.request._replies]
-            unread = sum(len(reply.payload) + reply.nbytes for reply in lying)
-            require(injector.link._nbytes == unread, "unread replies are counted that are not there, or the reverse")
+        for asked in self.asked:
+            unread = sum(len(reply.payload) + reply.nbytes for reply in asked.request._replies)
+            require(asked.request.unread._nbytes == unread, "unread replies are counted that are not there, or the reverse")
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 

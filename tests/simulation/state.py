@@ -31,6 +31,7 @@ from shmring.core.messages import (
     NotKept,
     Refused,
     Release,
+    ReplyRead,
     ReplyRelease,
     Unpin,
     decode_engine_message,
@@ -246,6 +247,8 @@ class _Encoding:
                 return [3, *map(self._leases.__getitem__, lease_ids)]
             case ReplyRelease(generations):
                 return [4, *map(self._replies.__getitem__, generations)]
+            case ReplyRead(request_ids):
+                return [9, *(self._requests[client_id, request_id] for request_id in request_ids)]
             case Goodbye(lease_ids, generations, more=more, pinned_generations=pinned):
                 kept = [*map(self._generations.__getitem__, pinned)]
                 named = [[*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)], kept]
@@ -322,7 +325,16 @@ class _Encoding:
                 ]
                 for client_id, want in book.host._wants.items()
             ],
-            [[self._tickets[ticket], self._clients[want.client_id], want.blocks] for ticket, want in book._reply_wants.items()],
+            [
+                [
+                    self._tickets[ticket],
+                    self._clients[want.client_id],
+                    want.blocks,
+                    self._requests[want.client_id, want.request_id],
+                ]
+                for ticket, want in book._reply_wants.items()
+            ],
+            book._may_overtake,
             None if window is None else [self._clients[window.client_id], window.start, window.blocks, window.vain_moments],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(engine, handling) for handling in engine.claims],
@@ -394,12 +406,16 @@ class _Encoding:
                 [
                     self._requests[client.client_id, number],
                     request.state,
+                    request.unread_replies,
                     *map(self._generations.__getitem__, request.generations),
                 ]
                 for number, request in client.requests.items()
             ],
             [
-                [self._replies[slot.generation], slot.start, slot.blocks, slot.generation in client.unsent_replies]
+                [
+                    *(self._replies[slot.generation], slot.start, slot.blocks, slot.is_copied_out),
+                    slot.generation in client.unsent_replies,
+                ]
                 for slot in client.replies.values()
             ],
         ]

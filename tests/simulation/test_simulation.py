@@ -209,8 +209,8 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
     """A new field belongs into ``tests/simulation/state.py``, and then here."""
     assert {name: set(fields) for name, fields in FIELDS.items()} == {
         "EngineBook": {
-            "clients", "lendings", "_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "late_aborts",
-            "stale_releases", "kept", "_next_use",
+            "clients", "lendings", "_replies", "_reply_wants", "_may_overtake", "_next_reply_generation", "_lent_replies",
+            "late_aborts", "stale_releases", "kept", "_next_use",
         },
         "KeptBook": {"by_key", "by_generation", "unpinned", "hits", "misses", "evictions"},
         "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"},
@@ -220,9 +220,9 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
             "new_moments", "silent_moments",
         },
         "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state", "kept"},
-        "RequestRecord": {"request_id", "slots", "state"},
+        "RequestRecord": {"request_id", "slots", "state", "unread_replies"},
         "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"},
-        "ReplyWant": {"client_id", "blocks"},
+        "ReplyWant": {"client_id", "blocks", "request_id"},
         "Window": {"client_id", "start", "blocks", "next_lease_id", "vain_moments"},
         "ClientRecord": {
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",

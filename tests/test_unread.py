@@ -1,0 +1,288 @@
+"""Replies that nobody reads: whom they keep waiting, and whom not.
+
+Stopped processes are in ``integration/test_unread_replies.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+from shmring.ring import waits
+from shmring.ring.places import Place, Places
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+LARGE_NBYTES = 200_000  # five of them fill the reserve
+RESERVE = {"slab_nbytes": "8MiB", "reply_nbytes": "1MiB"}
+
+
+def large(value: int) -> torch.Tensor:
+    return torch.full((LARGE_NBYTES,), value % 251, dtype=torch.uint8)
+
+
+async def answer(claim: shmring.Claim) -> None:
+    """As many large replies as the request asks for, or a tiny one."""
+    if isinstance(claim.payload, int):
+        for number in range(claim.payload):
+            await claim.reply({"n": number, "x": large(number)})
+    elif claim.payload == "large":
+        await claim.done({"n": 1, "x": large(1)})
+    else:
+        await claim.done("tiny")
+
+
+def is_intact(reply: Any) -> bool:
+    return bool((reply["x"] == reply["n"] % 251).all())
+
+
+# -- one client -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+async def test_replies_are_read_in_any_order(serve: Any, connect: Any, settled: Any, neighbours: int) -> None:
+    """Those that were not read, and those that are kept, hold a share of the reserve; the rest is copied out of it."""
+    ring = await serve(answer, **RESERVE)
+    client, others = await connect(), [await connect() for _ in range(neighbours)]
+    submissions = [await client.submit(1) for _ in range(30)]
+    replies = [await asyncio.wait_for(submission.result(), 60) for submission in reversed(submissions)]
+    assert all(map(is_intact, replies)), "... while they are all kept"
+    assert client.statistics().reply_copies >= 20
+    for other in others:
+        assert is_intact(await other.request("large", timeout=60))
+    del replies
+    for one in (client, *others):
+        await one.close()
+    await settled(ring)
+
+
+async def test_a_stream_that_nobody_reads_keeps_no_other_reply_from_its_client(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    """It holds its own handler up, so that what its client copies is bounded; then it goes on, and nothing is lost."""
+    ring = await serve(answer, **RESERVE)
+    client = await connect()
+    streams = [await client.submit(20) for _ in range(8)]
+    await eventually(lambda: ring.statistics().replies_waiting == len(streams))
+    for _ in range(10):
+        assert is_intact(await client.request("large", timeout=60))
+    statistics = ring.statistics()
+    assert statistics.replies - 10 <= 3 * len(streams), "two that are copied out, and what stays in its slot"
+    for stream in streams:
+        numbers = []
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                reply = await asyncio.wait_for(stream.next(), 60)
+                assert is_intact(reply)
+                numbers.append(reply["n"])
+                del reply
+        assert numbers == list(range(20))
+    await client.close()
+    await settled(ring)
+
+
+async def test_cancelled_tasks_that_keep_their_submissions_keep_nothing_from_later_requests(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    """As ``gather(return_exceptions=True)`` keeps them: with their errors, the frames of these, and what lies in those."""
+    ring = await serve(answer, **RESERVE)
+    client = await connect()
+
+    async def ask(count: int) -> None:
+        submission = await client.submit(count)
+        await asyncio.Event().wait()
+        await submission.result()
+
+    tasks = [asyncio.create_task(ask(count % 3)) for count in range(60)]
+    await eventually(lambda: ring.statistics().submitted == 60 and client.statistics().reply_copies)
+    for task in tasks:
+        task.cancel()
+    kept = await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(10):
+        assert is_intact(await client.request("large", timeout=60))
+    del kept, tasks
+    await client.close()
+
+
+async def test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    claim = await ring.claim()
+    result = asyncio.create_task(submission.result())
+    await asyncio.sleep(0)
+    result.cancel()
+    await asyncio.wait([result])
+    assert result.cancelled()
+    assert submission.ended
+    await eventually(lambda: claim.aborted)
+    claim.release()
+    with pytest.raises(shmring.AbortedError):
+        await submission.result()
+
+
+async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    with await ring.claim() as claim:
+        await claim.reply("almost")
+        result = asyncio.create_task(submission.result())
+        await eventually(lambda: submission.has_replied and not submission._has_reply)
+        result.cancel()
+        await asyncio.wait([result])
+        await eventually(lambda: claim.aborted)
+
+
+@pytest.mark.parametrize("step", ["next", "wait"])
+async def test_who_is_cancelled_while_it_waits_for_a_step_may_wait_again(serve: Any, connect: Any, step: str) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await getattr(submission, step)()
+    with await ring.claim() as claim:
+        await claim.reply("late")
+    assert await submission.result() == "late"
+
+
+# -- places ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_handlers_that_wait_for_a_slow_reader_keep_no_place_from_others(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    """And when they go on, no more of them work at a time than may."""
+    working = most = 0
+
+    async def handle(claim: shmring.Claim) -> None:
+        nonlocal working, most
+        for number in range(claim.payload):
+            working += 1
+            most = max(most, working)
+            await asyncio.sleep(0)
+            working -= 1
+            await claim.reply({"n": number, "x": large(number)})
+
+    ring = await serve(**RESERVE)
+    running = asyncio.create_task(ring.run(handle, max_concurrency=2))
+    careless, other = await connect(), await connect()
+    streams = [await careless.submit(10) for _ in range(12)]
+    await eventually(lambda: ring.statistics().replies_waiting == len(streams))
+    assert is_intact(await other.request(1, timeout=60))
+
+    async def read(stream: shmring.Submission) -> int:
+        count = 0
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                assert is_intact(await stream.next())
+                count += 1
+        return count
+
+    assert await asyncio.wait_for(asyncio.gather(*map(read, streams)), 60) == [10] * 12
+    assert most <= 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_those_that_return_take_a_place_before_those_that_come() -> None:
+    places = Places(1)
+    await places.take()
+    order: list[str] = []
+    place = Place(places)
+    place.give_up()
+    place.give_up()
+    await places.take()  # by another one
+
+    async def come() -> None:
+        await places.take()
+        order.append("new")
+
+    async def return_() -> None:
+        await place.take_again()
+        order.append("again")
+
+    tasks = [asyncio.create_task(come()), asyncio.create_task(return_())]
+    await asyncio.sleep(0)
+    places.give_back()
+    await tasks[1]
+    assert order == ["again"]
+    assert place.is_held
+    place.leave()
+    await tasks[0]
+    await place.take_again()  # its handler has ended: nothing is taken
+    places.give_back()
+    await asyncio.wait_for(places.take(), 60)
+
+
+async def test_two_tasks_of_a_handler_have_one_place_together() -> None:
+    places = Places(1)
+    await places.take()
+    place = Place(places)
+    place.give_up()
+    await places.take()
+    tasks = [asyncio.create_task(place.take_again()) for _ in range(2)]
+    await asyncio.sleep(0)
+    places.give_back()
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    place.leave()
+    await asyncio.wait_for(places.take(), 60)
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_log_says_which_client_takes_no_replies_and_not_all_the_time(
+    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(waits, "_LOOK_S", 0.001)
+    ring = await serve(answer, **RESERVE)
+    client = await connect(description="careless")
+    stream = await client.submit(20)
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "takes no replies" in record.getMessage()]
+
+    with caplog.at_level(logging.WARNING, "shmring.ring"):
+        await eventually(lambda: len(said()) == 1)
+        [line] = said()
+        assert line.startswith(f"client {client.client_id} (careless, pid ")
+        assert "1 wait for it, the first one for 0 s, to its request 1; it has" in line
+        await asyncio.sleep(0.1)
+        assert len(said()) == 1, "once a minute"
+    stream.abort()
+    await eventually(lambda: not ring.statistics().replies_waiting)
+    await eventually(lambda: ring._shell.replies._waits._timer is None)
+
+
+def test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then() -> None:
+    """Whether others may pass, look by look: it comes first for 50 ms of each second."""
+    told: list[bool] = []
+
+    async def look() -> None:
+        looks: Callable[[], None] = watching._look
+        for _ in range(41):
+            looks()
+            assert watching._timer is not None
+            watching._timer.cancel()
+
+    class Life:
+        is_over = False
+
+        @property
+        def loop(self) -> asyncio.AbstractEventLoop:
+            return asyncio.get_running_loop()
+
+    watching = waits.Waits(Life(), str, told.append)  # type: ignore[arg-type]
+    asyncio.run(look())
+    assert told == ([True] * 19 + [False]) * 2 + [True]
