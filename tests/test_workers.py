@@ -1099,6 +1099,18 @@ async def test_receivers_are_served_in_turn_and_a_cancelled_one_passes_its_turn_
             assert message.payload == expected
 
 
+async def test_a_message_that_came_to_a_receiver_just_cancelled_goes_to_the_next(serve: Any, join: Any, turns: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    receivers = [asyncio.create_task(worker.receive()) for _ in range(2)]
+    await turns()
+    ring.broadcast_nowait(1)
+    worker._connection._link.poll()  # it wakes the first
+    receivers[0].cancel()
+    with await asyncio.wait_for(receivers[1], 20) as message:
+        assert message.payload == 1
+
+
 async def test_who_does_not_wait_takes_nothing_from_those_who_do(serve: Any, join: Any, turns: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()

@@ -10,6 +10,7 @@ from tests.mutants import (
     python_clients,
     python_links,
     python_plugins,
+    python_rings,
     python_server,
     rings,
 )
@@ -23,5 +24,6 @@ FAULTS = (
     *python_links.FAULTS,
     *python_clients.FAULTS,
     *python_plugins.FAULTS,
+    *python_rings.FAULTS,
     *python_server.FAULTS,
 )

@@ -1,0 +1,253 @@
+"""Faults in the Python of a ring and of a worker."""
+
+from __future__ import annotations
+
+from tests.faulty import faults_in
+
+FAULTS = (
+    *faults_in(
+        "shmring/ring/replies.py",
+        (
+            "a reply that waited for space is still called when its request ends",
+            "            self._end.forget_on_end(claim, give_up)\n",
+            "",
+            "tests/test_claim.py::test_many_waits_of_one_claim_leave_nothing_behind",
+        ),
+        (
+            "a reply that waits for space is not told that its request has ended",
+            "        self._end.call_on_end(claim, give_up)\n",
+            "",
+            "tests/test_claim.py::test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_any_longer",
+        ),
+        (
+            "the slot of a reply that was not sent at once is lost",
+            "            if slot is not None and not sent:\n                "
+            "self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))\n\n    def _ref",
+            "            pass\n\n    def _ref",
+            "tests/test_claim.py::test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back",
+        ),
+        (
+            "reply space that is granted to a reply that was cancelled is lost",
+            "return [] if give(place, slot) else self._discarded(slot)",
+            "give(place, slot)\n        return []",
+            "tests/test_claim.py::test_space_that_comes_to_a_reply_that_was_cancelled_just_now_is_free",
+        ),
+        (
+            "a reply that leaves the line for space stays in the book",
+            "        self._carry_out(self._book.cancel_reply(place))",
+            "        pass",
+            "tests/test_claim.py::test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing",
+        ),
+    ),
+    *faults_in(
+        "shmring/ring/workers.py",
+        (
+            "the pidfd of a worker that is gone stays open",
+            "            worker = self._workers.pop(record)\n            worker.watch.close()",
+            "            worker = self._workers.pop(record)",
+            "tests/test_workers.py::test_workers_that_have_gone_leave_no_descriptors",
+        ),
+        (
+            "messages of a worker that was dropped are looked for once",
+            "        if has_departed and self.book.outstanding and self._looking is None:",
+            "        if False:",
+            "tests/test_workers.py::test_what_a_dropped_worker_reads_comes_back_though_it_rings_no_more",
+        ),
+        (
+            "who waits for workers is not told that the ring closes",
+            "        self._joined.give_all(None)\n        self._changes",
+            "        self._changes",
+            "tests/test_workers.py::test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits",
+        ),
+        (
+            "senders that wait for their turn are not told that the ring closes",
+            "        self._line.give_all(None)\n",
+            "",
+            "tests/test_workers.py::test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits",
+            "Equivalent: who has the turn is told, and passes it on.",
+        ),
+        (
+            "a sender that waits for workers is not told that the ring closes",
+            "        self._changes.give_all(None)\n        if self._looking",
+            "        if self._looking",
+            "tests/test_workers.py::test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits",
+            "Equivalent: the ends of the workers' connections wake it as well, in the next turn of the loop.",
+        ),
+        (
+            "a turn to send that came as its sender was cancelled is lost",
+            "lambda _: self._pass_turn(parcel), lambda _",
+            "lambda _: None, lambda _",
+            "tests/test_workers.py::test_a_turn_that_came_as_its_sender_was_cancelled_goes_to_the_next",
+        ),
+        (
+            "a sender overtakes those that wait",
+            "(*self._sending, *self._line.values())",
+            "(*self._sending,)",
+            "tests/test_workers.py::test_who_sends_to_others_stands_in_line_behind_who_sends_to_all",
+        ),
+        (
+            "a sender that leaves the line keeps those behind it waiting",
+            "lambda _: self._give_turns())",
+            "lambda _: None)",
+            "tests/test_workers.py::test_who_sends_to_others_stands_in_line_behind_who_sends_to_all",
+        ),
+        (
+            "who waits for workers is not told that one has joined",
+            '        self._joined.give_all(None)\n        logger.info("%s has joined", worker)',
+            '        logger.info("%s has joined", worker)',
+            "tests/integration/test_workers.py::test_processes_get_the_same_in_the_same_order_and_reply",
+        ),
+        (
+            "a message that is not sent keeps its memory",
+            "        finally:\n            self.end.discard(parcel)",
+            "        finally:\n            pass",
+            "tests/test_workers.py::test_who_has_memory_and_waits_for_place_is_told_whom_it_waits_for",
+        ),
+        (
+            "the descriptors of a worker's memory stay open",
+            "            for fd in fds:\n                os.close(fd)",
+            "            pass",
+            "tests/test_workers.py::test_workers_that_have_gone_leave_no_descriptors",
+        ),
+        (
+            "memory for broadcasts that could not be reserved is never tried again",
+            "        self._reserving = None  # it holds",
+            "        # it holds",
+            "tests/test_raised_errors.py::test_an_engine_keeps_none_of_a_memory_that_it_could_not_reserve",
+        ),
+        (
+            "a worker may say in parts as much as it likes",
+            "if self.parts_nbytes > _MOST_ANSWERS *",
+            "if self.parts_nbytes < -_MOST_ANSWERS *",
+            "tests/test_workers.py::test_parts_without_end_are_bounded",
+        ),
+    ),
+    *faults_in(
+        "shmring/ring/handling.py",
+        (
+            "a batch is kept until the next one has come",
+            "            claims = claim = reply = None  # type",
+            "            # type",
+            "tests/test_batches.py::test_a_batch_that_was_answered_is_forgotten_before_the_next_one_comes",
+        ),
+        (
+            "claims of a batch whose handler failed are not failed",
+            "        for claim in claims:\n            claim.fail(error)\n",
+            "",
+            "tests/test_batches.py::test_a_handler_that_raises_fails_its_batch_and_nothing_else",
+        ),
+        (
+            "a claim whose handler was cancelled before its first step is never left",
+            "        if not claim.released:  # cancelled",
+            "        if False:  # cancelled",
+            "tests/test_batches.py::test_a_reply_that_was_not_begun_when_the_loop_ends_fails_its_request",
+        ),
+        (
+            "an abort does not cancel its handler",
+            "            claim.on_abort(task.cancel)\n",
+            "",
+            "tests/test_ring.py::test_a_handler_whose_request_is_aborted_is_cancelled",
+        ),
+        (
+            "a handler that was cancelled, and not aborted, counts as ended",
+            "        if not claim.aborted:\n            raise",
+            "        pass",
+            "tests/test_ring.py::test_cancelling_run_fails_what_it_was_handling",
+            "Equivalent: its claim has failed already, and nobody looks at how its task has ended.",
+        ),
+    ),
+    *faults_in(
+        "shmring/ring/handshakes.py",
+        (
+            "a peer that was refused keeps its pidfd open",
+            "            os.close(peer.pidfd)\n            refuse(peer.socket, reason)",
+            "            refuse(peer.socket, reason)",
+            "tests/test_ring.py::test_who_was_refused_leaves_no_descriptor",
+        ),
+        (
+            "who has left its place is remembered",
+            "                self._pids.pop(waiting, None)\n",
+            "                pass\n",
+            "tests/test_ring.py::test_who_has_said_hello_counts_no_more_as_one_who_says_nothing",
+        ),
+        (
+            "a connection that was refused stays open",
+            "            self.refused += 1\n            connected.close()\n",
+            "            self.refused += 1\n",
+            "tests/test_ring.py::test_more_clients_than_may_connect_are_refused_until_one_goes",
+        ),
+        (
+            "connections that have gone count for all processes",
+            "sum(not frontend.connected and frontend.pid == peer.pid for",
+            "sum(not frontend.connected for",
+            "tests/test_ring.py::test_connections_that_have_gone_count_for_their_process_alone",
+        ),
+        (
+            "the descriptors of a frontend's rings stay open",
+            "            for fd in ring_fds:\n                os.close(fd)",
+            "            pass",
+            "tests/test_ring.py::test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can",
+        ),
+    ),
+    *faults_in(
+        "shmring/ring/shell.py",
+        (
+            "only the first of those who claim is woken",
+            "                if self._claimers:\n                    self.request_arrived()\n                return claim",
+            "                return claim",
+            "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
+        ),
+        (
+            "a request whose claimer was cancelled as it came is handed to nobody",
+            "await self._claimers.wait(lambda _: self.request_arrived())",
+            "await self._claimers.wait(lambda _: None)",
+            "tests/test_ring.py::test_a_cancelled_claimer_passes_its_turn_on",
+        ),
+        (
+            "who claims overtakes those that wait for a request",
+            "if not self._claimers and (claim := self.end.claim_now()) is not None:",
+            "if (claim := self.end.claim_now()) is not None:",
+            "tests/test_ring.py::test_claimers_are_served_in_the_order_in_which_they_wait",
+            "Equivalent: as long as anybody waits, the end is crowded, and claims nothing at once.",
+        ),
+        (
+            "a ring that drains claims further requests",
+            "        if self._is_draining:\n            raise ClosedError",
+            "        if False:\n            raise ClosedError",
+            "tests/test_batches.py::test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more",
+        ),
+    ),
+    *faults_in(
+        "shmring/worker/worker.py",
+        (
+            "a receiver that was cancelled as a record came wakes nobody",
+            "await self._receivers.wait(lambda _: self._wake())",
+            "await self._receivers.wait(lambda _: None)",
+            "tests/test_workers.py::test_a_message_that_came_to_a_receiver_just_cancelled_goes_to_the_next",
+        ),
+        (
+            "a message is received out of turn",
+            "return None if self._receivers else self.next()",
+            "return self.next()",
+            "tests/test_workers.py::test_who_does_not_wait_takes_nothing_from_those_who_do",
+        ),
+        (
+            "a reply that found no room may not be sent again",
+            "            self._end.unmark_answered(message)  # nothing",
+            "            # nothing",
+            "tests/test_ends_inside_calls.py::test_a_reply_that_is_cancelled_before_it_was_sent_was_none",
+        ),
+        (
+            "receivers are woken one by one when no more will come",
+            "len(self._receivers) if self._reason is not None else len(self._records)",
+            "len(self._records)",
+            "tests/test_workers.py::test_all_who_wait_for_a_message_hear_of_the_end",
+        ),
+        (
+            "why a worker has ended is what came last",
+            "        if self._reason is None:\n            self._reason = reason",
+            "        self._reason = reason",
+            "tests/test_workers.py::test_a_dropped_worker_is_told_and_keeps_what_it_reads",
+        ),
+    ),
+)
