@@ -12,6 +12,7 @@ from tests.mutants import (
     python_plugins,
     python_rings,
     python_server,
+    python_threads,
     rings,
 )
 
@@ -26,4 +27,5 @@ FAULTS = (
     *python_plugins.FAULTS,
     *python_rings.FAULTS,
     *python_server.FAULTS,
+    *python_threads.FAULTS,
 )
