@@ -63,8 +63,10 @@ class Line(dict[Place[_Thing], Any], Generic[_Thing]):
             del self[place]
             if place.done() and not place.cancelled() and place.exception() is None:
                 unused(place.result())
-            elif left is not None:
-                left(place)
+            else:
+                place.cancel()  # unless it was failed: so whoever has something for it sees that its task has left
+                if left is not None:
+                    left(place)
             raise
         else:
             del self[place]

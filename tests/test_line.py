@@ -105,6 +105,20 @@ async def test_who_leaves_with_nothing_is_told_to_left(three: Waiters) -> None:
     assert (second, str(third)) == ("b", "'the end'")
 
 
+async def test_a_place_that_was_left_by_another_exception_takes_nothing() -> None:
+    """Who awaits by hand can throw anything into a call; nothing cancels what it awaits then."""
+    line: Line[str] = Line()
+    unused: list[str] = []
+    place = line.enter()
+    staying = line.stay(place, unused.append)
+    staying.send(None)
+    with pytest.raises(KeyError):
+        staying.throw(KeyError("thrown in"))
+    assert not give(place, "a")
+    assert not line
+    assert unused == []
+
+
 async def test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled() -> None:
     taken = []
     line: Line[None] = Line()

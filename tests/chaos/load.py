@@ -36,6 +36,9 @@ _USUAL_NBYTES = (2_000, 500_000)
 _LARGE_NBYTES = (1 << 20, 4 << 20)
 _ONE_IN_LARGE = 20
 _REPLY_NBYTES = (16, 200_000)
+_UNREAD_NBYTES = (100_000, 1 << 20)  # of a reply that others of its client may have to wait for: a few fill the reserve
+_UNREAD_AT_ONCE = (3, 9)  # such requests of one caller
+_UNREAD_S = 1.0  # for which a caller reads none of them, at most
 _KEYS = 40  # of content that is kept, for all frontends; more than fits
 _PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
 
@@ -105,6 +108,8 @@ class Load:
             "in place, twice": (6, self._in_place_twice),
             "inline": (8, self._inline),
             "kept": (14, self._kept),
+            "read in any order": (4, self._in_any_order),
+            "not read": (3, self._not_read),
             "stream": (10, self._stream),
             "stream left early": (8, self._stream_left),
             "aborted": (14, self._aborted),
@@ -290,6 +295,41 @@ class Load:
             await cargo.check_aside(tensor, number, checksum, f"in what is kept, as process {self._pid} sees it")
             del tensor
         return outcome
+
+    @asynccontextmanager
+    async def _several(self, number: int) -> AsyncIterator[list[tuple[int, shmring.Submission]]]:
+        """Several requests with large replies, and the numbers that these carry; what is not read is given up afterwards."""
+        submissions: list[tuple[int, shmring.Submission]] = []
+        try:
+            for _ in range(self._chance.randrange(*_UNREAD_AT_ONCE)):
+                order = await self._drawn(number, reply_nbytes=self._between(_UNREAD_NBYTES))
+                submission = await self._connected.submit(order, request_id=str(submissions[0][0] if submissions else number))
+                submissions.append((number, submission))
+                self._number = number = self._number + 1
+            yield submissions
+        finally:
+            for _, submission in submissions:
+                submission.abort()
+
+    async def _in_any_order(self, number: int) -> Outcome:
+        """Reads the replies to several requests in any order, and mostly beginning with the last."""
+        async with self._several(number) as submissions:
+            submissions.reverse()
+            if self._chance.randrange(3) == 0:
+                self._chance.shuffle(submissions)
+            for sent, submission in submissions:
+                await self._checked(sent, 0, await submission.result(Answer))
+        return "answered"
+
+    async def _not_read(self, number: int) -> Outcome:
+        """Reads none of the replies to several requests for a while, and then the last one, or none."""
+        async with self._several(number) as submissions:
+            await asyncio.sleep(self._chance.uniform(0, _UNREAD_S))
+            if self._chance.randrange(2):
+                return "aborted"
+            sent, submission = submissions[-1]
+            await self._checked(sent, 0, await submission.result(Answer))
+        return "answered"
 
     async def _stream(self, number: int) -> Outcome:
         order = await self._drawn(number, replies=self._chance.randrange(0, 12))

@@ -96,7 +96,7 @@ def _simulate(
         result = _explore(names or tuple(EXPLORATIONS), max_states)
         _console().print(_explored_table(result.explorations))
     else:
-        result = walk(steps, seed, _Progress[Walk](_walked), injectors=1)
+        result = walk(steps, seed, _Progress[Walk](_walked), injectors=1, stops=True)
         _console().print(_walk_table(result))
     if saved is not None:
         saved.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")

@@ -292,6 +292,32 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         turns_wait=True,
         without=_NEVER | _OF_FRONTENDS | {Kind.RELEASE},
     ),
+    # A frontend that has stopped, in whatever place it is, beside one that is idle and one that wants a lease.
+    "stopped": msgspec.structs.replace(
+        _SMALLER,
+        leasable_blocks=2,
+        processes=3,
+        connected=3,
+        stops=True,
+        copies_wait=False,
+        max_disturbances=0,
+        without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST, Kind.SUBMIT, Kind.AWAIT},
+    ),
+    # A caller that reads one of two replies before the other, or none, and a reserve with room for one.
+    "unread": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        leasable_blocks=2,
+        max_slots=2,
+        max_requests=2,
+        max_replies=1,
+        reply_blocks_wanted=(1,),
+        copies_wait=False,
+        turns_wait=True,
+        stops=True,
+        max_disturbances=0,
+        without=_NEVER | {Kind.STOP, Kind.RELEASE, Kind.GOODBYE},
+    ),
     # A worker that has stopped, beside one to whom others are sent.
     "stopped worker": msgspec.structs.replace(
         _WITH_WORKERS,
