@@ -63,6 +63,7 @@ class Interrupted(Generic[_Result]):
                 if self._how is Interruption.THROWN:
                     if awaited is not None:
                         awaited._asyncio_future_blocking = False  # else the task takes it for awaited
+                        awaited.cancel()  # as a cancellation does: else a loop goes on looking at a socket that is closed
                     error = Thrown("thrown in")
                     continue
                 self._cancel(task, awaited)
