@@ -7,6 +7,7 @@ import os
 
 import msgspec
 
+from shmring.core.welcome import check_engine_name
 from shmring.door import timeout_of
 from shmring.snapshot import RingSnapshot
 from shmring.transport.endpoint import inspect_engine, socket_path
@@ -27,9 +28,11 @@ async def inspect(name: str, *, socket_dir: str | None = None, timeout: float | 
     Raises:
         EngineDeadError: there is no engine of that name.
         PermissionError: its socket, or the directory of that, is not safe.
-        RemoteProtocolError: it is of a version that can't be asked.
+        RemoteProtocolError: it is of a version that can't be asked, or another engine listens in its place.
         TimeoutError: its loop does not run; ``kill -USR1`` has a server's process write its stacks to its log.
     """
     async with asyncio.timeout(timeout_of(timeout)):
         answer = await inspect_engine(socket_path(name, socket_dir), frozenset({os.getuid()}))
-    return msgspec.json.decode(answer, type=RingSnapshot)
+    snapshot = msgspec.json.decode(answer, type=RingSnapshot)
+    check_engine_name(snapshot.name, name)
+    return snapshot

@@ -371,6 +371,7 @@ class Welcome(_Message, frozen=True, tag=102):
     base_lease: LeaseGrant | None
     device_slab: DeviceHandle | None = None
     kept_nbytes: Unsigned = 0
+    engine_name: ShortText = ""
 
 
 FailureKind = Literal["error", "aborted", "timed_out", "invalid"]
@@ -459,6 +460,7 @@ class WorkerWelcome(_Message, frozen=True, tag=121):
     max_payload_nbytes: Unsigned
     max_tensors: Unsigned
     max_values: Unsigned
+    engine_name: ShortText = ""
 
 
 class RankTaken(_Message, frozen=True, tag=122):
@@ -466,6 +468,7 @@ class RankTaken(_Message, frozen=True, tag=122):
 
     rank: Rank
     pid: int
+    engine_name: ShortText = ""
 
 
 FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | ReplyRead | Call | Goodbye | Find | Keep | Unpin

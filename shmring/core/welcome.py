@@ -9,13 +9,30 @@ from __future__ import annotations
 from shmring.core.compiled import largest_record_nbytes
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.messages import PROTOCOL_VERSION, Welcome, WorkerWelcome
+from shmring.core.printable import printable
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["check_welcome", "check_worker_welcome"]
+__all__ = ["check_engine_name", "check_welcome", "check_worker_welcome"]
 
 _MOST_NBYTES = (2**32 - 1) * BLOCK_NBYTES  # of both slabs: a book numbers blocks with 32 bits
 _MOST_CLIENTS = 2 ** (64 - GENERATION_BITS)  # what a generation, of 64 bits, has left for a client's number
 _MOST = 2**32 - 1  # of anything that is counted
+
+
+def check_engine_name(said: str, meant: str) -> None:
+    """Raises RemoteProtocolError unless the engine that was reached is the one that was meant.
+
+    A path proves nothing: whoever may write to the directory can rename a socket, link it, or mount another one over it.
+
+    Args:
+        said: the name that the engine gives itself.
+        meant: the name that this process was told to reach.
+    """
+    if said != meant:
+        raise RemoteProtocolError(
+            f"the engine '{printable(said)}' listens where '{meant}' was looked for: its socket was renamed, linked or mounted "
+            "there; remove that file (an engine that lives makes its own again within a second)"
+        )
 
 
 def check_welcome(welcome: Welcome) -> None:

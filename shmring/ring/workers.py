@@ -445,7 +445,7 @@ class Workers:
         if taken is not None:
             pid = self._workers[taken].pid
             with contextlib.suppress(OSError):  # it may be gone
-                peer.socket.send(handshake_frame(RankTaken(join.rank, pid)))
+                peer.socket.send(handshake_frame(RankTaken(join.rank, pid, self.life.name)))
             raise RemoteProtocolError(f"process {pid} is worker {join.rank} already")
         if len(self._workers) >= self.book.max_workers:
             refuse(peer.socket, f"the engine has {self.book.max_workers} workers, and takes no more")
@@ -519,6 +519,7 @@ class Workers:
             max_payload_nbytes=int(config.max_payload_nbytes),
             max_tensors=config.max_tensors,
             max_values=config.max_values,
+            engine_name=self.life.name,
         )
 
     # -- workers go ----------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ from shmring.core.messages import (
     encode_message,
 )
 from shmring.core.printable import printable
+from shmring.core.welcome import check_engine_name
 from shmring.door import directory_of, shown, validate_name
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RankTakenError, RemoteProtocolError
 from shmring.snapshot import MAX_SNAPSHOT_NBYTES
@@ -710,7 +711,8 @@ async def _shake_hands(
 ) -> _Attached:
     pid = await _greet_engine(connected, path, hello, engine_uids)
     try:
-        return await _receive_welcome(connected, pid, Welcome if isinstance(hello, Hello) else WorkerWelcome, descriptors)
+        expected = Welcome if isinstance(hello, Hello) else WorkerWelcome
+        return await _receive_welcome(connected, pid, path.stem, expected, descriptors)
     except BaseException:
         give_up(connected)
         raise
@@ -753,13 +755,15 @@ def give_up(connected: socket.socket) -> None:
 
 
 async def _receive_welcome(
-    connected: socket.socket, pid: int, expected: type[Welcome | WorkerWelcome], descriptors: int
+    connected: socket.socket, pid: int, name: str, expected: type[Welcome | WorkerWelcome], descriptors: int
 ) -> _Attached:
     prefix, fds = await _receive_with_fds(connected, descriptors)
     try:
         message = await _receive_body(connected, prefix)
         if isinstance(message, Refused):
             raise RemoteProtocolError(f"the engine refused this {_ROLES[expected]}: {printable(message.reason)}")
+        if isinstance(message, RankTaken | Welcome | WorkerWelcome):
+            check_engine_name(message.engine_name, name)
         if isinstance(message, RankTaken):
             raise RankTakenError(f"process {message.pid} is this engine's worker {message.rank}", rank=message.rank)
         if not isinstance(message, Welcome | WorkerWelcome) or type(message) is not expected or len(fds) != descriptors:

@@ -122,9 +122,10 @@ GOLDEN: dict[Any, str] = {
         base_lease=LeaseGrant(token=0x41, lease_id=0x42, offset=0x43, nbytes=0x44),
         device_slab=DeviceHandle(uuid="GPU", memory=HANDLE, nbytes=0x45),
         kept_nbytes=0x3E,
+        engine_name="vis",
     ): (
-        f"dc0013 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d 3f"
-        f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e"
+        f"dc0014 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d 3f"
+        f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e a3766973"
     ),
     Failed(request_id=0x31, kind="invalid", type_name="KeyError", message="'x'"): (
         "95 69 31 a7696e76616c6964 a84b65794572726f72 a3277827"
@@ -148,8 +149,9 @@ GOLDEN: dict[Any, str] = {
         max_payload_nbytes=0x37,
         max_tensors=0x38,
         max_values=0x39,
-    ): f"9b 79 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39",
-    RankTaken(rank=0x31, pid=0x32): "93 7a 31 32",
+        engine_name="vis",
+    ): f"9c 79 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 a3766973",
+    RankTaken(rank=0x31, pid=0x32, engine_name="vis"): "94 7a 31 32 a3766973",
 }
 
 #: Who reads what: the types that each decoder takes.
@@ -330,7 +332,7 @@ def test_what_is_no_message_is_refused(fields: Any) -> None:
 
 def welcome_with(handle: list[Any]) -> list[Any]:
     fields = plain(next(message for message in GOLDEN if isinstance(message, Welcome)))
-    return changed(fields, len(fields) - 2, handle)
+    return changed(fields, len(fields) - 3, handle)
 
 
 #: The most that is taken, or its like, and beside it what is refused: so that it is refused for nothing else.
@@ -340,6 +342,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "the name of an error": ([105, 1, "error", "x" * 256, ""], [105, 1, "error", "x" * 257, ""]),
     "the name of a worker": ([31, 1, 0, "x" * 256], [31, 1, 0, "x" * 257]),
     "the name of a worker's error": ([33, 1, "x" * 256, ""], [33, 1, "x" * 257, ""]),
+    "the name of an engine": ([122, 0, 1, "x" * 256], [122, 0, 1, "x" * 257]),
     "the rank of a worker": ([31, 1, 2**31 - 1, ""], [31, 1, 2**31, ""]),
     "a kind of failure": ([105, 1, "error", "", ""], [105, 1, "bored", "", ""]),
     "why content is not kept": ([113, 1, "full"], [113, 1, "bored"]),
@@ -383,7 +386,7 @@ def forged(message: Any) -> Iterator[Any]:
         for index in [index for index in range(1, len(fields)) if type(fields[index]) is int]:
             yield from (changed(fields, index, number) for number in (-1, -(2**63), BIGGEST + 1, 2**64 - 1))
     if isinstance(message, Welcome):
-        for index in (-3, -2):
+        for index in (-4, -3):
             yield from ([*fields[:index], part, *fields[index + 1 :]] for part in ([*fields[index], 0], fields[index][:-1]))
 
 

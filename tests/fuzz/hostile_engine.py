@@ -316,7 +316,7 @@ class _HostileEngine:
             Failed(recent, "error", "E", "text"),
             self._found(recent),
             NotKept(recent, "pins"),
-            RankTaken(0, 1),
+            RankTaken(0, 1, NAME),
             _welcome(),
             _worker_welcome(),
         ]
@@ -343,6 +343,7 @@ def _welcome() -> Welcome:
         base_lease=LeaseGrant(0, 1, BLOCK_NBYTES, 3 * BLOCK_NBYTES),
         device_slab=None,
         kept_nbytes=4 * BLOCK_NBYTES,
+        engine_name=NAME,
     )
 
 
@@ -358,6 +359,7 @@ def _worker_welcome() -> WorkerWelcome:
         max_payload_nbytes=1 << 16,
         max_tensors=_MAX_TENSORS,
         max_values=_MAX_VALUES,
+        engine_name=NAME,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shmring.core.messages import PROTOCOL_VERSION, Abort, Hello, Refused, Welcome
@@ -46,7 +47,7 @@ HELLO = Hello(PROTOCOL_VERSION, 65536, "tester")
 WELCOME = Welcome(
     version=PROTOCOL_VERSION, epoch=5, client_id=1, slab_nbytes=8192, block_nbytes=4096, leasable_nbytes=4096,
     max_inflight=1, max_calls=1, max_leases=1, message_ring_nbytes=1 << 16, max_record_nbytes=1 << 14, inline_nbytes=1,
-    max_payload_nbytes=1, max_tensors=1, max_values=1, base_lease=None,
+    max_payload_nbytes=1, max_tensors=1, max_values=1, base_lease=None, engine_name="unit",
 )  # fmt: skip
 
 
@@ -617,6 +618,7 @@ WELCOME_FRAME = handshake_frame(WELCOME)
         (WELCOME_FRAME[:-1], 1, EngineDeadError, "ended the connection"),
         (WELCOME_FRAME, 0, RemoteProtocolError, "did not answer Hello"),
         (WELCOME_FRAME, 2, RemoteProtocolError, "did not answer Hello"),
+        (handshake_frame(msgspec.structs.replace(WELCOME, engine_name="other\n")), 5, RemoteProtocolError, r"other\n"),
         (handshake_frame(Refused("no thanks")), 0, RemoteProtocolError, "no thanks"),
         (handshake_frame(Refused("no thanks")), 1, RemoteProtocolError, "no thanks"),
         (frame_of(b"\xc1\xc1"), 1, RemoteProtocolError, "not a message"),
