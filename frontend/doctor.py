@@ -34,7 +34,7 @@ import shmring
 from shmring.frontend.memory_checks import Check, memory_checks, size_of, text_of
 from shmring.memory import huge_pages
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
-from shmring.transport.endpoint import socket_path, sweep_names
+from shmring.transport.listener import socket_path, sweep_names
 
 __all__ = ["Check", "has_problem", "remove_leftovers", "run_checks", "show"]
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Iterator
 
 import click
@@ -28,13 +27,14 @@ from shmring.errors import EngineDeadError, ShmringError
 from shmring.frontend.settings import frontend_name
 from shmring.processes.process import Process
 from shmring.snapshot import RingSnapshot
-from shmring.transport.endpoint import handshake_frame, socket_path
+from shmring.transport.endpoint import handshake_frame
+from shmring.transport.listener import socket_path
+from shmring.transport.peers import peer_pid
 
 __all__ = ["drain", "restart"]
 
 _LOOK_S = 0.2
 _PROGRESS_S = 5.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 class _CannotError(Exception):
@@ -264,7 +264,7 @@ class _Watch:
     def _check_namespace(self, snapshot: RingSnapshot) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
             connected.connect(os.fspath(socket_path(snapshot.name, self._socket_dir)))
-            pid, _, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            pid = peer_pid(connected)
             connected.sendall(handshake_frame(Inspect(PROTOCOL_VERSION)))  # the engine warns of those that say nothing
         if pid != snapshot.pid:
             raise _CannotError(f"the engine {snapshot.name} runs in another container: run this command in that one")

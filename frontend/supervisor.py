@@ -64,7 +64,7 @@ from shmring.frontend.listening import listen, place_of, url_of
 from shmring.frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
 from shmring.frontend.settings import ProcessSettings
 from shmring.processes.child import say_ready
-from shmring.transport.endpoint import socket_path
+from shmring.transport.listener import socket_path
 
 if TYPE_CHECKING:
     from shmring.frontend.key_usage import UsageTable

@@ -17,7 +17,7 @@ from shmring.client.inspecting import inspect
 from shmring.engine.settings import MAX_ENGINES, engine_names
 from shmring.errors import ShmringError
 from shmring.snapshot import RingSnapshot, Run
-from shmring.transport.endpoint import socket_path
+from shmring.transport.listener import socket_path
 
 __all__ = ["print_once", "view", "watch"]
 

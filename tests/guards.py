@@ -683,10 +683,10 @@ GUARDS = (
     ),
     Guard(
         "a name is its engine's own while that lives, also if its directory is removed",
-        "shmring/transport/endpoint.py",
+        "shmring/transport/listener.py",
         "            if uid == os.getuid():\n",
         "            if False:\n",
-        "tests/transport/test_endpoint.py::test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses",
+        "tests/transport/test_listener.py::test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses",
     ),
     Guard(
         "an error of pidfd_open is no proof of death",
@@ -704,17 +704,17 @@ GUARDS = (
     ),
     Guard(
         "nobody else can write to the directory of the socket",
-        "shmring/transport/endpoint.py",
+        "shmring/transport/listener.py",
         "if status.st_mode & 0o022:",
         "if False:",
-        "tests/transport/test_endpoint.py::test_a_directory_that_others_can_write_to_is_refused_by_both_ends",
+        "tests/transport/test_listener.py::test_a_directory_that_others_can_write_to_is_refused_by_both_ends",
     ),
     Guard(
         "a link in the place of the socket is refused",
         "shmring/transport/endpoint.py",
         '    if not stat.S_ISSOCK(mode):\n        raise PermissionError(f"{path} is in the place of the socket and is none (',
         '    if False:\n        raise PermissionError(f"{path} is in the place of the socket and is none (',
-        "tests/transport/test_endpoint.py::test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched",
+        "tests/transport/test_listener.py::test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched",
     ),
     Guard(
         "message rings are sealed by the engine, which makes them",
@@ -1139,10 +1139,10 @@ GUARDS = (
     ),
     Guard(
         "a sweep leaves the locks of other programs",
-        "shmring/transport/endpoint.py",
+        "shmring/transport/listener.py",
         "    if mark != _LOCK_MARK:",
         "    if False:",
-        "tests/transport/test_endpoint.py::test_a_sweep_leaves_what_is_not_ours",
+        "tests/transport/test_listener.py::test_a_sweep_leaves_what_is_not_ours",
     ),
     Guard(
         "the backlog of a peer that does not read is bounded",

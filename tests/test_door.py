@@ -326,7 +326,7 @@ RING: dict[str, tuple[str, Try]] = {
         "calls",
         lambda w, v: leave(shmring.serve("made", calls=v, socket_dir=w.socket_dir, slab_nbytes="256KiB")),
     ),
-    "serve socket_dir": ("socket_dir", lambda w, v: now(shmring.transport.endpoint.socket_path("made", v))),
+    "serve socket_dir": ("socket_dir", lambda w, v: now(shmring.transport.listener.socket_path("made", v))),
     "join name": ("name", lambda w, v: leave(shmring.join(v, 0, socket_dir=w.socket_dir, connect_timeout_s=0))),
     "join rank": ("rank", lambda w, v: leave(shmring.join("idle", v, socket_dir=w.socket_dir))),
     "join label": ("label", lambda w, v: leave(shmring.join("idle", 0, label=v, socket_dir=w.socket_dir))),

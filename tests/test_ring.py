@@ -632,7 +632,8 @@ _HANG_UP = """
 import asyncio, os, sys
 from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.errors import RemoteProtocolError
-from shmring.transport.endpoint import attach_engine, socket_path
+from shmring.transport.endpoint import attach_engine
+from shmring.transport.listener import socket_path
 
 async def hang_up(times):
     try:

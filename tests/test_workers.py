@@ -22,7 +22,8 @@ import shmring
 from shmring.core.compiled import EngineEnd
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
 from shmring.memory.slab import reserve_for_one_writer
-from shmring.transport.endpoint import give_up, handshake_frame, socket_path
+from shmring.transport.endpoint import give_up, handshake_frame
+from shmring.transport.listener import socket_path
 from shmring.worker.joining import Joined, join_in_time
 from tests.sessions import session_of
 from tests.tables import for_each

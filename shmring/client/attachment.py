@@ -18,7 +18,7 @@ from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBloc
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
-from shmring.transport.endpoint import socket_path
+from shmring.transport.listener import socket_path
 from shmring.transport.loops import check_loop
 
 __all__ = ["Attachment"]

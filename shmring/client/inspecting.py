@@ -10,7 +10,8 @@ import msgspec
 from shmring.core.welcome import check_engine_name
 from shmring.door import timeout_of
 from shmring.snapshot import RingSnapshot
-from shmring.transport.endpoint import inspect_engine, socket_path
+from shmring.transport.endpoint import inspect_engine
+from shmring.transport.listener import socket_path
 
 __all__ = ["inspect"]
 

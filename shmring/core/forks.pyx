@@ -6,7 +6,7 @@ So forks are counted: libc calls a hook in each child, before ``fork`` returns t
 remembers the count, and compares it: compiled code calls ``forks()``, a load and a compare; Python has an :class:`Origin`.
 
 No other code of the package detects forks. Two other hooks act in a new child without a check. With Python's hook,
-:mod:`shmring.transport.endpoint` closes the sockets and locks of its parent there. A hook in ``memory/copy_helpers.c`` forgets
+:mod:`shmring.transport.listener` closes the sockets and locks of its parent there. A hook in ``memory/copy_helpers.c`` forgets
 the threads that help with large copies; that C code is an extension of its own.
 
 Invariants: the count only grows, and only in a child, which has one thread then. A child that is to become another program

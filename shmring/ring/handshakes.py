@@ -28,8 +28,10 @@ from shmring.ring import limits
 from shmring.ring.frontend import Frontend
 from shmring.ring.injecting import Injector
 from shmring.ring.life import Life
-from shmring.transport.endpoint import Listener, Peer, answer_inspection, describe_peer, greet, peer_pid, refuse, send_welcome
+from shmring.transport.endpoint import Peer, answer_inspection, greet, refuse, send_welcome
+from shmring.transport.listener import Listener
 from shmring.transport.liveness import ProcessWatch
+from shmring.transport.peers import describe_peer, peer_pid
 from shmring.transport.rings import map_rings, sealed_rings
 
 __all__ = ["Handshakes"]

@@ -20,7 +20,7 @@ from shmring.ring.life import Life
 from shmring.ring.reserve import reserve
 from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
-from shmring.transport.endpoint import Listener, socket_path
+from shmring.transport.listener import Listener, socket_path
 
 __all__ = ["create_shell", "serve"]
 

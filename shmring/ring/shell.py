@@ -62,7 +62,7 @@ from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
 from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics
-from shmring.transport.endpoint import Listener
+from shmring.transport.listener import Listener
 
 __all__ = ["Shell"]
 

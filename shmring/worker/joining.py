@@ -30,7 +30,8 @@ from shmring.core.welcome import check_worker_welcome
 from shmring.errors import EngineDeadError
 from shmring.memory.slab import map_read_only
 from shmring.memory.tensors import make_decoder, make_packer
-from shmring.transport.endpoint import JoinedEngine, give_up, join_engine, socket_path
+from shmring.transport.endpoint import JoinedEngine, give_up, join_engine
+from shmring.transport.listener import socket_path
 from shmring.transport.rings import check_sealed, map_rings
 
 __all__ = ["Joined", "join_in_time"]

@@ -19,7 +19,7 @@ from shmring.frontend import doctor, memory_checks
 from shmring.frontend.cli import main
 from shmring.frontend.doctor import Check
 from shmring.memory.slab import NAME_PREFIX
-from shmring.transport.endpoint import Listener
+from shmring.transport.listener import Listener
 from tests.tables import for_each
 
 GIB = 1 << 30

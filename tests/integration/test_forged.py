@@ -34,7 +34,8 @@ from shmring.core.messages import (
     encode_message,
 )
 from shmring.memory.slab import Slab
-from shmring.transport.endpoint import attach_engine, socket_path
+from shmring.transport.endpoint import attach_engine
+from shmring.transport.listener import socket_path
 from shmring.transport.rings import map_rings
 from tests.records import slot_extension, slot_header, submit_of, tensor_extension
 
