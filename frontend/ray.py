@@ -24,6 +24,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.supervision import seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.frontend.ray_options import settings_of_arguments
+from shmring.transport.liveness import ProcessId
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -96,19 +97,19 @@ class _Replica:
         start_tracing(settings.engine.otlp_traces_endpoint, "frontend")
         name = f"{settings.engine.name}-{serve.get_replica_context().replica_id.unique_id}"
         self._engine, where = await start_engine(name, settings.engine)
-        self._end_with_engine(where.pid)
+        self._end_with_engine(where.process)
         config = ClientConfig(socket_dir=where.socket_dir, connect_timeout_s=_CONNECT_TIMEOUT_S)
         self._client = await EngineClient.connect(where.ring, config, description="frontend")
         seldom_look_for_garbage()
 
-    def _end_with_engine(self, pid: int) -> None:
+    def _end_with_engine(self, engine: ProcessId) -> None:
         loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = engine.open()
 
         def ended() -> None:
             loop.remove_reader(self._pidfd)
             loop.call_later(_FAILING_S, os._exit, 1)
-            logger.critical("the engine of this replica has ended, and the replica ends with it: pid %d", pid)
+            logger.critical("the engine of this replica has ended, and the replica ends with it: pid %d", engine.pid)
 
         loop.add_reader(self._pidfd, ended)
 

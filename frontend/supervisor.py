@@ -37,6 +37,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import gc
 import math
@@ -561,10 +562,13 @@ def _pids(children: Mapping[int, Child]) -> str:
 
 
 def _listens(path: Path) -> bool:
-    """Says whether a process listens on a Unix socket. (The file alone may be left from one that was killed.)"""
+    """Says whether a process listens on a Unix socket. (The file alone may be left from one that was killed.)
+
+    EAGAIN: as many connections wait for it as may. It is stopped, say.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) == 0
+        return probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)
 
 
 def _forget_gauges(pid: int, metrics_dir: str) -> None:

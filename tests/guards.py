@@ -696,6 +696,13 @@ GUARDS = (
         "tests/transport/test_liveness.py::test_only_a_process_that_is_not_there_is_gone",
     ),
     Guard(
+        "a process that has got the number of another one is not that one",
+        "shmring/transport/liveness.py",
+        "            if int(_stat_of(self.pid)[_STARTED]) == self.started:",
+        "            if True:",
+        "tests/transport/test_liveness.py::test_a_process_is_known_by_its_number_and_when_it_started",
+    ),
+    Guard(
         "a silent connection keeps no other out",
         "shmring/ring/handshakes.py",
         "            self._free_one()\n",

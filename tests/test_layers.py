@@ -65,6 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
         *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.distributions", "shmring.engine.metrics"),
         *("shmring.engine.logs", "shmring.engine.settings", "shmring.engine.tracing"),
+        "shmring.transport.liveness",  # it ends with its replica's process
     ),
 }
 PARTS = ("shmring", *ALLOWED)

@@ -909,6 +909,25 @@ async def test_whoever_removes_the_directory_of_the_socket_keeps_nobody_out(
     await (await serve(echo, socket_dir=str(directory))).close()
 
 
+async def test_a_lock_that_somebody_removes_is_there_again_and_the_log_says_so(
+    serve: Any,
+    connect: Any,
+    socket_dir: Path,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.02)
+    ring = await serve(echo)
+    lock = socket_dir / "test.lock"
+    lock.unlink()
+    said = f"{lock} was removed, and is there again"
+    await eventually(lambda: said in caplog.text)
+    assert lock.exists()
+    assert ring.inspect().errors[0].text == said
+    assert await (await connect()).request(1, timeout=5) == 1
+
+
 async def test_what_comes_back_in_the_place_of_the_directory_is_checked_and_named_once(
     serve: Any,
     connect: Any,

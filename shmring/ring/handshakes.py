@@ -203,7 +203,7 @@ class Handshakes:
         self._looking = self._life.loop.call_later(_LOOK_S, self._look_again)
         path = self._listener.path
         try:
-            before = self._listener.keep()
+            missing = self._listener.keep()
         except (LocalProtocolError, OSError) as error:
             if str(error) != self._why_lost:
                 self._why_lost = str(error)
@@ -215,10 +215,12 @@ class Handshakes:
                 )
             return
         self._why_lost = ""
-        if before is not None:
-            self._move(before)
-            self._life.note_error(f"the socket {path} was removed, and is there again")
-            logger.warning("the socket %s was removed, and is there again; choose a socket_dir that nobody empties", path)
+        if missing is None:
+            return
+        if missing.before is not None:
+            self._move(missing.before)
+        self._life.note_error(f"{missing.path} was removed, and is there again")
+        logger.warning("%s was removed, and is there again; choose a socket_dir that nobody empties", missing.path)
 
     def _move(self, before: socket.socket) -> None:
         """Listens at the new socket. Whoever waits in the one before is taken up."""

@@ -27,13 +27,14 @@ import stat
 import time
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 from shmring.core.loggers import logger_of
 from shmring.door import directory_of, shown, validate_name
 from shmring.errors import LocalProtocolError
 from shmring.transport.peers import peer_credentials
 
-__all__ = ["Listener", "check_directory", "socket_path", "sweep_names"]
+__all__ = ["Listener", "Missing", "check_directory", "socket_path", "sweep_names"]
 
 logger = logger_of("shmring.transport")
 
@@ -94,6 +95,19 @@ def check_directory(directory: Path, owners: frozenset[int]) -> None:
 
 
 # -- listening ---------------------------------------------------------------------------------------------------------
+
+
+class Missing(NamedTuple):
+    """What somebody has removed, and :meth:`Listener.keep` has made again.
+
+    Attributes:
+        path: of the socket; of the lock, if that alone was missing.
+        before: the socket that listened until now, which the caller closes: connections may still wait in it. None: it goes
+            on.
+    """
+
+    path: Path
+    before: socket.socket | None
 
 
 class Listener:
@@ -158,14 +172,13 @@ class Listener:
             logger.info("removed sockets and locks of engines that are dead: %s", ", ".join(swept))
         return listener
 
-    def keep(self) -> socket.socket | None:
+    def keep(self) -> Missing | None:
         """Looks whether new clients still find the socket, and makes it, its lock and their directory again if they don't.
 
         It waits for nobody. What the directory must be is checked as by :meth:`create`.
 
         Returns:
-            The socket that listened until now, which the caller closes: connections may still wait in it. None: nothing was
-            missing.
+            What was missing. None: nothing.
 
         Raises:
             LocalProtocolError: another engine has taken the lock meanwhile (in another container, say).
@@ -185,10 +198,10 @@ class Listener:
             os.close(self._lock_fd)
             self._lock_fd = fd
             if is_bound:
-                return None
+                return Missing(lock, None)
         before = self.socket
         self.socket, self._bound = _bind(self.path, self._others_may_connect)
-        return before
+        return Missing(self.path, before)
 
     def _is_bound(self) -> bool:
         try:

@@ -15,14 +15,16 @@ import select
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from shmring.errors import PeerLostError
 
-__all__ = ["ProcessWatch", "is_stopped", "open_peer_pidfd"]
+__all__ = ["ProcessId", "ProcessWatch", "is_stopped", "open_peer_pidfd"]
 
 _SO_PEERPIDFD = 77  # Linux 6.5
 # What pidfd_open says of a number that was a process's: nobody has it now, or a thread has (which depends on the kernel).
 _NO_PROCESS = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
+_STATE, _STARTED = 0, 19  # fields of /proc/PID/stat, behind the name
 
 
 def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
@@ -43,16 +45,61 @@ def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
         return peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     if pid <= 0:
         raise PeerLostError("the peer's process can't be seen from this process namespace; share it (--pid) or use Linux 6.5")
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno in _NO_PROCESS:
-            raise PeerLostError(f"process {pid} connected and is gone: {error}") from error
-        raise OSError(error.errno, f"process {pid} can't be watched (pidfd_open): {error.strerror}{_advice(error)}") from error
+    pidfd = _open(pid)
     if _has_hung_up(peer):
         os.close(pidfd)
         raise PeerLostError(f"process {pid} connected and is gone")
     return pidfd
+
+
+class ProcessId(NamedTuple):
+    """A process, as another process of its machine can be told of it: a number may have passed to a later one.
+
+    Attributes:
+        pid: its number.
+        started: when it started, in the kernel's ticks since the machine did.
+    """
+
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> ProcessId:
+        """Returns that of this process."""
+        return cls(os.getpid(), int(_stat_of(os.getpid())[_STARTED]))
+
+    def open(self) -> int:
+        """Returns a descriptor (pidfd) for the process; the caller closes it.
+
+        Raises:
+            PeerLostError: it is gone. Another process may have its number.
+            OSError: as :func:`open_peer_pidfd`.
+        """
+        pidfd = _open(self.pid)
+        try:  # whoever has the number now has had it since before it was opened, if it is the same process
+            if int(_stat_of(self.pid)[_STARTED]) == self.started:
+                return pidfd
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it has ended just now
+        except BaseException:
+            os.close(pidfd)
+            raise
+        os.close(pidfd)
+        raise PeerLostError(f"process {self.pid} is gone")
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            raise PeerLostError(f"process {pid} is gone: {error}") from error
+        raise OSError(error.errno, f"process {pid} can't be watched (pidfd_open): {error.strerror}{_advice(error)}") from error
+
+
+def _stat_of(pid: int) -> list[bytes]:
+    """Returns what ``/proc/PID/stat`` says of a process, behind its name: see ``proc_pid_stat(5)``."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def _advice(error: OSError) -> str:
@@ -81,7 +128,7 @@ def is_stopped(pidfd: int) -> bool:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
-                state = Path(f"/proc/{int(line[4:])}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                state = _stat_of(int(line[4:]))[_STATE]
                 return state in (b"T", b"t")
     return False
 

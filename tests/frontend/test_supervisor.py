@@ -4,6 +4,7 @@ programs of their own; whole servers are in tests/integration."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -294,6 +295,20 @@ def test_a_socket_that_a_killed_engine_left_is_no_engine(tmp_path: Path) -> None
         assert supervisor._listens(path)
     assert path.exists()
     assert not supervisor._listens(path)
+
+
+def test_an_engine_for_which_as_many_wait_as_can_is_one(tmp_path: Path) -> None:
+    """It is stopped, say; it was taken for the file that a killed engine leaves."""
+    path = tmp_path / "stopped.sock"
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as waiting:
+        listening.bind(str(path))
+        listening.listen(0)
+        while True:
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            if client.connect_ex(str(path)) == errno.EAGAIN:
+                break
+        assert supervisor._listens(path)
 
 
 async def test_a_frontend_that_can_not_start_ends_the_server(supervise: Any) -> None:

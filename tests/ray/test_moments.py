@@ -20,8 +20,9 @@ ray = pytest.importorskip("ray")
 from shmring.integrations.ray import connect, connection, connections, far_client  # noqa: E402 - after the skip
 from shmring.integrations.ray.directory import Where  # noqa: E402
 from shmring.integrations.ray.engine import UnknownClientError  # noqa: E402
+from shmring.transport.liveness import ProcessId  # noqa: E402
 
-WHERE = Where("another node", "ring", "/tmp", 1, 8, 16, 1 << 20, 100, 1 << 30)
+WHERE = Where("another node", "ring", "/tmp", ProcessId(1, 1), 8, 16, 1 << 20, 100, 1 << 30)
 IDLE = (0, 0, False)
 
 

@@ -7,10 +7,11 @@ import pytest
 import shmring
 from shmring.integrations.ray.directory import Where
 from shmring.integrations.ray.far_client import FarClient
+from shmring.transport.liveness import ProcessId
 
 exceptions = pytest.importorskip("ray.exceptions")
 
-WHERE = Where("node", "ring", "/tmp", 1, 8, 16, 1 << 20, 1 << 20, 150 << 20)
+WHERE = Where("node", "ring", "/tmp", ProcessId(1, 1), 8, 16, 1 << 20, 1 << 20, 150 << 20)
 
 
 def translated(error: Exception, nbytes: int = 7) -> Exception:

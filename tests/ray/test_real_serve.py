@@ -78,7 +78,7 @@ class Application:
             if actor["namespace"] == NAMESPACE:
                 try:
                     handle = ray.get_actor(actor["name"], NAMESPACE)
-                    found[msgspec.msgpack.decode(ray.get(handle.where.remote(), timeout=30), type=Where).pid] = handle
+                    found[msgspec.msgpack.decode(ray.get(handle.where.remote(), timeout=30), type=Where).process.pid] = handle
                 except (ValueError, ray.exceptions.RayError):
                     continue  # it has just ended
         return found

@@ -341,10 +341,12 @@ def test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses(
         remove(path)
         with pytest.raises(LocalProtocolError, match=rf"'unit' is running already \(pid {os.getpid()}, "):
             Listener.create(path, others_may_connect=False)
-        old = listener.keep()
-        assert (old is not None) == is_bound_again
-        if old is not None:
-            old.close()
+        missing = listener.keep()
+        assert missing is not None
+        assert missing.path == (path if is_bound_again else path.with_suffix(".lock"))
+        assert (missing.before is not None) == is_bound_again
+        if missing.before is not None:
+            missing.before.close()
         assert listener.keep() is None
         assert can_connect(path)
         assert path.with_suffix(".lock").read_bytes().startswith(b"%d\n" % os.getpid())

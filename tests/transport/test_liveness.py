@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ import pytest
 from shmring.errors import PeerLostError
 from shmring.processes.process import Process
 from shmring.transport import liveness
-from shmring.transport.liveness import ProcessWatch, open_peer_pidfd
+from shmring.transport.liveness import ProcessId, ProcessWatch, open_peer_pidfd
 from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
@@ -153,6 +154,38 @@ def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeyp
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(PeerLostError, match="is gone"):
         open_peer_pidfd(ours, child.pid)
+
+
+def id_of(child: Process) -> ProcessId:
+    """What the child says of itself, to whom tells others of it."""
+    said = child.line()
+    return ProcessId(*json.loads(said))
+
+
+_SAYS_WHO_IT_IS = """
+import json, time
+from shmring.transport.liveness import ProcessId
+print(json.dumps(ProcessId.own()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.one_loop
+def test_a_process_is_known_by_its_number_and_when_it_started(run_python: Callable[..., Process]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    child = run_python("-c", _SAYS_WHO_IT_IS)
+    child_id = id_of(child)
+    pidfd = child_id.open()
+    assert pid_of(pidfd) == child.pid
+    os.close(pidfd)
+    with pytest.raises(PeerLostError, match="is gone"):  # one that had this number before
+        child_id._replace(started=child_id.started - 1).open()
+    child.send(signal.SIGKILL)
+    child.wait()
+    with pytest.raises(PeerLostError, match="is gone"):
+        child_id.open()
+    child.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.one_loop

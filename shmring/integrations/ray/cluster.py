@@ -71,4 +71,4 @@ async def _ask(name: str) -> EngineReport | None:
     except (RayError, ValueError):  # it has gone
         return None
     found = msgspec.msgpack.decode(where, type=Where)
-    return EngineReport(found.node, found.pid, ring)
+    return EngineReport(found.node, found.process.pid, ring)

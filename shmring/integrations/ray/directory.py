@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from shmring.door import validate_name
 from shmring.errors import EngineDeadError, LocalProtocolError
+from shmring.transport.liveness import ProcessId
 
 __all__ = [
     "NAMESPACE",
@@ -52,7 +53,7 @@ class Where(msgspec.Struct, frozen=True):
         node: Ray's id of its node.
         ring: the name of its ring there.
         socket_dir: where that ring's socket lives.
-        pid: of its process.
+        process: where it runs.
         max_inflight, max_tensors, max_payload_nbytes, max_values: bounds of its ring, for requests.
         store_nbytes: the size of Ray's object store on its node.
     """
@@ -60,7 +61,7 @@ class Where(msgspec.Struct, frozen=True):
     node: str
     ring: str
     socket_dir: str
-    pid: int
+    process: ProcessId
     max_inflight: int
     max_tensors: int
     max_payload_nbytes: int

@@ -38,6 +38,7 @@ from shmring.integrations.ray.metrics import keep_reporting
 from shmring.integrations.ray.wire import Call, Sent, to_call, to_sent
 from shmring.memory.bundles import Bundle
 from shmring.ring.injecting import Injected, Injector
+from shmring.transport.liveness import ProcessId
 
 __all__ = ["EngineActor", "Engines", "HostedEngine", "UnknownClientError"]
 
@@ -90,7 +91,7 @@ class HostedEngine:
             node=self._node,
             ring=ring_name,
             socket_dir=options["socket_dir"],
-            pid=os.getpid(),
+            process=ProcessId.own(),
             max_inflight=config.max_inflight,
             max_tensors=config.max_tensors,
             max_payload_nbytes=parse_nbytes(config.max_payload_nbytes),

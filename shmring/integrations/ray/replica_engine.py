@@ -25,6 +25,7 @@ from shmring.engine.settings import EngineSettings
 from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.integrations.ray.directory import NAMESPACE, Where, actor_name
 from shmring.integrations.ray.engine import HostedEngine
+from shmring.transport.liveness import ProcessId
 
 __all__ = ["start_engine"]
 
@@ -35,13 +36,13 @@ _CLOSE_TIMEOUT_S = 10.0  # for a running step, when the replica's process has en
 class _ReplicaEngine(HostedEngine):
     """The actor."""
 
-    async def __init__(self, name: str, settings: EngineSettings, replica_pid: int) -> None:  # type: ignore[misc]
+    async def __init__(self, name: str, settings: EngineSettings, replica: ProcessId) -> None:  # type: ignore[misc]
         configure_logging(settings.log_level, "engine", settings.log_format)
         if settings.executor_path is not None:
             sys.path.append(settings.executor_path)  # last: nothing that lies there is taken for something that is installed
         start_tracing(settings.otlp_traces_endpoint, f"engine {name}")
         self._settings = settings
-        self._end_with_replica(replica_pid)
+        self._end_with_replica(replica)
         socket_dir = {} if settings.ring.socket_dir is None else {"socket_dir": settings.ring.socket_dir}
         await super().__init__(name, None, settings.executor, socket_dir)
 
@@ -61,8 +62,8 @@ class _ReplicaEngine(HostedEngine):
             **options,
         )
 
-    def _end_with_replica(self, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)
+    def _end_with_replica(self, replica: ProcessId) -> None:
+        pidfd = replica.open()
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
@@ -109,7 +110,7 @@ async def start_engine(name: str, settings: EngineSettings) -> tuple[Any, Where]
     actor = (
         ray.remote(_ReplicaEngine)
         .options(name=actor_name(name), namespace=NAMESPACE, scheduling_strategy=placed, max_restarts=0, **options)
-        .remote(name, settings, os.getpid())
+        .remote(name, settings, ProcessId.own())
     )
     try:
         return actor, msgspec.msgpack.decode(await actor.where.remote(), type=Where)
