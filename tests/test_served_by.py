@@ -183,6 +183,9 @@ def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
         eventually(lambda: ring.untaken == 1)
         assert ring.claim_nowait().payload.sum() == 5000
     eventually(lambda: runner._leader == -1)
+    with pytest.raises(TimeoutError):
+        ring.claim(0.01)
+    eventually(lambda: runner._leader == -1)  # again
     waiting = Thread(ring.claim)
     eventually(lambda: runner._leader == waiting.ident)
     ring.close()

@@ -177,6 +177,28 @@ def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: threads.Cli
     engine.ended()
 
 
+def test_a_stream_ends_though_the_error_that_left_it_is_kept(client: threads.Client, ring: threads.Ring) -> None:
+    """The error's traceback keeps the stream: nobody's finaliser ends it."""
+    stream = client.stream("endless")
+    claims = Thread(lambda: (claim := ring.claim(10), claim.reply("first"))[0])
+    assert next(stream) == "first"
+    claim = claims.ended()
+    with pytest.raises(Stop) as caught:
+        stream.throw(Stop())  # type: ignore[attr-defined]  # it is a generator
+    eventually(lambda: claim.aborted)
+    claim.release()
+    del caught
+
+
+def test_a_stream_keeps_no_reply_that_its_reader_has_dropped(client: threads.Client, ring: threads.Ring) -> None:
+    stream = client.stream("two")
+    claims = Thread(lambda: (claim := ring.claim(10), claim.reply(torch.ones(5000)))[0])
+    assert next(stream).sum() == 5000
+    eventually(lambda: client.statistics().reply_slots_held == 0)
+    claims.ended().done("second")
+    assert list(stream) == ["second"]
+
+
 @pytest.mark.usefixtures("answering")
 def test_several_slots_are_acquired_at_once(client: threads.Client) -> None:
     slots = client.slots([3000, 5000], timeout=5)
@@ -311,11 +333,12 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
         eventually(lambda: client.statistics().in_flight == 0)
     eventually(lambda: client.statistics().in_flight == client.statistics().waiting == 0 == ring.untaken)
     submission = client.submit("later")
-    for wait_for in (submission.next, submission.result, submission.wait):
+    for wait_for in (submission.next, submission.wait, submission.result):  # only the last one aborts the request
         with pytest.raises(TimeoutError, match=r"0\.01 s it was given: at 'test': the engine's reply; 1 requests"):
             wait_for(timeout=0.01)
-    ring.claim(5).done("after all")
-    assert submission.result(timeout=5) == "after all"
+    with pytest.raises(shmring.AbortedError):
+        submission.wait()
+    eventually(lambda: ring.untaken == 0)
     held.close()
     eventually(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
 

@@ -91,16 +91,12 @@ class LoopCall:
     # -- in the loop -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Carries it out, unless it was left before."""
-        if self.is_ended:
-            return
+        """Carries it out. It was not left before: its thread asks for that later, in the same queue or inside the loop."""
         try:
             result = self.function(*self.arguments, **self.named)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self.answer(error=error)
             return
-        finally:
-            self.arguments, self.named = (), _NONE_NAMED  # the caller's payload, for example
         if isinstance(result, Awaitable):
             waiting = result if isinstance(result, Coroutine) else _awaited(result)
             self._task = asyncio.get_running_loop().create_task(waiting)
@@ -197,8 +193,6 @@ class _Question(LoopCall):
         self._what = what
 
     def begin(self) -> None:
-        if self.is_ended:
-            return
         try:
             self.function(self, *self.arguments)
         except BaseException as error:  # noqa: BLE001 - it is the caller's

@@ -37,6 +37,54 @@ FAULTS = (
             "        pass",
             "tests/test_threads.py::test_an_interrupted_connect_leaves_no_thread",
         ),
+        (
+            "a result that nobody takes is not undone",
+            "            if error is None:\n                self._undo(result)\n            return",
+            "            return",
+            "tests/test_loop_calls.py::test_what_comes_of_a_call_that_was_left_is_undone",
+        ),
+        (
+            "a task that was cancelled answers nobody",
+            "            self.answer(error=asyncio.CancelledError())",
+            "            pass",
+            "tests/test_loop_calls.py::test_who_calls_what_is_cancelled_is_told",
+        ),
+        (
+            "an answered question's timer goes off",
+            "            self.on_end.append(timer.cancel)\n",
+            "            pass\n",
+            "tests/test_loop_calls.py::test_a_question_that_was_answered_in_time_is_forgotten",
+        ),
+        (
+            "calls that wait go on when their end closes",
+            "                call.answer(error=self._closed_error())\n                call.cancel()",
+            "                call.answer(error=self._closed_error())",
+            "tests/test_loop_calls.py::test_what_waits_is_cancelled_before_its_end_closes",
+        ),
+        (
+            "a call that came too late is carried out",
+            "        if self._is_closed:\n            call.answer(error=self._closed_error())\n            return\n",
+            "",
+            "tests/test_loop_calls.py::test_a_call_that_comes_while_its_end_closes_is_not_carried_out",
+        ),
+        (
+            "calls are listed as running for ever",
+            "            call.on_end.append(functools.partial(self._running.pop, call))",
+            "            pass",
+            "tests/test_threads.py::test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over",
+        ),
+        (
+            "a caller that raised holds its error's frames",
+            "            del error, self  # the",
+            "            pass  # the",
+            "tests/test_loop_calls.py::test_an_error_is_freed_with_the_last_that_holds_it",
+        ),
+        (
+            "what one thread asked for fails in another",
+            "            except Exception as error:  # noqa: BLE001 - it does not concern",
+            "            except ZeroDivisionError as error:  # noqa: BLE001 - it does not concern",
+            "tests/test_loop_calls.py::test_what_one_thread_posts_fails_in_no_other",
+        ),
     ),
     *faults_in(
         "shmring/threads/loop_thread.py",
@@ -53,6 +101,18 @@ FAULTS = (
             "        if threading.get_ident() == self._thread.ident:\n",
             "        if False:\n",
             "tests/test_threads.py::test_callbacks_run_in_the_loops_thread_where_waiting_is_an_error",
+        ),
+        (
+            "a loop whose thread does not start stays open",
+            "                self._loop.close()\n                raise",
+            "                raise",
+            "tests/test_loop_calls.py::test_a_loop_whose_thread_does_not_start_is_closed",
+        ),
+        (
+            "an error of closing is swallowed",
+            "        if failure is not None:\n            raise failure",
+            "        pass",
+            "tests/test_loop_calls.py::test_an_error_of_closing_is_raised_where_it_is_closed",
         ),
     ),
     *faults_in(
@@ -75,6 +135,37 @@ FAULTS = (
             "",
             "tests/test_served_by.py::test_a_thread_that_stands_by_does_nothing_as_long_as_there_are_calls",
         ),
+        (
+            "a thread that has the answer to another's call wakes nobody",
+            "        self._loop.stop()\n        self._changed.notify_all()",
+            "        self._loop.stop()",
+            "tests/test_served_by.py::test_who_waits_is_told_by_the_thread_that_answers_it",
+            "Equivalent but for a thread switch: the leader is stopped by the same answer, and tells all as it leaves.",
+        ),
+        (
+            "a leader that leaves tells nobody",
+            "            self._turned_s = self._called_s = time.monotonic()\n            self._changed.notify_all()",
+            "            self._turned_s = self._called_s = time.monotonic()",
+            "tests/test_served_by.py::test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits",
+        ),
+        (
+            "a call that comes while the leader sleeps does not wake it",
+            "            self._loop.call_soon_threadsafe(keep, None)",
+            "            pass",
+            "tests/test_loop_calls.py::test_a_loop_that_sleeps_is_woken_by_what_another_thread_does",
+        ),
+        (
+            "the thread that stands by ends when it has led once",
+            "            idle_s = self._do(self._lead_if_idle)",
+            "            self._do(self._lead_if_idle)\n            return",
+            "tests/test_served_by.py::test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits",
+        ),
+        (
+            "tasks are left when a ring is closed",
+            "            for task in others:\n                task.cancel()\n",
+            "            others = set()\n",
+            "tests/test_loop_calls.py::test_tasks_that_nobody_waits_for_end_with_the_loop",
+        ),
     ),
     *faults_in(
         "shmring/threads/blocking.py",
@@ -83,6 +174,18 @@ FAULTS = (
             "undo=lambda _: _end(stream)):",
             "undo=lambda _: None):",
             "tests/test_threads.py::test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came",
+        ),
+        (
+            "a stream that is left between two replies goes on",
+            "                self._thread.post(_end, stream)\n",
+            "                pass\n",
+            "tests/test_threads.py::test_a_stream_ends_though_the_error_that_left_it_is_kept",
+        ),
+        (
+            "a stream keeps each reply until the next one is asked for",
+            "                yield came.pop()  # or",
+            "                yield came[0]  # or",
+            "tests/test_threads.py::test_a_stream_keeps_no_reply_that_its_reader_has_dropped",
         ),
     ),
     *faults_in(
@@ -110,6 +213,12 @@ FAULTS = (
             "            self.send(signal.SIGKILL)\n            return self.wait()",
             "            return self.wait()",
             "tests/processes/test_process.py::test_a_child_is_told_to_end_and_else_killed",
+        ),
+        (
+            "who waits for a process to be ready hears of it later as well",
+            "            loop.remove_reader(self._word_fd)\n        return self._read_word(kind)",
+            "            pass\n        return self._read_word(kind)",
+            "tests/processes/test_process.py::test_a_loop_goes_on_until_a_child_is_ready",
         ),
     ),
 )

@@ -51,6 +51,9 @@ def test_a_child_says_what_it_is_when_it_is_ready() -> None:
 async def test_a_loop_goes_on_until_a_child_is_ready() -> None:
     with says(SAYS + SLEEPING) as child:
         assert await child.until_ready(Word, LIMIT_S) == Word(child.pid, "here I am")
+        assert not asyncio.get_running_loop().remove_reader(
+            child._word_fd
+        )  # else the loop would turn when the pipe is at its end
 
 
 @pytest.mark.both_loops
