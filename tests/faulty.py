@@ -305,14 +305,26 @@ def _be_pytest(job: _Job, copy: Path, environment: Mapping[str, str], printed: P
         for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
             del sys.modules[name]
         says = ["-q", "-rfEsp", "--no-fold-skipped", "--durations=0", "--durations-min=1"]
-        arguments = ["-x", "-p", "no:cacheprovider", f"--timeout={job.timeout_s}", "--hypothesis-profile=unshrunk"]
-        code = pytest.main([*arguments, *says, *shlex.split(job.test)])
+        arguments = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=unshrunk"]
+        code = pytest.main([*arguments, *says, *shlex.split(job.test)], plugins=[_Bounded(job.timeout_s)])
     except Exception:  # noqa: BLE001 - it ends here, and says so
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class _Bounded:
+    """A plugin of pytest: each test has so many seconds, whatever its file or its own mark gives it on a busy machine."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(self._timeout_s), append=False)
 
 
 def _next_to_end(running: Mapping[_Job, _Check]) -> tuple[_Job, Outcome]:
