@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.compiled import LOAD_PAGE_NBYTES, LoadPage
 from tests.sessions import attachment_of, session_of
 from tests.tables import for_each
 
@@ -778,6 +779,24 @@ def test_a_route_is_for_several_engines(socket_dir: Path) -> None:
 
 
 # -- the load that an engine publishes --------------------------------------------------------------------------------------
+
+
+async def test_whatever_an_engine_publishes_decides_nothing_but_who_gets_a_request(client: shmring.Client) -> None:
+    for byte in (0xFF, 0x7F, 0x00):
+        for name in NAMES:
+            fd = os.memfd_create("load")
+            os.write(fd, bytes([byte]) * LOAD_PAGE_NBYTES)
+            session_of(client, name).load = LoadPage(fd, writable=False)
+            os.close(fd)
+        answers = await asyncio.gather(*(client.request({"x": tensor()}, timeout=20) for _ in range(20)))
+        assert {total for _, total in answers} == {8192.0}
+        for name in NAMES:
+            async with client.slot(8192, engine=name, timeout=20) as slot:
+                view = slot.tensor((8192,), torch.uint8).fill_(2)
+                assert await client.request({"x": view}, timeout=20) == [name, 16384.0]
+            assert (await client.request({}, engine=name, timeout=20))[0] == name
+        statistics = client.statistics()
+        assert (statistics.in_flight, statistics.waiting, statistics.slots_submitted) == (0, 0, 0)
 
 
 async def test_an_engine_publishes_what_it_has(
