@@ -1054,6 +1054,30 @@ async def test_workers_that_have_gone_leave_no_descriptors(serve: Any, join: Any
     assert counts == [counts[0]] * 4
 
 
+async def test_a_worker_that_is_closed_leaves_no_descriptor_though_it_is_kept(
+    serve: Any, join: Any, eventually: Any, turns: Any
+) -> None:
+    """Only a message that was not left keeps the bell: its last view acknowledges it."""
+    ring = await serve(**OPTIONS)
+
+    async def sockets() -> int:
+        await eventually(lambda: not any(worker.is_member for worker in ring.statistics().workers))
+        await turns()
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum("socket:" in link for link in links)
+
+    before = await sockets()
+    worker = await join()
+    await ring.broadcast("kept")
+    message = await worker.receive()
+    await worker.close()
+    assert await sockets() == before + 1
+    assert message.payload == "kept"
+    message.leave()
+    assert await sockets() == before
+    del worker
+
+
 async def test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits(serve: Any, join: Any, turns: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join()

@@ -31,7 +31,8 @@ from shmring.errors import CapacityError, ClosedError, LocalProtocolError, Remot
 
 
 cdef struct Page:
-    # A worker's page, and how its engine is rung. Kept by the worker's end and by each message that was not acknowledged.
+    # A worker's page, and how its engine is rung. Kept by the worker's end until that is closed, by a thread that sleeps, and by
+    # each message that was not acknowledged.
     int32_t references
     int forks
     int bell          # a socket, closed with the last reference
@@ -161,7 +162,7 @@ cdef class BaseMessage:
 
     cdef object _shown(self, object what):
         cdef WorkerEnd end = self._end
-        if end._page.forks != forks():
+        if end._forks != forks():
             end.shell.check_process()
         if self.left:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
@@ -209,7 +210,8 @@ cdef class WorkerEnd:
     cdef readonly RecordWriter writer
     cdef readonly uint64_t received
     cdef public object shell
-    cdef Page* _page
+    cdef Page* _page         # NULL when this is closed
+    cdef int _forks          # of this process when it was made
     cdef Mapping _mapping
     cdef PayloadDecoder _decoder
     cdef PayloadDecoder _shared_decoder
@@ -253,7 +255,7 @@ cdef class WorkerEnd:
             close(bell)
             raise MemoryError
         self._page.references = 1
-        self._page.forks = forks()
+        self._page.forks = self._forks = forks()
         self._page.bell = bell
         self._page.mapped = page.mapped
         keep_mapped(page.mapped)
@@ -266,20 +268,24 @@ cdef class WorkerEnd:
         """Leaves all messages that were not received; received ones stay until they are left. No more messages are received.
 
         Messages that the engine sends before it knows are never read from the ring, and so never acknowledged one by one: the
-        page says that they were left. A second call does nothing.
+        page says that they were left. A second call does nothing, neither in the middle of the first one.
         """
         cdef RecordReader reader = self.reader
+        cdef Page* page = self._page
         if reader is None:
             return
+        self.reader = None
         try:
             while (record := reader.read()) is not None:
                 self.leave_unread(record)
         except RemoteProtocolError:
             pass  # its engine has ended, or breaks the rules: then it does not wait for the rest
-        if self._page.forks == forks():
-            store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence + 1)
+        if page.forks == forks():
+            store_release_u64(page.mapped.address + AT_CLOSED, self._last_sequence + 1)
         self._mapping = Mapping(-1, 0)
-        self.reader = self.writer = None
+        self.writer = None
+        self._page = NULL
+        _drop_page(page)
 
     def leave_unread(self, bytes record not None) -> None:
         """Leaves the message of a record without opening it."""
@@ -489,32 +495,39 @@ cdef class WorkerEnd:
         there."""
         cdef pollfd descriptors[2]
         cdef RecordReader reader = self.reader
+        cdef Page* page = self._page
         # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
         cdef int patience = 1000 if wait < 0 or wait > 1 else <int>(wait * 1000 + 0.999)
         cdef int ready = 0, heard = 0, error = 0
         cdef bint is_news = False
-        descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
-        descriptors[1].fd, descriptors[1].events = pidfd, POLLIN
-        if not is_for_room:
-            self._is_receiving = True
-        with nogil:
-            if patience and not is_for_room:
-                is_news = not reader.fall_asleep()
-            if not is_news:
-                ready = poll(descriptors, 2, patience)
-                error = errno
-        if not is_for_room:
-            self._is_receiving = False
-        if is_news:
-            return _RUNG
-        if ready <= 0:
+        if reader is None or page == NULL:
+            raise ClosedError("this end of a worker is closed")
+        take_reference(&page.references)  # whoever closes this meanwhile does not close the bell
+        try:
+            descriptors[0].fd, descriptors[0].events = page.bell, POLLIN
+            descriptors[1].fd, descriptors[1].events = pidfd, POLLIN
             if not is_for_room:
-                reader.stay_awake()
-            if ready < 0 and error == EINTR:
-                PyErr_CheckSignals()
-            return 0
-        if descriptors[0].revents and not self._is_receiving:  # a receiving thread must not miss its bell
-            heard = read_bells(self._page.bell, 1)
-        if descriptors[1].revents:
-            heard |= ENDED
-        return heard or _RUNG
+                self._is_receiving = True
+            with nogil:
+                if patience and not is_for_room:
+                    is_news = not reader.fall_asleep()
+                if not is_news:
+                    ready = poll(descriptors, 2, patience)
+                    error = errno
+            if not is_for_room:
+                self._is_receiving = False
+            if is_news:
+                return _RUNG
+            if ready <= 0:
+                if not is_for_room:
+                    reader.stay_awake()
+                if ready < 0 and error == EINTR:
+                    PyErr_CheckSignals()
+                return 0
+            if descriptors[0].revents and not self._is_receiving:  # a receiving thread must not miss its bell
+                heard = read_bells(page.bell, 1)
+            if descriptors[1].revents:
+                heard |= ENDED
+            return heard or _RUNG
+        finally:
+            _drop_page(page)

@@ -440,8 +440,8 @@ FAULTS = (
         ),
         (
             "a worker says that it closed one message sooner",
-            "store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence + 1)",
-            "store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence)",
+            "store_release_u64(page.mapped.address + AT_CLOSED, self._last_sequence + 1)",
+            "store_release_u64(page.mapped.address + AT_CLOSED, self._last_sequence)",
             "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
         ),
         (
@@ -464,10 +464,16 @@ FAULTS = (
         ),
         (
             "a worker that finds a record as it falls asleep waits for a bell",
-            "if not is_news:\n                ready = poll",
-            "if True:\n                ready = poll",
+            "if not is_news:\n                    ready = poll",
+            "if True:\n                    ready = poll",
             "tests/core/test_worker_end.py",
             "At most a second late: no sleep is longer. The moment lies between two looks, where no test can put a record.",
+        ),
+        (
+            "a closed worker keeps a descriptor of its socket",
+            "        self._page = NULL\n        _drop_page(page)",
+            "        pass",
+            "tests/test_workers.py::test_a_worker_that_is_closed_leaves_no_descriptor_though_it_is_kept",
         ),
         (
             "the page goes before the last message was acknowledged",
