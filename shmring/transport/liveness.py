@@ -68,6 +68,22 @@ class ProcessId(NamedTuple):
         """Returns that of this process."""
         return cls(os.getpid(), int(_stat_of(os.getpid())[_STARTED]))
 
+    @classmethod
+    def elder(cls, pid: int) -> ProcessId:
+        """Returns that of a process that was there when this one started, and may have ended since then.
+
+        Args:
+            pid: its number.
+
+        Raises:
+            PeerLostError: it is gone. Another process may have its number.
+        """
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            elder = cls(pid, int(_stat_of(pid)[_STARTED]))
+            if elder.started <= cls.own().started:
+                return elder
+        raise PeerLostError(f"process {pid} is gone")
+
     def open(self) -> int:
         """Returns a descriptor (pidfd) for the process; the caller closes it.
 

@@ -189,6 +189,23 @@ def test_a_process_is_known_by_its_number_and_when_it_started(run_python: Callab
 
 
 @pytest.mark.one_loop
+def test_who_was_there_before_this_process_is_no_later_process(
+    run_python: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ProcessId.elder(os.getpid()) == ProcessId.own()
+    child = run_python("-c", _SAYS_WHO_IT_IS)
+    child_id = id_of(child)
+    own = ProcessId.own()._replace(started=child_id.started - 1)  # or both may have started in one tick
+    monkeypatch.setattr(ProcessId, "own", lambda: own)
+    with pytest.raises(PeerLostError, match="is gone"):
+        ProcessId.elder(child.pid)
+    child.send(signal.SIGKILL)
+    child.wait()
+    with pytest.raises(PeerLostError, match="is gone"):
+        ProcessId.elder(child.pid)
+
+
+@pytest.mark.one_loop
 @for_each(
     "number, advice",
     [

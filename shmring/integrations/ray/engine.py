@@ -118,7 +118,7 @@ class HostedEngine:
         pid = os.environ.get("RAY_RAYLET_PID")  # this is how Ray tells its workers
         if pid is None:
             return
-        pidfd = os.pidfd_open(int(pid))
+        pidfd = ProcessId.elder(int(pid)).open()  # it has started this process
 
         def ended() -> None:
             os.write(2, f"engine {self._name!r}: the raylet of its node has died, and it ends\n".encode())
