@@ -320,10 +320,11 @@ cdef class ClientBook:
         for lease in self.leases.values():
             if lease.slots.free_units < blocks or not self._takes(lease, blocks):
                 continue
-            start = lease.slots.take(blocks)
+            slot = ClientSlotRecord.__new__(ClientSlotRecord)
+            self._here.make_ready()
+            start = lease.slots.take(blocks)  # from here on, nothing is allocated
             if start < 0:
                 continue
-            slot = ClientSlotRecord.__new__(ClientSlotRecord)
             slot.lease, slot.start, slot.blocks, slot.nbytes, slot.held = lease, start, blocks, nbytes, held
             slot.state_number = CLIENT_SLOT_FREE
             self._move(slot, ACQUIRE)

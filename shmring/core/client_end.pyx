@@ -632,9 +632,15 @@ cdef class ClientEnd(RecordHandler):
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
-        """Hands a slot in host memory, which was acquired, to a caller."""
+        """Hands a slot in host memory, which was acquired, to a caller. If that fails, the slot is free again."""
+        try:
+            return self._hold(record, drain)
+        except BaseException:
+            self.shell.give_up(record)
+            raise
+
+    cdef BaseSlot _hold(self, ClientSlotRecord record, bint drain):
         cdef BaseSlot slot = new_instance(self._slot_type, ())
-        slot._end = self
         slot._record = record
         slot.nbytes = record.nbytes
         slot._drain = drain
@@ -643,6 +649,7 @@ cdef class ClientEnd(RecordHandler):
         )
         slot._address = <uint64_t>slot._region.address
         self.held.hold(record, slot._address, record.nbytes)
+        slot._end = self  # last: an object that was not handed out has nothing to give back
         return slot
 
     def hold_lent(self, slot_type: type[BaseSlot], ClientSlotRecord record not None, Region region not None, drain: bool) -> Slot:

@@ -388,7 +388,7 @@ cdef class EngineBook:
                 raise
         if records is not None:
             for slot in records:
-                client.slots[slot.generation] = slot
+                client.slots[slot.key] = slot
                 self._slots_in[PUBLISHED] += 1
                 if slot.kept is None:
                     self._device_slots += slot.lease.memory == DEVICE
@@ -397,7 +397,8 @@ cdef class EngineBook:
         client.last_request_id = <int64_t>request_id
         request = RequestRecord.__new__(RequestRecord)
         request.request_id, request.slots, request.state_number = request_id, records, WAITING
-        client.requests[request_id] = request
+        request.key = request_id
+        client.requests[request.key] = request
         return request
 
     cdef EngineSlotRecord _publish(self, ClientRecord client, const SlotNumbers* slot, uint64_t last_generation):
@@ -416,9 +417,10 @@ cdef class EngineBook:
                 f"a slot at {slot.offset} of {slot.nbytes} bytes is not inside lease {lease.lease_id} "
                 f"[{lease.start * BLOCK_NBYTES}, {(lease.start + lease.blocks) * BLOCK_NBYTES})"
             )
+        record = EngineSlotRecord.__new__(EngineSlotRecord)
+        record.key = slot.generation
         if not lease.live.take(start, blocks):
             raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
-        record = EngineSlotRecord.__new__(EngineSlotRecord)
         record.generation, record.lease, record.start, record.blocks = slot.generation, lease, start, blocks
         record.state_number = PUBLISHED
         return record
@@ -448,7 +450,7 @@ cdef class EngineBook:
         if state != RELEASED:
             self._slots_in[state] += 1
             return state
-        del client.slots[slot.generation]
+        del client.slots[slot.key]
         if slot.kept is not None:
             self._unpin(slot.kept)
             return state
@@ -478,7 +480,7 @@ cdef class EngineBook:
         request.state_number = requests.advance(request.state_number, event)
         if was_waiting:
             self._claim_slots(request)
-        del client.requests[request.request_id]
+        del client.requests[request.key]
         return 0
 
     def abort(self, uint64_t client_id, uint64_t request_id) -> list[EngineEffect]:
@@ -727,6 +729,7 @@ cdef class EngineBook:
             raise RemoteProtocolError(f"kept content {slot.generation} is not {slot.nbytes} bytes at {slot.offset}")
         self.kept.pin(kept)
         record = EngineSlotRecord.__new__(EngineSlotRecord)
+        record.key = self._next_use
         record.generation, record.kept, record.start, record.blocks = self._next_use, kept, kept.start, kept.blocks
         record.state_number = PUBLISHED
         self._next_use += 1
@@ -917,12 +920,23 @@ cdef class EngineBook:
         cdef RequestRecord request
         if start < 0:
             return None
-        slot = ReplySlot(self._next_reply_generation, start, want.blocks, way == PASSES, want.request_id)
+        client = None
+        generation = None
+        try:
+            generation = self._next_reply_generation
+            client = <ClientRecord>self.clients[want.client_id]
+            slot = ReplySlot(generation, start, want.blocks, way == PASSES, want.request_id)
+            client.replies[generation] = slot
+            self._lent_replies.add(generation)
+            client.unsent_replies.add(generation)
+        except MemoryError:
+            if client is not None:
+                client.replies.pop(generation, None)
+                client.unsent_replies.discard(generation)
+            self._lent_replies.discard(generation)
+            self._replies.give(<uint64_t>start, want.blocks)
+            raise
         self._next_reply_generation += 1
-        client = <ClientRecord>self.clients[want.client_id]
-        client.replies[slot.generation] = slot
-        self._lent_replies.add(slot.generation)
-        client.unsent_replies.add(slot.generation)
         client.reply_blocks += want.blocks
         if way == PASSES:
             client.passing_blocks += want.blocks

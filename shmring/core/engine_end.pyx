@@ -658,8 +658,8 @@ cdef class EngineEnd:
         cdef Content content = claim._submit.content
         cdef bint is_payload_shared = content.payload_nbytes != 0
         self.book.claim_request(claim._request)
-        claim._regions = regions_of(content, claim._frontend.client_id, self.regions, self._mapping)
         try:
+            claim._regions = regions_of(content, claim._frontend.client_id, self.regions, self._mapping)
             self._check_headers(claim)
             if is_payload_shared:
                 content.check_payload(self._payload_in_slot(content), self._bounds)
@@ -874,7 +874,7 @@ cdef class EngineEnd:
                 raise MemoryError
         try:
             for i in range(slots):
-                viewed[i] = claim._regions.leave(i)
+                viewed[i] = claim._regions is not None and claim._regions.leave(i)  # None: there was no memory for them
                 is_any_viewed = is_any_viewed or viewed[i]
             if claim._submit.content.fence:
                 for i, drains in enumerate(self.shell.release_on_device(claim._client_id, claim._submit, copying)):

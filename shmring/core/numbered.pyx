@@ -96,11 +96,16 @@ cdef class Numbered:
             place = (place + 1) & self._mask
         return NULL
 
+    cdef int make_ready(self) except -1:
+        """After this, the next :meth:`put` allocates nothing."""
+        if 2 * (self.count + 1) > self._mask:
+            self._grow()
+        return 0
+
     cpdef int put(self, uint64_t number, object item) except -1:  # type: (int, object) -> None
         """Adds an object under a new number."""
         cdef uint64_t place
-        if 2 * (self.count + 1) > self._mask:
-            self._grow()
+        self.make_ready()
         place = number * _GOLDEN >> self._shift
         while self._entries[place].item != NULL:
             place = (place + 1) & self._mask

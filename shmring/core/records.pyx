@@ -73,6 +73,7 @@ cdef class Piece:
 @cython.no_gc
 cdef class EngineSlotRecord:
     cdef public uint64_t generation
+    cdef object key           # the same as an object, which is there when the slot is forgotten: then nothing is allocated
     cdef public LeaseRecord lease  # type: LeaseRecord | None
     cdef public uint64_t start
     cdef public uint64_t blocks
@@ -93,6 +94,7 @@ cdef class EngineSlotRecord:
 @cython.no_gc
 cdef class RequestRecord:
     cdef public uint64_t request_id
+    cdef object key      # as that of a slot
     cdef public list slots  # type: list[EngineSlotRecord] | None  # None: it has none
     cdef public uint64_t unread_replies  # that its client copies out, and that its caller has not read
     cdef int state_number
