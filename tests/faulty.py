@@ -51,9 +51,9 @@ _PACKAGES = ("shmring", "engine", "frontend", "bench", "tests")
 _IMPORTED = ("torch", "numpy", "hypothesis", "msgspec", "uvloop")
 _CYTHON = ".pyx"
 _C = (".c", ".h")
-_TIMEOUT_S = 20  # of a check, or so many times as long as it takes without a fault
+_TIMEOUT_S = 15  # of a check, or so many times as long as it takes without a fault
 _TIMES = 10
-_IN_C_S = 30  # later a check is killed that no signal of pytest's reaches
+_IN_C_S = 15  # later a check is killed that no signal of pytest's reaches
 _ALL_TIMEOUT_S = 900  # of all without a fault
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.ring.moments import Moments
 from tests.nursery import Nursery
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -286,6 +289,61 @@ async def test_who_writes_for_long_is_passed_over(serve: Any, connect: Any) -> N
     await asyncio.wait_for(slot(needy, LARGE), 30)
     for each in held:
         each.close()
+
+
+async def test_an_engine_for_whose_memory_nobody_waits_has_no_timer(serve: Any, connect: Any) -> None:
+    ring = await serve(**CROWDED)
+    client = await connect(lease_nbytes=4 * KIB)
+    await slot(client, LARGE)
+    assert client.statistics().leases > 0
+    moments = ring._shell._moments
+    moments.begin()
+    assert moments._timer is None
+
+
+def moments_of(look: Callable[[], list[Any]]) -> Moments:
+    """Of an engine for whose memory somebody waits; the book looks in this way."""
+
+    class Book:
+        def is_awaited(self) -> bool:
+            return True
+
+        def moment_passed(self) -> list[Any]:
+            return look()
+
+    class Life:
+        is_over = is_forked = False
+
+        @property
+        def loop(self) -> asyncio.AbstractEventLoop:
+            return asyncio.get_running_loop()
+
+    return Moments(Life(), Book(), list)  # type: ignore[arg-type]
+
+
+async def test_moments_pass_as_long_as_somebody_waits(eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.ring.moments._MOMENT_S", 0.001)
+    looks: list[int] = []
+    moments = moments_of(lambda: looks.append(1) or [])
+    moments.begin()
+    await eventually(lambda: len(looks) >= 3)
+    moments.close()
+
+
+async def test_looks_at_many_leases_leave_the_loop_to_others() -> None:
+    """Twenty times as long as a look takes, none is made."""
+    ended_s = []
+
+    def look() -> list[Any]:
+        time.sleep(0.02)
+        ended_s.append(time.monotonic())
+        return []
+
+    moments = moments_of(look)
+    moments._moment_passed()
+    assert moments._timer is not None
+    assert moments._timer.when() - ended_s[0] > 0.35
+    moments.close()
 
 
 # -- only what is leased is writable ------------------------------------------------------------------------------------

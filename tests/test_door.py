@@ -136,6 +136,16 @@ def test_sizes_and_counts_are_integers_of_any_type() -> None:
         count_of(0, "most")
 
 
+def test_a_wrong_value_is_shown_in_one_line_and_cut() -> None:
+    class Unshown:
+        def __repr__(self) -> str:
+            raise ValueError("not now")
+
+    assert door.shown("a\n\u2028b") == r"'a\n\u2028b'"
+    assert (len(door.shown("x" * 1000)), door.shown("x" * 1000)[-4:]) == (80, "x...")
+    assert door.shown(Unshown()) == "<Unshown>"
+
+
 def test_limits_that_stand_in_two_places_are_equal() -> None:
     assert door.MAX_NAME_CHARACTERS == compiled.MAX_NAME_CHARACTERS
     assert door.KEY_NBYTES == messages.KEY_NBYTES

@@ -24,7 +24,7 @@ import torch
 import shmring
 from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
-from shmring.ring import limits
+from shmring.ring import handshakes, limits
 from shmring.transport.endpoint import handshake_frame
 from tests.sessions import session_of
 
@@ -850,6 +850,25 @@ async def test_silent_processes_keep_nobody_from_connecting(
     assert await clients[1].request(1, timeout=5) == 1
     assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).client_count == 2
     assert ring.statistics().refused == 1, "only one place was needed, by one after the other"
+
+
+async def test_of_silent_peers_the_process_with_the_most_loses_its_oldest(eventually: Any) -> None:
+    places, lost = handshakes._Places(3), []
+
+    async def keep_silent(name: str, pid: int) -> None:
+        try:
+            async with places.hold(pid):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            lost.append(name)
+
+    peers = [("alone", 1), ("the greedy one's oldest", 2), ("the greedy one's next", 2), ("who comes", 3)]
+    tasks = [asyncio.create_task(keep_silent(*peer)) for peer in peers]
+    await eventually(lambda: lost)
+    assert lost == ["the greedy one's oldest"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 _SAYS_NOTHING = """

@@ -238,6 +238,32 @@ async def test_two_tasks_of_a_handler_have_one_place_together() -> None:
     await asyncio.wait_for(places.take(), 60)
 
 
+async def test_a_place_that_comes_to_a_handler_that_was_cancelled_just_now_is_another_ones() -> None:
+    places = Places(1)
+    await places.take()
+    waiting = asyncio.create_task(places.take())
+    await asyncio.sleep(0)
+    places.give_back()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert places._free == 1
+
+
+async def test_a_place_that_comes_when_its_handler_has_ended_is_another_ones() -> None:
+    places = Places(1)
+    await places.take()
+    place = Place(places)
+    place.give_up()
+    await places.take()  # by another one
+    returning = asyncio.create_task(place.take_again())
+    await asyncio.sleep(0)
+    place.leave()
+    places.give_back()
+    await returning
+    assert not place.is_held
+    assert places._free == 1
+
+
 # -- what is said ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +291,28 @@ async def test_the_log_says_which_client_takes_no_replies_and_not_all_the_time(
     await eventually(lambda: ring._shell.replies._waits._timer is None)
 
 
+class Life:
+    """Of an engine that goes on."""
+
+    is_over = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+
+async def test_a_reply_that_waits_comes_first_again_after_a_rest() -> None:
+    told: list[bool] = []
+    watching = waits.Waits(Life(), str, told.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        with watching.of(object()):  # type: ignore[arg-type]
+            assert watching._timer is not None
+            watching._timer.cancel()
+            watching._look()
+        assert watching._timer is None
+    assert told == [True, False] * 2
+
+
 def test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then() -> None:
     """Whether others may pass, look by look: it comes first for 50 ms of each second."""
     told: list[bool] = []
@@ -275,13 +323,6 @@ def test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then() -> 
             looks()
             assert watching._timer is not None
             watching._timer.cancel()
-
-    class Life:
-        is_over = False
-
-        @property
-        def loop(self) -> asyncio.AbstractEventLoop:
-            return asyncio.get_running_loop()
 
     watching = waits.Waits(Life(), str, told.append)  # type: ignore[arg-type]
     asyncio.run(look())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import threading
 import weakref
@@ -967,6 +968,105 @@ async def test_a_rank_that_is_taken_is_refused_until_it_is_free(serve: Any, join
     await ring.broadcast("for the second")
     with await second.receive() as message:
         assert message.payload == "for the second"
+
+
+async def test_who_dies_while_it_is_let_in_is_no_worker_though_another_process_has_its_socket(
+    serve: Any, socket_dir: Path, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reserve(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert is_dead.wait(30)
+        return reserve_for_one_writer(*arguments, **options)
+
+    begun, is_dead = threading.Event(), threading.Event()
+    monkeypatch.setattr("shmring.ring.workers.reserve_for_one_writer", reserve)
+    ring = await serve(**OPTIONS)
+    frame = handshake_frame(Join(version=PROTOCOL_VERSION, rank=0, name="short"))
+    path = os.fspath(socket_path("test", str(socket_dir)))
+    with socket.socket(socket.AF_UNIX) as joining:
+        pid = os.fork()
+        if not pid:
+            try:
+                joining.connect(path)
+                joining.sendall(frame)
+                signal.pause()
+            finally:
+                os._exit(1)
+        await eventually(begun.is_set)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        await turns()
+        is_dead.set()
+        await eventually(lambda: ring.ranks or ring.statistics().refused)
+    assert ring.ranks == ()
+
+
+async def test_what_a_worker_has_replied_counts_though_it_has_died(serve: Any, join: Any, hold: Any) -> None:
+    """Its death may be heard of before its last records are read."""
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    gathering = asyncio.ensure_future(ring.gather("x"))
+    message = await worker.receive()
+    workers = ring._shell.workers
+    [joined] = workers._workers.values()
+    go_on = hold(joined.link)
+    await message.reply("its last words")
+    joined.link._wake, wake = (lambda: None), joined.link._wake
+    go_on()
+    joined.link._wake = wake
+    workers._died(joined)
+    assert await asyncio.wait_for(gathering, 20) == ["its last words"]
+    message.leave()
+
+
+async def test_a_reply_that_was_cancelled_while_it_waited_can_be_sent_again(
+    serve: Any, join: Any, hold: Any, turns: Any
+) -> None:
+    """And keeps no other one from being sent."""
+    ring = await serve(**{**OPTIONS, "message_ring_nbytes": "16KiB", "worker_backlog": 64})
+    worker = await join()
+    [joined] = ring._shell.workers._workers.values()
+    gatherings = [asyncio.ensure_future(ring.gather(number)) for number in range(30)]
+    messages = [await worker.receive() for _ in gatherings]
+    go_on = hold(joined.link)
+    for message in messages:
+        reply = asyncio.ensure_future(message.reply("x" * 2000))
+        await turns()
+        if not reply.done():
+            break
+    assert not reply.done()
+    reply.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reply
+    go_on()
+    for waiting in messages[message.payload :]:
+        await asyncio.wait_for(waiting.reply("again"), 10)
+    replies = [await gathering for gathering in gatherings]
+    assert replies == [["x" * 2000]] * message.payload + [["again"]] * (len(messages) - message.payload)
+    for message in messages:
+        message.leave()
+
+
+async def test_after_half_a_reply_a_worker_says_nothing_more(serve: Any, join: Any, hold: Any, turns: Any) -> None:
+    """As if all tasks of its loop were cancelled."""
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    [joined] = ring._shell.workers._workers.values()
+    gathering = asyncio.ensure_future(ring.gather("x"))
+    message = await worker.receive()
+    go_on = hold(joined.link)
+    replying = asyncio.ensure_future(message.reply("x" * 1_000_000))
+    await turns()
+    assert worker._connection._rest is not None
+    worker._connection._rest.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await replying
+    with pytest.raises(shmring.ClosedError, match="given up in the middle of a reply"):
+        worker.receive_nowait()
+    go_on()
+    with pytest.raises(shmring.WorkerLostError):
+        await asyncio.wait_for(gathering, 20)
+    message.leave()
 
 
 async def test_as_many_may_join_as_there_are_places(

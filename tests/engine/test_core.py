@@ -908,13 +908,16 @@ async def test_cancelling_it_waits_for_the_step_and_fails_what_runs(socket_dir: 
         running = asyncio.create_task(core.run())
         answer = asyncio.create_task(encode(client, request_of(1)))
         await until(lambda: gate.seen)
+        waiting = asyncio.create_task(encode(client, request_of(2)))
+        await until(lambda: core._scheduler.waiting == 1)
         running.cancel()
         await asyncio.sleep(0)
         assert not running.done()
         gate.let()
         with pytest.raises(asyncio.CancelledError):
             await running
-        with pytest.raises(shmring.RemoteError, match="the engine is stopping"):
-            await answer
+        for task in (answer, waiting):
+            with pytest.raises(shmring.RemoteError, match="the engine is stopping"):
+                await asyncio.wait_for(task, 10)
         with pytest.raises(shmring.RemoteError, match="the engine has ended"):
             await client.check_health()

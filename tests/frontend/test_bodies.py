@@ -182,6 +182,17 @@ async def test_memory_that_does_not_come_free_is_a_503(begin: Begin) -> None:
         reading.task.cancel()
 
 
+async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read(begin: Begin, eventually: Any) -> None:
+    reader = reader_of(max_body_nbytes=10)
+    reading = begin(reader)
+    for piece in (b"12345678", b"and more"):
+        reading.sender.send(piece)
+    await eventually(lambda: reading.sender.receives == 3)
+    assert reader.memory.nbytes == 0
+    reading.sender.send(b"", more=False)
+    assert (await refusal(reading.task)).status == 413
+
+
 @pytest.mark.adjustable_clock
 async def test_a_body_that_stands_still_is_a_408(begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 600.0)

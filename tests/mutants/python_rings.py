@@ -121,6 +121,18 @@ FAULTS = (
             "if self.parts_nbytes < -_MOST_ANSWERS *",
             "tests/test_workers.py::test_parts_without_end_are_bounded",
         ),
+        (
+            "last words of a worker that has died are not read",
+            "        worker.link.read_last_words()\n",
+            "",
+            "tests/test_workers.py::test_what_a_worker_has_replied_counts_though_it_has_died",
+        ),
+        (
+            "a worker that dies while it is admitted is a worker for ever",
+            "            if dead.is_set():\n",
+            "            if False:\n",
+            "tests/test_workers.py::test_who_dies_while_it_is_let_in_is_no_worker_though_another_process_has_its_socket",
+        ),
     ),
     *faults_in(
         "shmring/ring/handling.py",
@@ -248,6 +260,32 @@ FAULTS = (
             "        if self._reason is None:\n            self._reason = reason",
             "        self._reason = reason",
             "tests/test_workers.py::test_a_dropped_worker_is_told_and_keeps_what_it_reads",
+        ),
+        (
+            "messages that a closing worker has not opened are kept",
+            "                self._end.leave_unread(self._records.popleft())",
+            "                self._records.popleft()",
+            "tests/test_workers.py::test_a_worker_closes_whatever_it_was_sent_and_has_not_received",
+            "Equivalent: the page of a worker that has closed says that all messages behind the last opened one were left.",
+        ),
+        (
+            "after half a reply, others follow",
+            '                self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))\n'
+            "                self._link.close()",
+            "                pass",
+            "tests/test_workers.py::test_after_half_a_reply_a_worker_says_nothing_more",
+        ),
+        (
+            "a replier that was cancelled keeps its turn",
+            "                self._answering.release()\n                raise\n",
+            "                raise\n",
+            "tests/test_workers.py::test_a_reply_that_was_cancelled_while_it_waited_can_be_sent_again",
+        ),
+        (
+            "a message whose reply was not sent counts as replied to",
+            "            self._end.unmark_answered(message)  # nothing was sent\n",
+            "",
+            "tests/test_workers.py::test_a_reply_that_was_cancelled_while_it_waited_can_be_sent_again",
         ),
     ),
 )

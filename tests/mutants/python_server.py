@@ -403,4 +403,28 @@ FAULTS = (
             "tests/frontend/media/test_keeping.py::test_of_more_media_in_turn_than_can_be_kept_some_are_found",
         ),
     ),
+    *faults_in(
+        "shmring/engine/core.py",
+        (
+            "an executor's error keeps the payloads of its step",
+            "            batch.clear()  # if an",
+            "            pass  # if an",
+            "tests/engine/test_core.py::test_an_executor_that_dies_ends_the_engine_and_all_requests_get_the_reason",
+        ),
+        (
+            "requests that wait are not failed as the engine ends",
+            "(*self._scheduler, *self._scheduler.withdraw_all())",
+            "(*self._scheduler,)",
+            "tests/engine/test_core.py::test_cancelling_it_waits_for_the_step_and_fails_what_runs",
+        ),
+    ),
+    *faults_in(
+        "shmring/frontend/bodies.py",
+        (
+            "a body that was refused midway keeps its memory while its rest is read",
+            "                share.release()\n                await self._drop",
+            "                await self._drop",
+            "tests/frontend/test_bodies.py::test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read",
+        ),
+    ),
 )

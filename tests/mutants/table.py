@@ -12,6 +12,7 @@ from tests.mutants import (
     python_plugins,
     python_rings,
     python_server,
+    python_silence,
     python_threads,
     rings,
 )
@@ -28,4 +29,5 @@ FAULTS = (
     *python_rings.FAULTS,
     *python_server.FAULTS,
     *python_threads.FAULTS,
+    *python_silence.FAULTS,
 )

@@ -20,7 +20,7 @@ from shmring import threads
 from shmring.client.pauses import FIRST_S, LONGEST_S
 from shmring.core.loggers import logger_of
 from shmring.errors import EngineDeadError
-from shmring.integrations.reaching import Reach
+from shmring.integrations.reaching import KeptConnection, OtherRingError, Reach, check_epoch
 from shmring.integrations.vllm.engine import LostTensorError, Receiver
 from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
@@ -101,6 +101,29 @@ def test_pauses_are_bounded_and_the_log_says_what_has_changed(caplog: pytest.Log
         assert reach.reason == "engine"
         reach.reached()
     assert caplog.text.count(INLINE + "it is silent") == 2
+
+
+async def test_requests_begin_one_attempt_together() -> None:
+    attempts: list[int] = []
+
+    class Silent(KeptConnection):
+        async def _connect(self) -> Any:
+            attempts.append(1)
+            await asyncio.Event().wait()
+
+    connection = Silent("engine core 0", logger_of("vllm.shmring"))
+    for _ in range(3):
+        connection.keep_trying()
+        await asyncio.sleep(0)
+    assert attempts == [1]
+    await connection.close()
+
+
+def test_a_ring_is_the_one_that_was_meant() -> None:
+    check_epoch(5, 5, "core")
+    check_epoch(5, 0, "core")  # it is known by its name alone
+    with pytest.raises(OtherRingError, match="another engine has the name 'core' now"):
+        check_epoch(5, 6, "core")
 
 
 # -- an engine core that keeps silent ---------------------------------------------------------------------------------------
@@ -200,6 +223,7 @@ async def test_a_connection_that_is_lost_is_made_again(
     await goes_inline(exchange)
     await eventually(lambda: link.is_connected, 300)
     assert link._client is not first
+    assert first.closed
     for _ in range(2):
         (came,) = await exchange.exchange(kept)  # nothing is believed of what was kept for the first one
         assert came.equal(kept)
