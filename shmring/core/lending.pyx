@@ -17,9 +17,12 @@ holder does not answer for two moments is *silent*. Then the window is chosen ag
 idle leases are recalled for the requests behind the first. The window never moves to a lease that was granted since it was
 opened. So it moves only finitely often, and small requests can't overtake the large one for ever by taking what it leaves.
 
-A window keeps its range from all others, so it is not kept for what does not come: after a second in vain the request gives it
-up and *rests* until there is a range whose holders answer. It has its turn in the line again then, and is twice as patient each
-time. So who ends in any bounded time is outlasted at last, and a process that has stopped holds up nobody but that request.
+A window keeps its range from all others, so it is not kept for what does not come: when a second has passed since a lease in it
+came back, and none is on its way, the request gives it up and *rests*. Others have their turn then. It rests for as long as it
+has waited, and until there is a range whose holders answer; not so long if there is one whose leases lie idle or come back. It
+has its turn in the line again then, and is twice as patient each time. So whatever ends in any bounded time is outlasted at last.
+So a process that has stopped, a reader for whom a handler waits, and a client that wants more beside what it uses hold others up
+for about as long as the request has waited already, and then these have their turn.
 
 The owner's own leases in its window are not recalled. While a caller of the owner waits, the owner puts no slots into them, and
 returns those that are empty; afterwards it goes on using them. A request for which no caller waits is a *wish*: it is granted
@@ -310,6 +313,8 @@ cdef class Lending:
                 continue
             del self._by_start[place]
             self._free_run(piece.start, piece.blocks)
+        if self.is_wanted(lease.start, lease.blocks):
+            self._window.vain_moments = 0
         return 0
 
     # -- what is kept ------------------------------------------------------------------------------------------------
@@ -416,7 +421,7 @@ cdef class Lending:
         if self._take_run(client, want, &start, &blocks):
             effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
             return self._withdraw(client.client_id)
-        if self._window is None and want.waits and not want.rests:
+        if self._window is None and want.waits and not want.rest_moments:
             self._cheapest_range(client.client_id, want.blocks, UINT64_MAX, &start)
             self._open_window(client, start, want.blocks, self._next_lease_id, effects)
             if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # only content was there
@@ -527,11 +532,11 @@ cdef class Lending:
         if worst >= RECALLED:
             return False
         if self._cheapest_range(window.client_id, window.blocks, window.next_lease_id, &start) <= worst:
-            window.vain_moments += worst <= NO_ANSWER
+            window.vain_moments += 1
             want = <LeaseWant>self._wants[window.client_id]
             if window.vain_moments < want.patience:
                 return False
-            want.rests, want.patience = True, 2 * want.patience
+            want.rest_moments, want.patience = want.patience, 2 * want.patience
             self._close_window()
             return True
         self._close_window()
@@ -541,13 +546,19 @@ cdef class Lending:
         return True
 
     cdef bint _wake(self) except -1:
-        """Has requests rest no longer for which there is a range whose holders answer; returns whether there was one."""
+        """Has requests rest no longer that have rested for long, and those for which a range has come; returns whether there was
+        one."""
         cdef LeaseWant want
         cdef uint64_t start
+        cdef int worst
         cdef bint any_woken = False
         for want in self._wants.values():
-            if want.rests and self._cheapest_range(want.client_id, want.blocks, UINT64_MAX, &start) > NO_ANSWER:
-                want.rests, any_woken = False, True
+            if want.rest_moments:
+                worst = self._cheapest_range(want.client_id, want.blocks, UINT64_MAX, &start)
+                if worst > (NO_ANSWER if want.rest_moments == 1 else IN_USE):
+                    want.rest_moments, any_woken = 0, True
+                else:
+                    want.rest_moments -= want.rest_moments > 1
         return any_woken
 
     cdef int _evict_range(self, uint64_t start, uint64_t blocks) except -1:

@@ -121,8 +121,8 @@ cdef class LeaseWant:
     cdef public uint64_t blocks
     cdef public uint64_t preferred_blocks
     cdef public bint waits          # whether a caller waits for it
-    cdef public bint rests          # it has given its window up, since what lay there did not come
-    cdef public uint64_t patience   # so many moments it waits in vain before it gives a window up
+    cdef public uint64_t rest_moments  # so many more it rests, the last one until somebody answers: it has given its window up
+    cdef public uint64_t patience      # so many moments it waits in vain before it gives a window up
 
 
 @cython.final
@@ -185,7 +185,7 @@ cdef class Window:
     cdef public uint64_t start
     cdef public uint64_t blocks
     cdef public uint64_t next_lease_id  # when it was opened: leases from this one on were granted since
-    cdef public uint64_t vain_moments   # that have passed while what lies in it did not come
+    cdef public uint64_t vain_moments   # that have passed since a lease in it came back, and nothing was on its way
 
     @property
     def end(self) -> int:

@@ -191,7 +191,7 @@ def account(plan: Plan, seen: Observations) -> Findings:
     stops = _Stops(seen.happened)
     engine_kills = [event.began_ns for event in seen.happened if event.fault is Fault.KILL_ENGINE]
     aborts, deaths = _abort_latencies(ledger, stops), _death_latencies(ledger, seen, stops)
-    texts = seen.violations + [wrong.text for wrong in ledger.wrongs] + _unexplained(ledger, seen, engine_kills)
+    texts = seen.violations + [wrong.text for wrong in ledger.wrongs] + _unexplained(ledger, seen, engine_kills, stops)
     failed = {name: count for name, count in sorted(ledger.outcomes.items()) if name not in ("answered", "aborted")}
     corrupted = sum(wrong.what == "corrupted" for wrong in ledger.wrongs)
     return Findings(
@@ -240,6 +240,15 @@ class _Stops:
             start < ended_ns and began_ns < end and (stopped == pid or (of_engine and engine_too))
             for start, end, stopped, of_engine in self._windows
         )
+
+    def went_on(self, pid: int, at_ns: int) -> int:
+        """When a process that was stopped at a moment, or within the time to notice what happened then, went on."""
+        ends = (
+            end
+            for start, end, stopped, _ in self._windows
+            if stopped == pid and start < at_ns + _NOTICED_WITHIN_NS and at_ns < end
+        )
+        return max(ends, default=at_ns)
 
 
 def _abort_latencies(ledger: _Ledger, stops: _Stops) -> list[tuple[int, int]]:
@@ -295,12 +304,14 @@ def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: S
     return latencies
 
 
-def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int]) -> list[str]:
+def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[str]:
     """Requests that failed because the engine was dead, when it was not."""
     hung_up = _hung_up(seen)
     texts = []
     for at_ns, pid, outcome in ledger.failed_at:
-        explained = any(0 <= at_ns - kill < _NOTICED_WITHIN_NS for kill in engine_kills) or hung_up.get(pid, at_ns) < at_ns
+        explained = hung_up.get(pid, at_ns) < at_ns or any(
+            kill <= at_ns < stops.went_on(pid, kill) + _NOTICED_WITHIN_NS for kill in engine_kills
+        )
         if outcome == "EngineDeadError" and not explained:
             texts.append(f"a request of process {pid} failed with EngineDeadError, and no engine had died")
     return texts

@@ -12,8 +12,10 @@ __all__ = [
     "Close",
     "Flood",
     "HangUp",
+    "Hoard",
     "Leave",
     "Open",
+    "Probe",
     "Question",
     "Quiet",
     "QuietReport",
@@ -49,6 +51,16 @@ class HangUp(_Message, frozen=True, tag="hang up"):
     """Drop the connection without a word, and go on writing to the memory of before."""
 
 
+class Hoard(_Message, frozen=True, tag="hoard"):
+    """Have many requests answered whose replies nobody reads for this long. Answered when they are sent."""
+
+    seconds: float
+
+
+class Probe(_Message, frozen=True, tag="probe"):
+    """Send each engine a small request. Answered when they have ended."""
+
+
 class Leave(_Message, frozen=True, tag="leave"):
     """Say goodbye in the middle of everything, and end."""
 
@@ -63,7 +75,7 @@ class Close(_Message, frozen=True, tag="close"):
     """Say goodbye."""
 
 
-Question = Open | Storm | Flood | HangUp | Leave | Quiet | Close
+Question = Open | Storm | Flood | HangUp | Hoard | Probe | Leave | Quiet | Close
 
 
 # to the driver

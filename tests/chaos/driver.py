@@ -3,6 +3,10 @@
 At the end of a phase every frontend stops sending. Whatever has not ended then within the plan's limit is lost. The slots
 and replies that anybody still counts are held beyond their step. After that the frontends say goodbye, and what the engine
 does not count as free again has leaked; so have descriptors that a process has beyond those it began with.
+
+A frontend that is stopped has replies that nobody reads, more than an engine has places for. It goes on when a request of each
+other frontend has ended. If one has not ended within the limit, somebody waits for the stopped one. That does not depend on how
+busy the machine is.
 """
 
 from __future__ import annotations
@@ -127,6 +131,7 @@ class _Driver:
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
         self.readers = [_Member(f"worker {index}") for index in range(plan.readers)]
         self.seen = Observations()
+        self.stopping = asyncio.Lock()  # held while a frontend is stopped
         self.observer: shmring.Client | None = None
 
     # -- starting and ending -----------------------------------------------------------------------------------------------
@@ -251,7 +256,9 @@ class _Driver:
             match event.fault:
                 case Fault.KILL_ENGINE | Fault.KILL_FRONTEND | Fault.KILL_WORKER:
                     began_ns, engines_waited_ns = await self.kill(member, event)
-                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND | Fault.STOP_WORKER:
+                case Fault.STOP_FRONTEND:
+                    await self.stop_frontend(member, event)
+                case Fault.STOP_ENGINE | Fault.STOP_WORKER:
                     await self.stop(member, event)
                 case Fault.HANG_UP:
                     member.now.tell(control.HangUp())
@@ -310,6 +317,36 @@ class _Driver:
             await asyncio.sleep(event.duration_s)
         finally:
             member.now.signal(signal.SIGCONT)
+
+    async def stop_frontend(self, member: _Member, event: Event) -> None:
+        """Stops a frontend whose replies lie unread. It goes on when a request of each other frontend has ended."""
+        async with self.stopping:  # one at a time, so that no other stops whoever is asked
+            await member.now.ask(control.Hoard(event.duration_s))
+            member.now.signal(signal.SIGSTOP)
+            probes: list[asyncio.Task[None]] = []
+            try:
+                await asyncio.sleep(event.duration_s)
+                others = [other for other in self.frontends if other is not member and not other.lock.locked()]
+                probes = [asyncio.create_task(self.probe(other)) for other in others]
+                if probes:
+                    await asyncio.wait(probes, timeout=self.plan.quiet_limit_s)
+                for other, probe in zip(others, probes, strict=True):
+                    if not probe.done():
+                        self.seen.violations.append(
+                            f"a request of {other.title} waits for {member.title}, which is stopped and reads nothing"
+                        )
+            finally:
+                member.now.signal(signal.SIGCONT)
+            await asyncio.gather(*probes)
+
+    async def probe(self, member: _Member) -> None:
+        """Returns when a request of a frontend has ended, or the frontend has."""
+        child = member.now
+        try:
+            await child.ask(control.Probe())
+        except ChildError:
+            if not child.dying:
+                raise
 
     # -- when all is quiet -----------------------------------------------------------------------------------------------------
 

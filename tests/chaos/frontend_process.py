@@ -27,6 +27,7 @@ __all__ = ["FrontendAssignment", "run_frontend"]
 
 _STORM_INTERVAL_S = 0.02
 _FLOOD_WORKERS = 12  # times 2 MiB on average, times the frontends: more than the slab
+_HOARDED = 48  # requests to each engine: those whose replies fill its reserve, and more than its 32 handlers beside
 _CHECK_INTERVAL_S = 0.1  # between two looks at the client's own book
 _QUIET_POLL_S = 0.005
 _LEAVE_LIMIT_S = 10.0  # for callers to hear of a close; at once, on a machine that does nothing else
@@ -118,6 +119,27 @@ class _Frontend:
         finally:
             self.load.floods -= 1
 
+    async def hoard(self, seconds: float) -> None:
+        """Has replies lie unread for a while: more to each engine than it has handlers."""
+        sent, reads = [], asyncio.Event()
+        for name in () if self.load.client is None else self.load.client.engines:
+            for _ in range(_HOARDED):
+                sent.append(asyncio.Event())
+                self.start(self.load.hoarded(name, sent[-1], reads), "worker")
+        await asyncio.gather(*(event.wait() for event in sent))
+        asyncio.get_running_loop().call_later(seconds, reads.set)
+
+    async def probe(self) -> None:
+        """Sends each engine a small request."""
+        if self.load.client is not None:
+            await asyncio.gather(*(self.load.probe(name) for name in self.load.client.engines))
+
+    async def answered(self, work: Coroutine[Any, Any, None], channel: Channel) -> None:
+        try:
+            await work
+        finally:
+            channel.answer(control.Ready())
+
     async def hang_up(self) -> None:
         """Drops the connection, and goes on writing to a slot of before: nobody else may have that memory."""
         client = self.load.client
@@ -193,6 +215,10 @@ async def run_frontend(assignment: FrontendAssignment, channel: Channel) -> None
                 frontend.start(frontend.storm(seconds))
             case control.Flood(seconds):
                 frontend.start(frontend.flood(seconds), "worker")
+            case control.Hoard(seconds):
+                frontend.start(frontend.answered(frontend.hoard(seconds), channel))
+            case control.Probe():
+                frontend.start(frontend.answered(frontend.probe(), channel))
             case control.HangUp():
                 frontend.start(frontend.hang_up())
             case control.Quiet(seconds):

@@ -39,6 +39,8 @@ _REPLY_NBYTES = (16, 200_000)
 _UNREAD_NBYTES = (100_000, 1 << 20)  # of a reply that others of its client may have to wait for: a few fill the reserve
 _UNREAD_AT_ONCE = (3, 9)  # such requests of one caller
 _UNREAD_S = 1.0  # for which a caller reads none of them, at most
+_PROBE_NBYTES = 2000  # in a slot
+_HOARDED_NBYTES = 300_000  # of a reply: a dozen fill the reserve
 _KEYS = 40  # of content that is kept, for all frontends; more than fits
 _PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
 
@@ -125,18 +127,34 @@ class Load:
         kind = self._chance.choices(list(self._kinds), [weight for weight, _ in self._kinds.values()])[0]
         if self._corrupts(number):
             kind = "in place"  # the one that can; a slow machine's short run might draw none
+        await self._seen_out(kind, number, self._kinds[kind][1])
+
+    async def probe(self, engine: str) -> None:
+        """Sends an engine a small request in a slot, and sees it to its end."""
+        self._number = number = self._number + 1
+        await self._seen_out("probe", number, lambda number: self._probed(number, engine))
+
+    async def hoarded(self, engine: str, sent: asyncio.Event, reads: asyncio.Event) -> None:
+        """Sends an engine a request, says so, and reads its large reply when somebody says so."""
+        self._number = number = self._number + 1
+        try:
+            await self._seen_out("hoarded", number, lambda number: self._hoarded(number, engine, sent, reads))
+        finally:
+            sent.set()
+
+    async def _seen_out(self, kind: str, number: int, send: Callable[[int], Awaitable[Outcome]]) -> None:
         self.unfinished.add(number)
         self._journal.write(Began(number, kind, time.monotonic_ns()))
-        outcome = await self._outcome(kind, number)
+        outcome = await self._outcome(kind, number, send)
         self._journal.write(Ended(number, outcome, time.monotonic_ns()))
         self.unfinished.discard(number)
         self._stormed.discard(number)
 
-    async def _outcome(self, kind: str, number: int) -> Outcome:
+    async def _outcome(self, kind: str, number: int, send: Callable[[int], Awaitable[Outcome]]) -> Outcome:
         try:
-            if self._plan.sabotage == "lose" and number % 20 == 7:
+            if self._plan.sabotage == "lose" and number % 20 == 7 and kind in self._kinds:
                 await asyncio.Event().wait()
-            return await self._kinds[kind][1](number)
+            return await send(number)
         except CorruptedError as error:
             self._journal.wrong("corrupted", str(error))
             return "CorruptedError"
@@ -233,6 +251,21 @@ class Load:
 
     async def _inline(self, number: int) -> Outcome:
         return await self._request(self._order(number, *self._source.content(number, self._between(_SMALL_NBYTES))))
+
+    async def _probed(self, number: int, engine: str) -> Outcome:
+        order = self._order(number, *self._source.content(number, _PROBE_NBYTES), work_s=0.0, on_thread=False)
+        answer = await self._connected.request(order, reply_type=Answer, request_id=str(number), engine=engine)
+        await self._checked(number, 0, answer)
+        return "answered"
+
+    async def _hoarded(self, number: int, engine: str, sent: asyncio.Event, reads: asyncio.Event) -> Outcome:
+        changes: dict[str, Any] = {"work_s": 0.0, "on_thread": False, "keep_s": 0.0, "reply_nbytes": _HOARDED_NBYTES}
+        order = self._order(number, *self._source.content(number, _SMALL_NBYTES[0]), **changes)
+        submission = await self._connected.submit(order, request_id=str(number), engine=engine)
+        sent.set()
+        await reads.wait()
+        await self._checked(number, 0, await submission.result(Answer))
+        return "answered"
 
     async def _failing(self, number: int) -> Outcome:
         return await self._request(await self._drawn(number, fate="fail"))

@@ -145,6 +145,16 @@ def test_an_engine_that_is_dead_to_a_frontend_must_have_died(tmp_path: Path) -> 
     assert settle(observations).passed
 
 
+def test_a_stopped_process_notices_the_death_of_an_engine_when_it_goes_on(tmp_path: Path) -> None:
+    observations = seen(tmp_path, {2: [Began(1, "copied", 0), Ended(1, "EngineDeadError", 30_000 * MS)]}, {})
+    death = Happened(Fault.KILL_ENGINE, 1, 100 * MS, 120 * MS)
+    observations.ended_ns = 31_000 * MS
+    observations.happened = [death, Happened(Fault.STOP_FRONTEND, 3, 50 * MS, 29_900 * MS)]
+    assert not settle(observations).passed, "another was stopped"
+    observations.happened = [death, Happened(Fault.STOP_FRONTEND, 2, 50 * MS, 29_900 * MS)]
+    assert settle(observations).passed
+
+
 @for_each("field", msgspec.structs.fields(QuietLook), ids=lambda field: field.name)
 def test_whatever_a_quiet_look_finds_fails_the_run(tmp_path: Path, field: msgspec.structs.FieldInfo) -> None:
     observations = seen(tmp_path, {2: []}, {})

@@ -633,7 +633,7 @@ class EngineBookMachine(RuleBasedStateMachine):
         window = self.book.host._window
         reserved = set(range(window.start, window.end)) if window is not None else set()
         eligible = [client_id for client_id, (_, blocks, *_) in self.wants.items() if not self.over_quota(client_id, blocks)]
-        rests = {client_id for client_id, want in self.book.host._wants.items() if want.rests}
+        rests = {client_id for client_id, want in self.book.host._wants.items() if want.rest_moments}
         waiting = [client_id for client_id in eligible if self.wants[client_id][3] and client_id not in rests]
         if waiting:  # else a window may be left of one who was alone until just now
             assert window is not None, "the first who can't be served has no window"

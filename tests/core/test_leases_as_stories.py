@@ -403,6 +403,47 @@ STORIES = {
         the moment passes -> 8 recalled 6, 10 recalled 7
         8 returns 6 ->
         10 returns 7 -> 9 gets 8 at 1+6""",
+    "a window over what stays in use is given up for as long as it has waited": """
+        full 2 2 2; 1 uses 3 ->
+        9 asks 6 -> 1 recalled 3, 2 recalled 4, 3 recalled 5
+        2 returns 4 ->
+        3 returns 5 ->
+        8 asks 2 ->
+        39 moments pass ->
+        the moment passes -> 8 gets 6 at 3+2
+        38 moments pass ->
+        10 connects 2 ->
+        10 asks 2 -> 10 gets 7 at 5+2
+        the moment passes -> 8 recalled 6, 10 recalled 7
+        8 returns 6 ->
+        10 returns 7 ->
+        8 asks 2 ->
+        79 moments pass ->
+        the moment passes -> 8 gets 8 at 3+2""",
+    "a window over what its own client goes on using is given up as well": """
+        full 2 2 2; 1 asks 6 -> 2 recalled 4, 3 recalled 5
+        2 returns 4 ->
+        3 returns 5 ->
+        8 asks 2 ->
+        39 moments pass ->
+        the moment passes -> 8 gets 6 at 3+2
+        1 returns 3 ->
+        the moment passes ->
+        the moment passes -> 8 recalled 6
+        8 returns 6 -> 1 gets 7 at 1+6""",
+    "a window is not in vain while its leases come back one after the other": """
+        full 2 2 2; 1 uses 3 ->
+        2 uses 4 ->
+        9 asks 6 -> 1 recalled 3, 2 recalled 4, 3 recalled 5
+        3 returns 5 ->
+        8 asks 2 ->
+        39 moments pass ->
+        2 aborts -> 2 aborted, 2 released
+        2 returns 4 ->
+        39 moments pass ->
+        1 aborts -> 1 aborted, 1 released
+        1 returns 3 -> 9 gets 6 at 1+6, 9 recalled 6
+        9 returns 6 -> 8 gets 7 at 1+2""",
     "a window does not close because somebody else has gone": """
         full 2 2 2; 9 asks 4 -> 1 recalled 3, 2 recalled 4
         1 returns 3 ->

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shmring
 from shmring.ring import inspection
 
 LIMIT_S = 60  # which only a hang reaches
 NBYTES = 600_000  # more than a half of a lease
+LARGE_NBYTES = 2_600_000  # there is no room for it beside such a lease
 #: Room for three leases of 1 MiB, and for nothing of this size beside them.
 CROWDED: dict[str, Any] = {
     "slab_nbytes": 3 * (1 << 20) + (192 << 10),
@@ -44,6 +46,60 @@ async def test_nobody_waits_for_a_stopped_frontend_beside_idle_memory(
         await client.close()
     stopped.signal(signal.SIGKILL)
     await settled(ring)
+
+
+async def test_small_requests_go_on_while_a_large_one_waits_for_a_stopped_frontend(
+    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, eventually: Any, settled: Any
+) -> None:
+    """The large one has nearly all of the slab set apart for it, and gives it up; it is served when the stopped one goes on."""
+    ring = await serve(**CROWDED | {"client_quota_nbytes": "3MiB"})
+    stopped = launch("frontend", "idle", "test", str(socket_dir))
+    assert await stopped.said() == ["idle"]
+    stopped.signal(signal.SIGSTOP)
+    large, *small = [await connect(lease_nbytes=4096) for _ in range(3)]
+    waiting = asyncio.create_task(large.slot(LARGE_NBYTES))
+    await eventually(lambda: ring.statistics().lease_requests_waiting == 1)
+    for _ in range(3):
+        slots = await asyncio.wait_for(asyncio.gather(*(client.slot(NBYTES) for client in small)), LIMIT_S)
+        for slot in slots:
+            slot.close()
+    assert not waiting.done()
+    stopped.signal(signal.SIGCONT)  # it hears of the recall, and returns its lease
+    (await asyncio.wait_for(waiting, LIMIT_S)).close()
+    for client in (large, *small):
+        await client.close()
+    stopped.signal(signal.SIGKILL)
+    await settled(ring)
+
+
+async def test_small_requests_go_on_beside_a_client_that_wants_more_than_it_gives_back(serve: Any, connect: Any) -> None:
+    """It keeps a slot in the range that it waits for."""
+    await serve(**CROWDED | {"client_quota_nbytes": "4MiB"})
+    large, small = [await connect(lease_nbytes=lease_nbytes) for lease_nbytes in ("1MiB", 4096)]
+    held = await large.slot(NBYTES)
+    waiting = asyncio.create_task(large.slot(LARGE_NBYTES))
+    for _ in range(3):
+        (await asyncio.wait_for(small.slot(NBYTES), LIMIT_S)).close()
+    assert not waiting.done()
+    held.close()
+    (await asyncio.wait_for(waiting, LIMIT_S)).close()
+
+
+async def test_small_requests_go_on_beside_a_large_one_that_waits_for_what_a_handler_keeps(serve: Any, connect: Any) -> None:
+    """The handler waits for whom it likes: for a reader that does not read, or for a worker."""
+    ring = await serve(**CROWDED | {"client_quota_nbytes": "3MiB"})
+    keeping = await connect(lease_nbytes="1MiB")
+    large, small = [await connect(lease_nbytes=4096) for _ in range(2)]
+    submission = await keeping.submit(torch.zeros(NBYTES, dtype=torch.uint8))
+    claim = await asyncio.wait_for(ring.claim(), LIMIT_S)
+    waiting = asyncio.create_task(large.slot(LARGE_NBYTES))
+    for _ in range(3):
+        (await asyncio.wait_for(small.slot(NBYTES), LIMIT_S)).close()
+    assert not waiting.done()
+    with claim:
+        await claim.done("done")
+    assert await asyncio.wait_for(submission.result(), LIMIT_S) == "done"
+    (await asyncio.wait_for(waiting, LIMIT_S)).close()
 
 
 async def test_the_log_says_who_does_not_answer(

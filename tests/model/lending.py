@@ -7,7 +7,8 @@ and would make room. What is cheapest is decided by the states of leases (``Pric
 
 While somebody waits, moments pass. Who does not answer a recall for two of them is passed over: the window is chosen again, if
 there is a range in a better state. It never moves to leases that were granted since it was opened. A want that waits in vain
-for long gives its window up, and rests until there is a range whose holders answer; each time it is twice as patient.
+for long gives its window up and rests: for as long as it has waited, and until there is a range whose holders answer; less long
+if one comes that is on its way, or idle. Each time it is twice as patient.
 
 The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
 with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
@@ -159,6 +160,8 @@ class Lending:
         for start, blocks in self._pieces(lease):
             self._free.free(start, blocks)
         self._carved.pop(lease.lease_id, None)
+        if self._window is not None and self.is_wanted(lease.start, lease.blocks):
+            self._window = dataclasses.replace(self._window, vain_moments=0)
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ class Lending:
                     effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
                     if self._withdraw(client_id):
                         break
-                elif self._window is None and want.waits and not want.rests:
+                elif self._window is None and want.waits and not want.rest_moments:
                     start, _ = self._cheapest_range(client_id, want.blocks)
                     effects += self._open_window(Window(client_id, start, want.blocks, self._next_lease_id))
                     if self._is_window_free() and (taken := self._take_run(client, want)) is not None:
@@ -330,24 +333,26 @@ class Lending:
         start, best = self._cheapest_range(window.client_id, window.blocks, window.next_lease_id)
         if best is None or best > worst:
             return True, self._open_window(Window(window.client_id, start, window.blocks, window.next_lease_id))
-        if worst <= Price.NO_ANSWER:
-            window = self._window = dataclasses.replace(window, vain_moments=window.vain_moments + 1)
+        window = self._window = dataclasses.replace(window, vain_moments=window.vain_moments + 1)
         want = self._wants[window.client_id]
         if window.vain_moments < want.patience:
             return False, []
-        want.rests, want.patience = True, 2 * want.patience
+        want.rest_moments, want.patience = want.patience, 2 * want.patience
         self._window = None
         return True, []
 
     def _wake(self) -> bool:
-        """Has wants rest no longer for which there is a range whose holders answer; returns whether there was one."""
-        woken = []
+        """Has wants rest no longer that have rested for long, or for which a range has come; returns whether there was one."""
+        any_woken = False
         for want in self._wants.values():
-            worst = self._cheapest_range(want.client_id, want.blocks)[1] if want.rests else Price.NO_ANSWER
-            if worst is None or worst > Price.NO_ANSWER:
-                want.rests = False
-                woken.append(want)
-        return bool(woken)
+            if want.rest_moments:
+                _, worst = self._cheapest_range(want.client_id, want.blocks)
+                need = Price.NO_ANSWER if want.rest_moments == 1 else Price.IN_USE
+                if worst is None or worst > need:
+                    want.rest_moments, any_woken = 0, True
+                else:
+                    want.rest_moments = max(1, want.rest_moments - 1)
+        return any_woken
 
     def _recall_idle(self, want: LeaseWant) -> list[EngineEffect] | None:
         """Recalls idle leases that would make room for a want that has no window; None: they do not suffice."""

@@ -72,7 +72,7 @@ class LeaseWant:
     blocks: int
     preferred_blocks: int
     waits: bool
-    rests: bool = False  # it has given its window up, since what lay there did not come
+    rest_moments: int = 0  # so many more it rests, the last one until somebody answers: it has given its window up
     patience: int = 40  # so many moments it waits in vain before it gives a window up
 
 
@@ -120,7 +120,7 @@ class Window:
     start: int
     blocks: int
     next_lease_id: int  # leases from this one on were granted since it was opened
-    vain_moments: int = 0  # that have passed while what lies in it did not come
+    vain_moments: int = 0  # that have passed since a lease in it came back, and nothing was on its way
 
     @property
     def end(self) -> int:

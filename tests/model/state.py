@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
     "RequestRecord": ("request_id", "slots", "state", "unread_replies"),
-    "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"),
+    "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rest_moments", "patience"),
     "ReplyWant": ("client_id", "blocks", "request_id"),
     "Window": ("client_id", "start", "blocks", "next_lease_id", "vain_moments"),
     "ClientBook": (

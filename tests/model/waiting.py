@@ -28,7 +28,7 @@ def check_waiting(lending: Any) -> None:
     for client_id, want in waiting.items():
         if _is_over_quota(lending, lending.clients[client_id], want.blocks):
             continue
-        assert window is not None or want.rests, "the first who can't be served has no window"
+        assert window is not None or want.rest_moments, "the first who can't be served has no window"
         idle = [
             lease
             for lease in _leases(lending)

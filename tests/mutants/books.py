@@ -493,13 +493,33 @@ FAULTS = (
                     "if True:",
                 ),
                 (
+                    "a window over memory in use is never in vain",
+                    "            window.vain_moments += 1\n",
+                    "            window.vain_moments += worst <= NO_ANSWER\n",
+                ),
+                (
+                    "a window is in vain however much comes back",
+                    "            self._window.vain_moments = 0\n",
+                    "            pass\n",
+                ),
+                (
+                    "who has given up memory in use does not rest",
+                    "NO_ANSWER if want.rest_moments == 1 else IN_USE",
+                    "NO_ANSWER",
+                ),
+                (
+                    "who waits for memory in use rests until it lies idle",
+                    "NO_ANSWER if want.rest_moments == 1 else IN_USE",
+                    "IN_USE",
+                ),
+                (
                     "who has given a window up gets one again at once",
-                    "if self._window is None and want.waits and not want.rests:",
+                    "if self._window is None and want.waits and not want.rest_moments:",
                     "if self._window is None and want.waits:",
                 ),
                 (
                     "who has given a window up rests for ever",
-                    "want.rests, any_woken = False, True",
+                    "want.rest_moments, any_woken = 0, True",
                     "pass",
                 ),
                 (

@@ -310,9 +310,17 @@ class Engine:
         require(accused >= taken, "a forged message was accepted")
         require(accused <= taken, "an honest frontend is accused")
 
+    def is_moment(self) -> bool:
+        """Whether the next timer that fires says that a moment has passed for those that wait for leases."""
+        return _is_moment(self.loop.next_timer())
+
+    def has_timers(self) -> bool:
+        """Whether there are others; moments pass for as long as somebody waits."""
+        return not all(map(_is_moment, self.loop.timers))
+
     def fire(self) -> None:
         """A timer fires. If it was a moment that has passed, nobody waits for the silent beside idle memory."""
-        is_moment = callback_of(self.loop.next_timer()).__name__ == "_moment_passed"
+        is_moment = self.is_moment()
         self.loop.fire()
         if is_moment and self.book.is_awaited():
             check_waiting(self.book.host)
@@ -571,3 +579,8 @@ class Engine:
 def _is_at_once(action: Action) -> bool:
     """Whether code can do this without waiting for anything."""
     return action.kind not in (Kind.BROADCAST, Kind.SHARE) or action.item == Sending.NOW
+
+
+def _is_moment(timer: asyncio.TimerHandle) -> bool:
+    name: str = callback_of(timer).__name__
+    return name == "_moment_passed"

@@ -28,8 +28,9 @@ from tests.simulation.worker import WorkerProcess
 __all__ = ["Simulation"]
 
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
-_MOMENTS = 45  # after which who does not answer is passed over, and a window in vain is given up
-_MAX_WINDOWS = 20  # that are given up, or granted, while nothing else begins
+_MOMENTS = 5  # after which who does not answer is passed over
+_MAX_WINDOWS = 30  # that are opened one after the other, while nothing else begins
+_MAX_TIMERS = 100  # that fire before a moment has passed; a few are usual
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
 
 # Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
@@ -334,18 +335,34 @@ class Simulation:
         check_end(self)
 
     def _pass_moments(self) -> None:
-        """Time passes for those that wait for leases, until nothing follows from it. Of windows in vain each has its time."""
-        happened, window = -1, None
+        """Time passes for those that wait for leases, until nothing follows from it.
+
+        Each of them has its window by then, and gives it up if what lies there does not come.
+        """
+        in_vain = 0  # one after the other: a window may have been open in the last one, and its owner rest in this one
         for _ in range(_MAX_WINDOWS):
-            if self.engine is None or not self.engine.book.is_awaited():
+            if self.engine is None or not self.engine.book.is_awaited() or in_vain == 2:
                 return
-            if len(self.trace) == happened and window is self.engine.book.host._window:
-                return
-            window = self.engine.book.host._window
-            for _ in range(_MOMENTS):
-                self.apply(Action(Kind.TIMER))
+            before = self._who_waits()
+            for _ in range(_MOMENTS + max(want.patience for want in self.engine.book.host._wants.values())):
+                if self.engine.book.is_awaited():
+                    self._pass_moment(self.engine)
+            self.check()
             happened = len(self.trace)
             self._finish()
+            in_vain = in_vain + 1 if (len(self.trace), self._who_waits()) == (happened, before) else 0
+
+    def _pass_moment(self, engine: Engine) -> None:
+        for _ in range(_MAX_TIMERS):
+            is_moment = engine.is_moment()
+            self.happen(Action(Kind.TIMER))
+            if is_moment:
+                return
+        raise Violation("no moment passes while somebody waits for a lease")
+
+    def _who_waits(self) -> list[tuple[int, int]]:
+        """Who waits for a lease, and for which."""
+        return [(client_id, want.token) for client_id, want in self._living().book.host._wants.items()]
 
     def _go_on(self) -> None:
         """Those that have stopped or are silent go on, and find in their time what has come."""
@@ -388,7 +405,7 @@ class Simulation:
         """Timers that somebody waits for: nothing else looks after slots of claims, workers and requests that were dropped."""
         kinds: set[Kind] = set()
         fan_out = self.engine.fan_out if self.engine is not None else None
-        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls):
+        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls) and fan_out.engine.has_timers():
             kinds.add(Kind.TIMER)
         sessions = [process.session for process in self.processes.values() if process.session is not None]
         clients = self.engine.book.clients.values() if self.engine is not None else ()

@@ -320,7 +320,7 @@ class _Encoding:
                     want.blocks,
                     want.preferred_blocks,
                     want.waits,
-                    want.rests,
+                    want.rest_moments,
                     want.patience,
                 ]
                 for client_id, want in book.host._wants.items()

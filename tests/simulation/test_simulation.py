@@ -229,7 +229,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         },
         "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state", "kept"},
         "RequestRecord": {"request_id", "slots", "state", "unread_replies"},
-        "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits", "rests", "patience"},
+        "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits", "rest_moments", "patience"},
         "ReplyWant": {"client_id", "blocks", "request_id"},
         "Window": {"client_id", "start", "blocks", "next_lease_id", "vain_moments"},
         "ClientRecord": {

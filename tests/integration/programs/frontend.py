@@ -1,5 +1,6 @@
 """A frontend process for tests: ``frontend.py MODE NAME SOCKET_DIR``. It says on stdout how far it has come, and goes on.
 
+idle         holds a lease in which nothing lies
 write        holds a slot that it writes to all the time
 submit       has a request submitted, which the engine holds
 stream       reads a stream
@@ -44,6 +45,11 @@ def tensor(nbytes: int, seed: int) -> torch.Tensor:
 
 def say(*words: object) -> None:
     print(*words, flush=True)
+
+
+async def idle(client: shmring.Client) -> None:
+    say("idle")
+    await asyncio.Event().wait()
 
 
 async def write(client: shmring.Client) -> None:
