@@ -39,6 +39,7 @@ BESIDE = (
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
 ENDS = (
     *("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py"),
+    *("tests/simulation/test_fan_out.py", "tests/test_door.py", "tests/test_several_engines.py"),
     *("tests/test_workers.py", "tests/test_kept.py", "tests/test_ring.py", "tests/test_injecting.py"),
     "tests/integration/test_forged.py",
 )

@@ -558,8 +558,8 @@ async def test_the_next_engine_has_nothing(serve: Any, connect: Any, eventually:
     kept = await client.keep(key(1), {"x": pixels(1)})
     finding = asyncio.gather(*(client.find(key(2)) for _ in range(100)), return_exceptions=True)
     await ring.close()
+    await serve(total)  # searches that were not sent before wait for it
     assert {type(result) for result in await finding} <= {type(None), shmring.EngineDeadError}
-    await serve(total)
     assert await client.find(key(1)) is None
     with pytest.raises(shmring.EngineDeadError):
         _ = kept.payload

@@ -322,7 +322,7 @@ async def test_another_gpu_than_the_slabs_is_named(ends: Ends, ring: Ring, clien
 
 @pytest.mark.one_loop
 async def test_what_is_no_place_for_a_slot_is_refused(client: Client) -> None:
-    with pytest.raises(ValueError, match="on 'cpu' or on 'cuda', not on 'meta'"):
+    with pytest.raises(ValueError, match="on device 'cpu' or 'cuda', not on 'meta'"):
         client.slot(10, device="meta")
     async with client.slot(10, device=torch.device("cpu")) as slot:
         assert slot.array((10,), np.uint8).shape == (10,)
