@@ -12,7 +12,12 @@ import pytest
 from shmring.core.loggers import logger_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [path for package in ("shmring", "engine", "frontend") for path in sorted((ROOT / package).rglob("*.p*"))]
+SOURCES = [
+    path
+    for package in ("shmring", "engine", "frontend")
+    for path in sorted((ROOT / package).rglob("*.p*"))
+    if path.suffix in (".py", ".pyx")
+]
 
 
 class Raising(logging.Handler):

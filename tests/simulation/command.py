@@ -62,13 +62,13 @@ def simulate_command(
     """An engine and its frontends in one deterministic process, every invariant checked after every step."""
     # Every trace of an exploration is run again from its beginning, and models make that four times as slow.
     is_walk = not (exhaustive or names)
-    with _quiet(), books.choosing(books.PAIRS if is_walk and books.chosen == books.COMPILED else books.chosen):
+    with quiet(), books.choosing(books.PAIRS if is_walk and books.chosen == books.COMPILED else books.chosen):
         _simulate(steps, seed, exhaustive=exhaustive, names=names, max_states=max_states, replayed=replay_path, saved=json_path)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The product says nothing of all that happens to connections here."""
+def quiet() -> Iterator[None]:
+    """The product says nothing of all that happens to connections meanwhile."""
     logger = logging.getLogger("shmring")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
