@@ -30,7 +30,7 @@ __all__ = ["Simulation"]
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
 _MOMENTS = 5  # after which who does not answer is passed over
 _MAX_WINDOWS = 30  # that are opened one after the other, while nothing else begins
-_MAX_TIMERS = 100  # that fire before a moment has passed; a few are usual
+_MAX_TIMERS = 200  # that fire before a moment has passed, or something else follows; a few are usual
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
 
 # Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
@@ -385,10 +385,14 @@ class Simulation:
         return any(client.process is process for client_id, client in clients.items() if client_id != process.session.client_id)
 
     def _finish(self) -> None:
+        in_vain = 0  # timers that have fired one after the other, and turns that followed
         for step in range(_MAX_SETTLING):
             with self.midst.offering(False):
                 enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
+            in_vain = 0 if any(action.kind is not Kind.TURN for action in finishing) else in_vain + 1
+            if in_vain > _MAX_TIMERS and any(worker.has_stopped for worker in self.workers):
+                return  # the engine looks after what they read until they go on
             if not finishing:
                 finishing = self._timers(enabled) or self._in_vain(enabled)
             if not finishing:
