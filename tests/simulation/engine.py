@@ -310,19 +310,23 @@ class Engine:
         require(accused >= taken, "a forged message was accepted")
         require(accused <= taken, "an honest frontend is accused")
 
-    def is_moment(self) -> bool:
-        """Whether the next timer that fires says that a moment has passed for those that wait for leases."""
-        return _is_moment(self.loop.next_timer())
+    def moments(self) -> list[asyncio.TimerHandle]:
+        """Returns the timer of the next moment, if somebody waits for a lease."""
+        return [timer for timer in self.loop.timers if _is_moment(timer)]
 
-    def has_timers(self) -> bool:
-        """Whether there are others; moments pass for as long as somebody waits."""
-        return not all(map(_is_moment, self.loop.timers))
+    def other_timers(self) -> list[asyncio.TimerHandle]:
+        """Returns all other timers."""
+        return [timer for timer in self.loop.timers if not _is_moment(timer)]
 
     def fire(self) -> None:
-        """A timer fires. If it was a moment that has passed, nobody waits for the silent beside idle memory."""
-        is_moment = self.is_moment()
-        self.loop.fire()
-        if is_moment and self.book.is_awaited():
+        """Of the other timers, that fires whose time comes first."""
+        self.loop.fire(min(self.other_timers(), key=asyncio.TimerHandle.when))
+
+    def pass_moment(self) -> None:
+        """Another moment has passed: nobody waits for the silent beside idle memory."""
+        (timer,) = self.moments()
+        self.loop.fire(timer)
+        if self.book.is_awaited():
             check_waiting(self.book.host)
 
     # -- handlers ------------------------------------------------------------------------------------------------------------
@@ -538,8 +542,10 @@ class Engine:
                 yield Action(Kind.PIDFD_FIRES, position)
         if self.loop.ready:
             yield Action(Kind.TURN)
-        if self.loop.timers:
+        if self.other_timers():
             yield Action(Kind.TIMER)
+        if self.scenario.stops and self.moments():
+            yield Action(Kind.MOMENT)
         if self.end.waiting_count:
             yield Action(Kind.CLAIM)
         for index in range(len(self.copier.running)):

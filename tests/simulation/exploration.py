@@ -83,11 +83,12 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     "crowded": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2)),
     # A reserve of one block, which both want for a reply.
     "replies": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2), reply_blocks_wanted=(1,)),
-    # A caller that drops a request, of which a reply may lie unread where the next one is to go.
+    # A caller that drops a request, of which a reply may lie unread in its slot where a larger one is to go.
     "dropped": msgspec.structs.replace(
         _SMALLER,
         processes=1,
-        reply_blocks_wanted=(1,),
+        reply_blocks=2,
+        reply_blocks_wanted=(1, 2),
         max_replies=2,
         turns_wait=True,
         without=(_NEVER | _OF_FRONTENDS | {Kind.CANCEL_REPLY, Kind.RELEASE}) - {Kind.FORGET, Kind.TICK},

@@ -74,9 +74,9 @@ class SimulatedLoop:
         """Runs one callback. What it raises comes out here."""
         self.run(self.ready.popleft())
 
-    def fire(self) -> None:
-        """The timer whose time comes first fires."""
-        timer = self.next_timer()
+    def fire(self, timer: asyncio.TimerHandle | None = None) -> None:
+        """A timer fires; None: the one whose time comes first."""
+        timer = timer or self.next_timer()
         self.timers.remove(timer)
         self.now = max(self.now, timer.when())
         try:

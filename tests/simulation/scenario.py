@@ -105,7 +105,8 @@ class Kind(enum.StrEnum):
     SHARE = "share"  # [claim, Sending] a handler sends the payload of its claim
     CANCEL_CALL = "cancel call"  # [call] the task of a broadcast, gather or share is cancelled
     TURN = "turn"  # the engine's loop runs what is ready first
-    TIMER = "timer"  # a timer of the engine's loop fires
+    TIMER = "timer"  # a timer of the engine's loop fires, but for that of the next
+    MOMENT = "moment"  # another moment has passed for those that wait for leases
     FROM_WORKER = "from worker"  # [connection] a record is read
     WORKERS_BELL = "worker's bell"  # [connection] is heard
     ENGINE_SEES_WORKERS_END = "engine sees worker's end"  # [connection]
@@ -126,7 +127,7 @@ DISTURBANCES = frozenset(
 
 #: What shows who waits for whom: whoever stops, is silent, or reads one reply before all others.
 PACES = frozenset(
-    {Kind.STOP, Kind.FALL_SILENT, Kind.GO_ON, Kind.AWAIT, Kind.WORKER_STOPS, Kind.WORKER_GOES_ON}
+    {Kind.STOP, Kind.FALL_SILENT, Kind.GO_ON, Kind.AWAIT, Kind.WORKER_STOPS, Kind.WORKER_GOES_ON, Kind.MOMENT}
 )  # fmt: skip
 
 #: What leaves a task that was cancelled and has not run yet.
@@ -228,7 +229,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         processes: frontends that are alive at a time.
         connected: frontends that are there from the beginning, if there may be as many.
-        stops: whether processes stop, fall silent and go on, and callers await one reply before all others (:data:`PACES`).
+        stops: whether processes stop, fall silent and go on, moments pass for those that wait for leases, and callers await one
+            reply before all others (:data:`PACES`). Where everybody goes on, moments pass at the end.
         slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
         max_slots: slots and waiters of the callers of one session.
         max_queue: messages in one direction at which voluntary ones wait; also the backlog of an end that does not read.

@@ -30,7 +30,7 @@ __all__ = ["Simulation"]
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
 _MOMENTS = 5  # after which who does not answer is passed over
 _MAX_WINDOWS = 30  # that are opened one after the other, while nothing else begins
-_MAX_TIMERS = 200  # that fire before a moment has passed, or something else follows; a few are usual
+_MAX_TIMERS = 200  # that fire before something else follows; a few are usual
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
 
 # Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
@@ -353,12 +353,8 @@ class Simulation:
             in_vain = in_vain + 1 if (len(self.trace), self._who_waits()) == (happened, before) else 0
 
     def _pass_moment(self, engine: Engine) -> None:
-        for _ in range(_MAX_TIMERS):
-            is_moment = engine.is_moment()
-            self.happen(Action(Kind.TIMER))
-            if is_moment:
-                return
-        raise Violation("no moment passes while somebody waits for a lease")
+        require(bool(engine.moments()), "no moment passes while somebody waits for a lease")
+        self.happen(Action(Kind.MOMENT))
 
     def _who_waits(self) -> list[tuple[int, int]]:
         """Who waits for a lease, and for which."""
@@ -409,7 +405,7 @@ class Simulation:
         """Timers that somebody waits for: nothing else looks after slots of claims, workers and requests that were dropped."""
         kinds: set[Kind] = set()
         fan_out = self.engine.fan_out if self.engine is not None else None
-        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls) and fan_out.engine.has_timers():
+        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls) and fan_out.engine.other_timers():
             kinds.add(Kind.TIMER)
         sessions = [process.session for process in self.processes.values() if process.session is not None]
         clients = self.engine.book.clients.values() if self.engine is not None else ()
@@ -547,6 +543,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.CANCEL_CALL: _fan_out(lambda fan_out, action: fan_out.cancel(action.at)),
     Kind.TURN: _engine(lambda engine, action: engine.turn()),
     Kind.TIMER: _engine(lambda engine, action: engine.fire()),
+    Kind.MOMENT: _engine(lambda engine, action: engine.pass_moment()),
     Kind.FROM_WORKER: _fan_out(lambda fan_out, action: fan_out.connections[action.at].hear()),
     Kind.WORKERS_BELL: _fan_out(lambda fan_out, action: fan_out.hear_bell(action.at)),
     Kind.ENGINE_SEES_WORKERS_END: _fan_out(lambda fan_out, action: fan_out.sees_end(action.at)),
