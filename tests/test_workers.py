@@ -163,6 +163,28 @@ async def test_the_order_is_the_same_for_all_and_that_of_the_calls(
 
 
 @pytest.mark.both_loops
+async def test_who_waits_for_memory_is_woken_though_another_message_took_it_meanwhile(
+    serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender asks workers about the messages that they have, and the one that takes the memory before it is being copied."""
+    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 16 << 10)
+    ring = await serve(**OPTIONS)
+    one, other = [await join(rank) for rank in (0, 1)]
+    most = torch.ones(200_000, dtype=torch.uint8)
+    await ring.broadcast(most, to=[0])
+    waiting = [asyncio.ensure_future(ring.broadcast(most, to=[rank])) for rank in (0, 1)]
+
+    async def read(worker: shmring.Worker, count: int) -> None:
+        for _ in range(count):
+            with await worker.receive() as message:
+                assert message.payload.numel() == 200_000
+            del message
+
+    await asyncio.wait_for(asyncio.gather(read(one, 2), read(other, 1)), 60)
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == [(0,), (1,)]
+
+
+@pytest.mark.both_loops
 async def test_a_worker_that_reads_nothing_holds_up_no_message_to_others(serve: Any, join: Any, eventually: Any) -> None:
     """A message waits for the workers that it goes to, and for earlier messages to these."""
     ring = await serve(**{**OPTIONS, "worker_backlog": 1})

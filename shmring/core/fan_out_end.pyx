@@ -559,6 +559,8 @@ cdef class FanOutEnd:
             left &= left - 1
         if slots:
             self.shell.slots_are_kept()
+        if self.is_crowded:
+            self.shell.look_again()
         return 0
 
     # -- replies -----------------------------------------------------------------------------------------------------
@@ -645,8 +647,9 @@ cdef class Broadcasting(Awaited):  # type: Awaited[tuple[int, ...]]
     cdef BaseClaim claim          # the claim that is shared; None: none
 
     cdef PyObject* happen(self) except NULL:
-        cdef Parcel parcel = self.end._pack(self.payload, self.to, 0, self.claim)
-        self.payload = self.claim = None
+        payload, claim = self.payload, self.claim
+        self.payload = self.claim = None  # whatever follows: a task keeps this object for as long as somebody has its error
+        cdef Parcel parcel = self.end._pack(payload, self.to, 0, claim)
         if self.end._send_at_once(parcel):
             return self.came(None)
         return self.wait_in(self.end.shell.send_in_turn(parcel, self.timeout))
@@ -672,8 +675,8 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
     cdef object _error                # why a reply will not come; None: all may come
 
     cdef PyObject* happen(self) except NULL:
-        self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER, None)
-        self.payload = None
+        payload, self.payload = self.payload, None
+        self.parcel = self.end._pack(payload, self.to, WANTS_ANSWER, None)
         if not self.end._send_at_once(self.parcel):
             return self.wait_in(self.end.shell.gather_in_turn(self, self.parcel, self.timeout))
         if not self.parcel.sequence:

@@ -274,6 +274,7 @@ class Workers:
                 self._pass_turn(parcel)
         finally:
             self.end.discard(parcel)
+            self.look_again()
 
     async def _take_turn(self, parcel: Parcel) -> None:
         if not self.is_behind(parcel):
@@ -338,6 +339,12 @@ class Workers:
         if self.book.outstanding:
             self.book.sweep()
         self._settle()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """A message was sent beside those that wait, or not sent after all: who waits for memory or room looks again. What it
+        asked of the workers was about the messages that they had then.
+        """
         self._changes.give_all(None)
 
     def _settle(self) -> None:

@@ -131,6 +131,15 @@ class FanOutTruth:
         """Whether a task is one of a call, and has not run."""
         return any(call.task is task and not call.begun for call in self._fan_out.calls)
 
+    @property
+    def free_run(self) -> int:
+        """Blocks of the largest piece of memory in which nothing lies."""
+        in_use = [(sent.start, sent.blocks) for sent in self.sent.values() if sent.blocks] + [*self.taken.values()]
+        largest = free_from = 0
+        for start, blocks in sorted([*in_use, (self._fan_out.engine.scenario.broadcast_blocks, 0)]):
+            largest, free_from = max(largest, start - free_from), start + blocks
+        return largest
+
     def took_memory(self, task: object, start: int, nbytes: int) -> None:
         """A call has memory, and has copied to it."""
         self.taken[task] = start, slot_blocks(nbytes)

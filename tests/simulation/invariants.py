@@ -330,11 +330,13 @@ def _check_messages_are_sent(fan_out: FanOut) -> None:
     held_up = {worker.rank for worker in fan_out.workers.values() if worker.process.has_stopped}
     for call in sorted(fan_out.calls, key=lambda call: call.begun):
         ranks = {*fan_out.book.ranks} if call.to is None else {*call.to}
-        if ranks.isdisjoint(held_up):
-            lacks_memory = fan_out.book.free_blocks < call.blocks
-            require(lacks_memory or call.sequence > 0, "a message waits for a worker to which it does not go")
-        else:
-            held_up |= ranks
+        if call.sequence:
+            continue
+        require(
+            not ranks.isdisjoint(held_up) or fan_out.truth.free_run < call.blocks,
+            "a message waits for a worker to which it does not go",
+        )
+        held_up |= ranks
 
 
 def _check_workers_end(fan_out: FanOut) -> None:
