@@ -19,21 +19,19 @@ from collections.abc import Awaitable, Callable, Iterator
 import click
 import msgspec
 
-from shmring.client.inspecting import inspect
-from shmring.core.messages import PROTOCOL_VERSION, Inspect
+from shmring.client.inspecting import inspect_process
 from shmring.engine.settings import MAX_ENGINES, engine_names
 from shmring.engine.supervision import DRAIN_SIGNAL
 from shmring.errors import EngineDeadError, ShmringError
 from shmring.frontend.settings import frontend_name
 from shmring.processes.process import Process
 from shmring.snapshot import RingSnapshot
-from shmring.transport.endpoint import handshake_frame
 from shmring.transport.listener import socket_path
-from shmring.transport.peers import peer_pid
 
 __all__ = ["drain", "restart"]
 
 _LOOK_S = 0.2
+_ANSWER_S = 5.0  # after which an engine counts as one that does not answer
 _PROGRESS_S = 5.0
 
 
@@ -204,7 +202,6 @@ class _Watch:
             snapshot: of an engine, which names the process.
             next_serves: says whether the next one does; None: there will be none.
         """
-        self._check_namespace(snapshot)
         waits_for = f"{title} (pid {pid}) to end"
 
         async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
@@ -261,21 +258,20 @@ class _Watch:
     async def _look(self, name: str) -> RingSnapshot | None:
         return await _look(name, self._socket_dir)
 
-    def _check_namespace(self, snapshot: RingSnapshot) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
-            connected.connect(os.fspath(socket_path(snapshot.name, self._socket_dir)))
-            pid = peer_pid(connected)
-            connected.sendall(handshake_frame(Inspect(PROTOCOL_VERSION)))  # the engine warns of those that say nothing
-        if pid != snapshot.pid:
-            raise _CannotError(f"the engine {snapshot.name} runs in another container: run this command in that one")
-
 
 async def _look(name: str, socket_dir: str | None) -> RingSnapshot | None:
-    """Returns a snapshot; None: there is no such engine now, or its loop does not run."""
+    """Returns a snapshot; None: there is no such engine now, or its loop does not run.
+
+    Raises:
+        _CannotError: its processes can't be told from here to end.
+    """
     try:
-        return await inspect(name, socket_dir=socket_dir)
+        pid, snapshot = await inspect_process(name, socket_dir=socket_dir, timeout=_ANSWER_S)
     except (EngineDeadError, TimeoutError):
         return None
+    if pid != snapshot.pid:
+        raise _CannotError(f"the engine {name} runs in another container: run this command in that one")
+    return snapshot
 
 
 def _check_running(engine: RingSnapshot, pid: int) -> None:

@@ -13,7 +13,7 @@ from shmring.snapshot import RingSnapshot
 from shmring.transport.endpoint import inspect_engine
 from shmring.transport.listener import socket_path
 
-__all__ = ["inspect"]
+__all__ = ["inspect", "inspect_process"]
 
 
 async def inspect(name: str, *, socket_dir: str | None = None, timeout: float | None = 5.0) -> RingSnapshot:
@@ -32,8 +32,18 @@ async def inspect(name: str, *, socket_dir: str | None = None, timeout: float | 
         RemoteProtocolError: it is of a version that can't be asked, or another engine listens in its place.
         TimeoutError: its loop does not run; ``kill -USR1`` has a server's process write its stacks to its log.
     """
+    _, snapshot = await inspect_process(name, socket_dir=socket_dir, timeout=timeout)
+    return snapshot
+
+
+async def inspect_process(name: str, *, socket_dir: str | None, timeout: float | None) -> tuple[int, RingSnapshot]:
+    """Asks as :func:`inspect`, and the kernel which process answers.
+
+    Returns:
+        The pid that the engine has here: not what it says itself if it runs in another container. What it is doing.
+    """
     async with asyncio.timeout(timeout_of(timeout)):
-        answer = await inspect_engine(socket_path(name, socket_dir), frozenset({os.getuid()}))
+        pid, answer = await inspect_engine(socket_path(name, socket_dir), frozenset({os.getuid()}))
     snapshot = msgspec.json.decode(answer, type=RingSnapshot)
     check_engine_name(snapshot.name, name)
-    return snapshot
+    return pid, snapshot

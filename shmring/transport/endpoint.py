@@ -239,8 +239,11 @@ async def join_engine(path: Path, join: Join, engine_uids: frozenset[int]) -> Jo
     return JoinedEngine(connected, pidfd, (fds[0], fds[1], fds[2]), (fds[3], fds[4]), fds[5], welcome)
 
 
-async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> bytes:
-    """Asks the engine at ``path`` what it is doing; returns its answer, which is JSON. The caller bounds the time.
+async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> tuple[int, bytes]:
+    """Asks the engine at ``path`` what it is doing. The caller bounds the time.
+
+    Returns:
+        The pid that its process has here, by the kernel's word (0: it can't be seen from here); its answer, which is JSON.
 
     Raises:
         EngineDeadError, PermissionError, RemoteProtocolError: as :func:`attach_engine`.
@@ -249,7 +252,7 @@ async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
         connected.setblocking(False)
         try:
-            await _greet_engine(connected, path, Inspect(PROTOCOL_VERSION), engine_uids)
+            pid = await _greet_engine(connected, path, Inspect(PROTOCOL_VERSION), engine_uids)
             (length,) = _PREFIX.unpack(await _receive_exactly(connected, _PREFIX.size))
             if length > MAX_SNAPSHOT_NBYTES:
                 raise RemoteProtocolError(f"a snapshot of {length} bytes exceeds {MAX_SNAPSHOT_NBYTES}")
@@ -262,7 +265,7 @@ async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> bytes:
         refusal = decode_engine_message(answer)
         reason = printable(refusal.reason) if isinstance(refusal, Refused) else "its answer is no snapshot"
         raise RemoteProtocolError(f"the engine at {path} tells nothing: {reason}")
-    return answer
+    return pid, answer
 
 
 _Attached = tuple[socket.socket, int, list[int], Welcome | WorkerWelcome]
