@@ -43,6 +43,22 @@ def slab() -> Iterator[Slab]:
     slab.close()
 
 
+@pytest.fixture
+def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix of this test's own: engines of other test runs sweep, too."""
+    monkeypatch.setattr(slab_module, "NAME_PREFIX", f"{NAME_PREFIX}test{os.getpid()}")
+    return f"{slab_module.NAME_PREFIX}-{os.getuid()}-"
+
+
+@pytest.fixture
+def taken(prefix: str) -> Iterator[str]:
+    """The path of a segment that is there already, in the place of that of the engine ``NAME`` of epoch 1."""
+    path = f"/{prefix}{NAME}-{1:016x}"
+    posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0).close_fd()
+    yield path
+    posix_ipc.unlink_shared_memory(path)
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -106,17 +122,11 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
     assert descriptors() == before
 
 
-def test_a_name_that_exists_is_an_error() -> None:
-    path = f"/{PREFIX}{NAME}-{1:016x}"
-    taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
-    try:
-        with pytest.raises(SlabError, match="creating a segment") as caught:
-            Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
-        assert caught.value.path == path
-        assert segments_of(NAME) == [path[1:]], "it is somebody else's"
-    finally:
-        taken.close_fd()
-        posix_ipc.unlink_shared_memory(path)
+def test_a_name_that_exists_is_an_error(taken: str) -> None:
+    with pytest.raises(SlabError, match="creating a segment") as caught:
+        Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
+    assert caught.value.path == taken
+    assert (SHM_DIRECTORY / taken[1:]).exists(), "it is somebody else's"
 
 
 @for_each("backing", BACKINGS)
@@ -224,16 +234,11 @@ def test_what_others_take_meanwhile_makes_it_go_to_a_memfd(monkeypatch: pytest.M
     assert caught.value.errno == number
 
 
+@pytest.mark.usefixtures("taken")
 def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
-    path = f"/{PREFIX}{NAME}-{1:016x}"
-    taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
-    try:
-        slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
-        assert slab.shm_nbytes == 0
-        slab.close()
-    finally:
-        taken.close_fd()
-        posix_ipc.unlink_shared_memory(path)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
+    assert slab.shm_nbytes == 0
+    slab.close()
 
 
 @for_each("reply_nbytes", [0, 1 << 60])
@@ -534,13 +539,6 @@ def test_a_kernel_without_populate_touches_the_pages_instead(slab: Slab, monkeyp
 
 
 # -- sweeping -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix of this test's own: engines of other test runs sweep, too."""
-    monkeypatch.setattr(slab_module, "NAME_PREFIX", f"{NAME_PREFIX}test{os.getpid()}")
-    return f"{slab_module.NAME_PREFIX}-{os.getuid()}-"
 
 
 @pytest.fixture
