@@ -24,6 +24,7 @@ __all__ = ["ProcessId", "ProcessWatch", "is_stopped", "open_peer_pidfd"]
 _SO_PEERPIDFD = 77  # Linux 6.5
 # What pidfd_open says of a number that was a process's: nobody has it now, or a thread has (which depends on the kernel).
 _NO_PROCESS = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
+_GONE = (FileNotFoundError, ProcessLookupError)  # what reading /proc/PID/stat says of it
 _STATE, _STARTED = 0, 19  # fields of /proc/PID/stat, behind the name
 
 
@@ -66,7 +67,22 @@ class ProcessId(NamedTuple):
     @classmethod
     def own(cls) -> ProcessId:
         """Returns that of this process."""
-        return cls(os.getpid(), int(_stat_of(os.getpid())[_STARTED]))
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Returns that of the process that has a number now.
+
+        Args:
+            pid: the number.
+
+        Raises:
+            PeerLostError: none has it.
+        """
+        try:
+            return cls(pid, int(_stat_of(pid)[_STARTED]))
+        except _GONE:
+            raise PeerLostError(f"process {pid} is gone") from None
 
     @classmethod
     def elder(cls, pid: int) -> ProcessId:
@@ -78,11 +94,22 @@ class ProcessId(NamedTuple):
         Raises:
             PeerLostError: it is gone. Another process may have its number.
         """
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            elder = cls(pid, int(_stat_of(pid)[_STARTED]))
-            if elder.started <= cls.own().started:
-                return elder
+        elder = cls.of(pid)
+        if elder.started <= cls.own().started:
+            return elder
         raise PeerLostError(f"process {pid} is gone")
+
+    def state(self) -> str:
+        """Returns the letter that the kernel has for its state (``T``: stopped by a signal). Empty: it is gone.
+
+        Raises:
+            OSError: this process can't look, which says nothing about that process: there are no descriptors left, say.
+        """
+        with contextlib.suppress(*_GONE):
+            stat = _stat_of(self.pid)
+            if int(stat[_STARTED]) == self.started:
+                return stat[_STATE].decode()
+        return ""
 
     def open(self) -> int:
         """Returns a descriptor (pidfd) for the process; the caller closes it.
@@ -95,7 +122,7 @@ class ProcessId(NamedTuple):
         try:  # whoever has the number now has had it since before it was opened, if it is the same process
             if int(_stat_of(self.pid)[_STARTED]) == self.started:
                 return pidfd
-        except (FileNotFoundError, ProcessLookupError):
+        except _GONE:
             pass  # it has ended just now
         except BaseException:
             os.close(pidfd)

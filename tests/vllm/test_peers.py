@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from shmring.integrations.vllm.peers import PeerError, Peers, state_of
+from shmring.integrations.vllm.peers import PeerError, Peers
 from shmring.processes.process import Process
+from shmring.transport.liveness import ProcessId
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def peers(child: Process) -> Peers:
 
 def stop(child: Process, until: Callable[..., Any]) -> None:
     child.send(signal.SIGSTOP)
-    until(lambda: state_of(child.pid) == "T")
+    until(lambda: ProcessId.of(child.pid).state() == "T")
 
 
 def test_whoever_runs_is_waited_for(peers: Peers) -> None:
@@ -50,7 +52,7 @@ def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(
     stop(child, until)
     peers.look(0)
     child.send(signal.SIGCONT)
-    until(lambda: state_of(child.pid) != "T")
+    until(lambda: ProcessId.of(child.pid).state() != "T")
     peers.look(1)
     stop(child, until)
     peers.look(2)
@@ -64,15 +66,39 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Proce
     peers.look(0)
     peers.look(1000)
     child.send(signal.SIGCONT)
-    until(lambda: state_of(child.pid) != "T")
+    until(lambda: ProcessId.of(child.pid).state() != "T")
     peers.look(1001)
 
 
 def test_whoever_has_died_is_found_before_it_is_reaped(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
     child.send(signal.SIGKILL)
-    until(lambda: state_of(child.pid) == "Z")
+    until(lambda: ProcessId.of(child.pid).state() == "Z")
     with pytest.raises(PeerError, match=r"worker 1 .* has died"):
         peers.look(0)
     child.wait()
     with pytest.raises(PeerError, match="has died"):
         peers.look(1)
+
+
+def test_a_later_process_of_the_number_is_another_one(peers: Peers, child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessId.of(child.pid)
+    monkeypatch.setattr(ProcessId, "of", lambda pid: before._replace(started=before.started - 1))
+    peers.add("worker 1", child.pid)  # as the one was that has had its number before
+    with pytest.raises(PeerError, match=rf"worker 1 \(pid {child.pid}\) has died"):
+        peers.look(0)
+
+
+def test_whoever_is_gone_before_the_first_look_has_died(child: Process) -> None:
+    child.send(signal.SIGKILL)
+    child.wait()
+    with pytest.raises(PeerError, match=rf"worker 1 \(pid {child.pid}\) has died"):
+        Peers().add("worker 1", child.pid)
+
+
+def test_a_process_without_descriptors_takes_nobody_for_dead(peers: Peers) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        peers.look(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

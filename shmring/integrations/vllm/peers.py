@@ -7,9 +7,11 @@ each other, so the worker that does not answer need not be the one that was stop
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-__all__ = ["PeerError", "Peers", "state_of"]
+from shmring.errors import PeerLostError
+from shmring.transport.liveness import ProcessId
+
+__all__ = ["PeerError", "Peers"]
 
 _STOPPED_S = 0.9  # so long in two looks: a whole server that was stopped goes on within less
 _FORGOTTEN_S = 3.0  # after which a look is no second one
@@ -29,13 +31,20 @@ class Peers:
 
     def __init__(self) -> None:
         self.take_long = False
-        self._pids: dict[str, int] = {}
+        self._processes: dict[str, ProcessId] = {}
         self._stopped_since_s: dict[str, float] = {}
         self._looked_s = 0.0
 
     def add(self, name: str, pid: int) -> None:
-        """Looks at a process from now on."""
-        self._pids[name] = pid
+        """Looks at a process from now on: at this one, whoever gets its number later.
+
+        Raises:
+            PeerError: it has died.
+        """
+        try:
+            self._processes[name] = ProcessId.of(pid)
+        except PeerLostError as error:
+            raise _death_of(name, pid) from error
 
     def look(self, now_s: float | None = None) -> None:
         """Looks at all. For who has waited for a second, and then every second.
@@ -46,22 +55,20 @@ class Peers:
         now_s = time.monotonic() if now_s is None else now_s
         before = self._stopped_since_s if now_s - self._looked_s < _FORGOTTEN_S else {}
         self._stopped_since_s, self._looked_s = {}, now_s
-        for name, pid in self._pids.items():
-            state = state_of(pid)
+        for name, process in self._processes.items():
+            try:
+                state = process.state()
+            except OSError:
+                continue  # this process lacks something, such as descriptors
             if state in ("", "Z", "X"):
-                raise PeerError(f"shmring: {name} (pid {pid}) has died")
+                raise _death_of(name, process.pid)
             if state == "T":
                 since_s = self._stopped_since_s[name] = before.get(name, now_s)
                 if now_s - since_s >= _STOPPED_S:
                     raise PeerError(
-                        f"shmring: {name} (pid {pid}) was stopped (SIGSTOP), and the engine core does not wait for it"
+                        f"shmring: {name} (pid {process.pid}) was stopped (SIGSTOP), and the engine core does not wait for it"
                     )
 
 
-def state_of(pid: int) -> str:
-    """Returns the letter that the kernel has for a process's state (``T``: stopped by a signal); empty: there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return ""
-    return chr(text[text.rindex(b")") + 2])
+def _death_of(name: str, pid: int) -> PeerError:
+    return PeerError(f"shmring: {name} (pid {pid}) has died")
