@@ -293,16 +293,22 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         turns_wait=True,
         without=_NEVER | _OF_FRONTENDS | {Kind.RELEASE},
     ),
-    # A frontend that has stopped, in whatever place it is, beside one that is idle and one that wants a lease.
+    # A frontend that has stopped for good, in whatever place it is, beside one that is idle and one that wants a lease.
     "stopped": msgspec.structs.replace(
         _SMALLER,
-        leasable_blocks=2,
+        quota_blocks=1,
+        max_leases=1,
+        max_queue=1,
         processes=3,
         connected=3,
         stops=True,
+        may_stop=1,
         copies_wait=False,
         max_disturbances=0,
-        without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST, Kind.SUBMIT, Kind.AWAIT},
+        without=(
+            _NEVER | _OF_FRONTENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.TENSOR, Kind.VIEW_DIES, Kind.FALL_SILENT, Kind.GO_ON}
+        )
+        - {Kind.ACQUIRE},
     ),
     # A caller that reads one of two replies before the other, or none, and a reserve with room for one.
     "unread": msgspec.structs.replace(

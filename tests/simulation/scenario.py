@@ -231,6 +231,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         connected: frontends that are there from the beginning, if there may be as many.
         stops: whether processes stop, fall silent and go on, moments pass for those that wait for leases, and callers await one
             reply before all others (:data:`PACES`). Where everybody goes on, moments pass at the end.
+        may_stop: frontends that may stop or fall silent: those with numbers below this. All are alike: one shows it.
         slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
         max_slots: slots and waiters of the callers of one session.
         max_queue: messages in one direction at which voluntary ones wait; also the backlog of an end that does not read.
@@ -268,6 +269,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     connected: int = 2
     stops: bool = False
+    may_stop: int = 99
     slot_blocks: tuple[int, ...]
     reply_blocks_wanted: tuple[int, ...]
     max_slots: int

@@ -113,7 +113,7 @@ class Simulation:
         if process.pace is not Pace.GOES:
             return [Action(Kind.CRASH, pid), Action(Kind.GO_ON, pid), *process.enabled_by_itself(pid, self.now)]
         actions = [Action(Kind.CRASH, pid)]
-        if self.scenario.stops:
+        if self.scenario.stops and pid < self.scenario.may_stop:
             actions += (Action(Kind.STOP, pid), Action(Kind.FALL_SILENT, pid))
         for position, former in enumerate(process.former):
             reach = sum(map(len, former.reach))

@@ -92,7 +92,7 @@ def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     assert found.settled > 100
 
 
-@pytest.mark.parametrize(("name", "max_states"), [("stopped", 700), ("unread", 1_100)])
+@pytest.mark.parametrize(("name", "max_states"), [("stopped", 1_200), ("unread", 1_100)])
 def test_nobody_waits_without_need_for_who_has_stopped_or_reads_nothing(name: str, max_states: int) -> None:
     """In the first states, in which what was wrong once showed."""
     found = explore(name, max_states)
