@@ -330,6 +330,17 @@ async def test_moments_pass_as_long_as_somebody_waits(eventually: Any, monkeypat
     moments.close()
 
 
+async def test_a_moment_lasts_25_ms() -> None:
+    """After two of them, a lease whose holder does not answer is passed over; a window waits for forty at first."""
+    loop = asyncio.get_running_loop()
+    moments = moments_of(list)
+    before_s = loop.time()
+    moments.begin()
+    assert moments._timer is not None
+    assert before_s + 0.023 <= moments._timer.when() <= loop.time() + 0.027
+    moments.close()
+
+
 async def test_looks_at_many_leases_leave_the_loop_to_others() -> None:
     """Twenty times as long as a look takes, none is made."""
     ended_s = []

@@ -470,9 +470,12 @@ async def test_a_retry_that_no_engine_can_come_for_says_why_the_engine_has_died(
     assert client.resent == 0
 
 
-async def test_retries_are_as_many_as_were_allowed(client: shmring.Client, engines: Engines, eventually: Any) -> None:
+@pytest.mark.parametrize("ask", [lambda client: client.request({}, retry=1), lambda client: anext(client.stream({}, retry=1))])
+async def test_retries_are_as_many_as_were_allowed(
+    client: shmring.Client, engines: Engines, eventually: Any, ask: Callable[[shmring.Client], Awaitable[object]]
+) -> None:
     engines.go_on.clear()
-    request = asyncio.create_task(client.request({}, retry=1))
+    request = asyncio.ensure_future(ask(client))
     for left in (1, 0):
         await eventually(lambda: client.statistics().in_flight)
         [owner] = [name for name, each in client.engines.items() if each.statistics().in_flight]

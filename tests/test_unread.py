@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,14 +293,57 @@ async def test_the_log_says_which_client_takes_no_replies_and_not_all_the_time(
     await eventually(lambda: ring._shell.replies._waits._timer is None)
 
 
+class Clock:
+    """A loop with one timer, whose time passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s, self._due_s = 0.0, math.inf
+        self._callback: Callable[[], object] = int
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Clock:
+        self._due_s, self._callback = self.now_s + seconds, callback
+        return self
+
+    def cancel(self) -> None:
+        self._due_s = math.inf
+
+    def pass_until(self, end_s: float) -> None:
+        while self._due_s <= end_s:
+            self.now_s, self._due_s = self._due_s, math.inf
+            self._callback()
+
+
 class Life:
     """Of an engine that goes on."""
 
     is_over = False
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
+    def __init__(self) -> None:
+        self.loop = Clock()
+
+
+def waiting_reply() -> Any:
+    """The claim of a reply that waits."""
+    return SimpleNamespace(client_id=1, request_id=2, name="", _end=SimpleNamespace(frontend_of=lambda _: "client 1"))
+
+
+def test_who_takes_no_reply_for_5_s_is_named_and_then_once_a_minute() -> None:
+    said_s: list[float] = []
+    life = Life()
+
+    def describe(client_id: int) -> str:
+        said_s.append(life.loop.now_s)
+        return "all of it"
+
+    watching = waits.Waits(life, describe, lambda _: None)  # type: ignore[arg-type]
+    with watching.of(waiting_reply()):
+        life.loop.pass_until(130.0)
+    assert len(said_s) == 3
+    assert said_s[0] == pytest.approx(5.5, abs=0.6), "it looks once a second"
+    assert said_s[2] - said_s[1] == pytest.approx(60.5, abs=0.6)
 
 
 async def test_a_reply_that_waits_comes_first_again_after_a_rest() -> None:
@@ -314,16 +359,12 @@ async def test_a_reply_that_waits_comes_first_again_after_a_rest() -> None:
 
 
 def test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then() -> None:
-    """Whether others may pass, look by look: it comes first for 50 ms of each second."""
-    told: list[bool] = []
-
-    async def look() -> None:
-        looks: Callable[[], None] = watching._look
-        for _ in range(41):
-            looks()
-            assert watching._timer is not None
-            watching._timer.cancel()
-
-    watching = waits.Waits(Life(), str, told.append)  # type: ignore[arg-type]
-    asyncio.run(look())
-    assert told == ([True] * 19 + [False]) * 2 + [True]
+    """Whether others may pass, and since when: it comes first for 50 ms of each second."""
+    told: list[tuple[float, bool]] = []
+    life = Life()
+    watching = waits.Waits(life, str, lambda may: told.append((life.loop.now_s, may)))  # type: ignore[arg-type]
+    with watching.of(waiting_reply()):
+        life.loop.pass_until(2.06)
+    seconds, may_pass = zip(*told, strict=True)
+    assert may_pass == ((True,) * 19 + (False,)) * 2 + (True, False), "and when none waits, the next one comes first"
+    assert seconds[:-1] == pytest.approx([0.05 * number for number in range(1, 42)])

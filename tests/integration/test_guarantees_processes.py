@@ -158,6 +158,7 @@ async def test_the_memory_of_a_killed_frontend_comes_back_within_milliseconds(
     record_property("killed_to_reclaimed_ms", times_ms)
     print(f"{mode}: from SIGKILL to reclaimed {sorted(round(ms, 2) for ms in times_ms)} ms")
     assert max(times_ms) < 2000
+    assert min(times_ms) < 500, "that is when the kernel has said so, and not when some time is over"
     await works(observer)
 
 
@@ -273,13 +274,14 @@ async def test_a_frontend_that_was_stopped_in_the_middle_of_writing_goes_on(
     writer = run("half")
     assert await writer.said() == ["half"]
     writer.signal(signal.SIGSTOP)
-    leased = (await statistics(observer))["leased_nbytes"]
     for _ in range(8):  # all memory that is left goes round, several times
         await works(observer, 1_500_000)
+    with pytest.raises(TimeoutError):  # its memory is asked for, and does not come
+        await observer.slot((await statistics(observer))["leasable_nbytes"] - 64, timeout=1.0)
     counts = await statistics(observer)
     assert counts["clients"] == 2
     assert counts["reclaimed_nbytes"] == 0
-    assert counts["leased_nbytes"] >= leased
+    assert counts["leased_nbytes"] >= 512 << 10, "the writer's lease; the observer's own may have gone for the slot"
     (socket_dir / "go").touch()
     writer.signal(signal.SIGCONT)
     assert await writer.said() == ["right"]
@@ -315,7 +317,7 @@ async def test_an_engine_that_was_stopped_reclaims_nothing_wrongly(
 async def test_a_socket_that_a_forked_child_holds_frees_nothing_before_the_frontend_is_dead(
     observer: shmring.Client, run: Launch
 ) -> None:
-    """The frontend has hung up, which nobody hears, since its child holds the socket; it lives, and it writes."""
+    """The frontend has hung up, and its child holds the socket; it lives, and it writes."""
     frontend = run("hang up forked")
     word, child = await frontend.said()
     assert word == "forked"

@@ -91,6 +91,8 @@ async def test_a_stopped_frontend_keeps_its_pins_however_long_that_takes(observe
     for number in range(100, 140):
         with await observer.keep(number.to_bytes(32, "little"), {"x": torch.ones(300_000)}):
             pass
+    with pytest.raises(TimeoutError):  # its memory is asked for, and does not come
+        await observer.slot((await statistics(observer))["leasable_nbytes"] - 64, timeout=1.0)
     assert (await statistics(observer))["kept_pinned"] >= 1
     found = await observer.find((1).to_bytes(32, "little"))
     assert found is not None

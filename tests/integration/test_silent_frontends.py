@@ -18,7 +18,7 @@ from shmring.ring import inspection
 
 LIMIT_S = 60  # which only a hang reaches
 NBYTES = 600_000  # more than a half of a lease
-LARGE_NBYTES = 2_600_000  # there is no room for it beside such a lease
+LARGE_NBYTES = 3_000_000  # there is no room for it beside such a lease, nor for NBYTES beside it
 #: Room for three leases of 1 MiB, and for nothing of this size beside them.
 CROWDED: dict[str, Any] = {
     "slab_nbytes": 3 * (1 << 20) + (192 << 10),

@@ -124,10 +124,40 @@ FAULTS = (
             "tests/test_kept.py::test_a_slot_that_is_given_while_its_client_closes_stays_pinned",
         ),
         (
+            "content that came when its caller had left stays pinned",
+            "        elif isinstance(result, _Pin):  # its caller stopped waiting\n            self.leave(result, None)",
+            "",
+            "tests/test_kept.py::test_cancelling_at_any_moment_leaves_nothing_pinned",
+        ),
+        (
             "whoever waits to ask is not let in when the session ends",
             "        for _ in self._answers:\n            self._asking.release()\n",
             "",
             "tests/test_kept.py::test_who_waits_to_ask_hears_of_the_end",
+        ),
+    ),
+    *faults_in(
+        "shmring/client/submission.py",
+        (
+            "who is cancelled while it waits for the result leaves its request running",
+            "        except asyncio.CancelledError:\n            self.abort()\n            raise",
+            "        except asyncio.CancelledError:\n            raise",
+            "tests/test_unread.py::test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request",
+        ),
+        (
+            "who is cancelled between the reply and the end leaves its request running",
+            "            if isinstance(error, asyncio.CancelledError):\n                self.abort()\n",
+            "",
+            "tests/test_unread.py::test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request",
+        ),
+    ),
+    *faults_in(
+        "shmring/client/client.py",
+        (
+            "a stream is sent again as often as engines die",
+            "                        retry -= 1\n                        break",
+            "                        break",
+            "tests/test_several_engines.py::test_retries_are_as_many_as_were_allowed",
         ),
     ),
     *faults_in(

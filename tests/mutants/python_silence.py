@@ -31,6 +31,12 @@ FAULTS = (
             "_MOMENT_S",
             "tests/test_backpressure.py::test_looks_at_many_leases_leave_the_loop_to_others",
         ),
+        (
+            "a moment lasts ten times as long",
+            "_MOMENT_S = 0.025",
+            "_MOMENT_S = 0.25",
+            "tests/test_backpressure.py::test_a_moment_lasts_25_ms",
+        ),
     ),
     *faults_in(
         "shmring/ring/places.py",
@@ -108,6 +114,18 @@ FAULTS = (
             "self._let_overtake(self._looks % _LOOKS_IN_ROUND != 0)",
             "self._let_overtake(True)",
             "tests/test_unread.py::test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then",
+        ),
+        (
+            "a large reply keeps others waiting ten times as long",
+            "_LOOK_S = 0.05",
+            "_LOOK_S = 0.5",
+            "tests/test_unread.py::test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then",
+        ),
+        (
+            "the log is silent about a silent client for ten times as long",
+            "_SILENCE_S = 5.0",
+            "_SILENCE_S = 50.0",
+            "tests/test_unread.py::test_who_takes_no_reply_for_5_s_is_named_and_then_once_a_minute",
         ),
         (
             "when no reply waits any more, others may still pass the next large one",
