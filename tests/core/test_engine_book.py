@@ -545,6 +545,18 @@ def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
     assert [(effect.ticket, effect.slot.blocks) for effect in effects if isinstance(effect, ReplyGranted)] == [(7, 5), (8, 1)]
 
 
+def test_space_that_is_too_small_for_the_first_goes_to_nobody_else() -> None:
+    book = make_book(reply=8)
+    connect(book, 1)
+    connect(book, 2)
+    slots = [take_reply(book, 2, 1) for _ in range(4)]
+    queue_reply(book, 1, 7, 6)
+    queue_reply(book, 2, 8, 1)
+    assert book.release_replies(2, [slots[3].generation]) == []
+    effects = book.release_replies(2, [slots[2].generation])
+    assert [(effect.ticket, effect.slot.blocks) for effect in effects if isinstance(effect, ReplyGranted)] == [(7, 6)]
+
+
 def test_smaller_replies_pass_one_that_finds_no_room_if_they_are_let() -> None:
     book, slot = crowded_book()
     assert book.let_overtake(True) == [ReplyGranted(8, ReplySlot(3, 17, 1))]

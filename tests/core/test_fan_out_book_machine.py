@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import struct
 from typing import Any
@@ -204,6 +205,7 @@ class FanOutMachine(RuleBasedStateMachine):
         for number, worker in self.model.workers.items():
             record = self.workers[number].record
             assert (record.is_member, record.unacknowledged) == (worker.is_member, len(worker.unread))
+            assert record.unacknowledged_nbytes == 4096 * sum(self.model.messages[each].blocks for each in worker.unread)
         for number, joined in self.workers.items():
             assert joined.record.is_gone == (number not in self.model.workers)
 
@@ -225,6 +227,21 @@ def book_with(*ranks: int) -> tuple[FanOutBook, list[bytearray]]:
     for rank, page in zip(ranks, pages, strict=True):
         book.join(rank, page)
     return book, pages
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_messages_come_back_in_any_order(order: tuple[int, ...]) -> None:
+    book, [page] = book_with(0)
+    [record] = book.workers()
+    sent = [book.publish([0], book.take(1), 1, 4096) for _ in order]
+    for left, number in enumerate(order, 1):
+        sequence, place = sent[number]
+        stamp(page, place, sequence)
+        assert book.sweep() == 1
+        assert (record.unacknowledged, record.unacknowledged_nbytes) == (3 - left, 4096 * (3 - left))
+        assert book.memory_laggards() == ((0,) if left < 3 else ())
+        book.check()
+    assert book.free_blocks == 4
 
 
 def test_who_waits_looks_again_after_it_has_said_so() -> None:

@@ -132,6 +132,20 @@ STORIES = {
     "a window uses what is free already": """
         full 2 2 2; 3 returns 5 ->
         9 asks 4 -> 2 recalled 4""",
+    "what is recalled for who is behind lies beside the window, where more is free": """
+        full 2 2 2; 2 returns 4 ->
+        9 asks 4 -> 1 recalled 3
+        8 asks 2 -> 3 recalled 5""",
+    "what is recalled for who is behind may begin where the window ends": """
+        full 2 2 2; 2 returns 4 ->
+        9 asks 3 -> 1 recalled 3
+        8 asks 3 -> 3 recalled 5""",
+    "a window stays where it is when somebody goes who has nothing in it": """
+        full 2 2 1; 9 asks 2 -> 1 recalled 3
+        1 uses 3 ->
+        3 dies -> 3 reclaimed 1, 3 gone
+        1 aborts -> 1 aborted, 1 released
+        1 returns 3 -> 9 gets 6 at 1+2""",
     "a lease is recalled once": """
         full 2 2; 9 asks 2 -> 1 recalled 3
         9 asks 4 -> 2 recalled 4

@@ -299,7 +299,7 @@ FAULTS = (
             "small replies overtake the first that needs space",
             "break  # the first that needs space",
             "continue  # the first that needs space",
-            "tests/core/test_engine_book.py::test_nobody_overtakes_the_first_who_waits_for_space",
+            "tests/core/test_engine_book.py::test_space_that_is_too_small_for_the_first_goes_to_nobody_else",
         ),
         (
             "an abort releases slots that their claim has released",
