@@ -34,7 +34,7 @@ from shmring.frontend.admission import Admission, Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.fetch import FetchSettings
-from shmring.frontend.media.options import MediaLimits
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.preparation import DecodedMedium, Preparation, ProbedMedium
 from shmring.frontend.media.reuse import Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaSource
@@ -463,6 +463,9 @@ async def test_how_it_is_prepared_and_its_limits_are_part_of_what_is_found(
         assert tensor_of(medium).shape.numel() <= 300
         del medium
     assert decoded == ["image", "image"]
+    dark = open_intake(engine, media_io_kwargs=MediaIoKwargs(rgba_background_color=(0, 0, 0)))
+    async with dark.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages"):
+        assert decoded == ["image"] * 3
     strict = open_intake(engine, media_limits=MediaLimits(max_image_pixels=100))
     with pytest.raises(ApiError, match="pixels"):  # as if nobody had ever sent it
         await strict.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages").__aenter__()

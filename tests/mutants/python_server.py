@@ -334,6 +334,12 @@ FAULTS = (
     *faults_in(
         "frontend/media/reuse.py",
         (
+            "media that are prepared in another way are taken for the same",
+            "kind, spec, limits, io_kwargs]",
+            "kind, spec, limits]",
+            "tests/frontend/test_intake.py::test_how_it_is_prepared_and_its_limits_are_part_of_what_is_found",
+        ),
+        (
             "who prepares a medium is never done for those who wait",
             "            flight.ended.set()\n",
             "            pass\n",
